@@ -1,0 +1,201 @@
+"""The one explicit state of a training run, and the rule that a consumed state cannot be read.
+
+``TrainState`` is a frozen record that each step takes and returns. The model and the optimizer in
+it are updated in place, so a state that was passed to a step no longer describes anything: its
+weights have moved on. ``donate`` therefore empties the old record, and reading it afterwards raises
+an error that names the line that consumed it. Normal reads pay nothing for this: Python asks
+``__getattr__`` only for a field that is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DonatedStateError", "TrainState", "donate"]
+
+DEFAULT_LOSS_SCALE = 2.0**-12
+"""Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_RECIPES = _PACKAGE + "recipes" + os.sep
+
+
+class DonatedStateError(RuntimeError):
+    """A ``TrainState`` was read after a function that returns a new one had consumed it."""
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class TrainState:
+    """Everything that a step needs and changes; passed in, returned, never hidden.
+
+    The learning rate, the data order and the random state are pure functions of
+    ``(seed, step, samples, rank)``, so there is no scheduler, sampler or generator to keep.
+
+    A subclass adds fields. Fields with a ``state_dict``, plain tensors, numbers and strings are
+    checkpointed; ``attrs.field(metadata={"checkpoint": False})`` leaves one out.
+
+    Attributes:
+        model: The model; its parameters change in place at each step.
+        optimizer: Any ``torch.optim.Optimizer`` over the model's parameters; changes in place.
+        mesh: The device mesh, or None for one process.
+        step: Optimizer steps taken, bad ones included.
+        samples: Rows consumed globally; the only number that the data needs to resume.
+        targets: ``[]`` int64: targets trained on.
+        skipped: ``[]`` int64: consecutive bad steps up to now.
+        loss_scale: ``[]`` float32, a power of two that multiplies summed losses before backward.
+        seed: Seed of data order and dropout.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> state = TrainState.create(model, optimizer, seed=1)
+        >>> new = donate(state, step=state.step + 1)
+        >>> new.step
+        1
+    """
+
+    model: nn.Module = attrs.field(repr=False)
+    optimizer: Optimizer = attrs.field(repr=False)
+    mesh: DeviceMesh | None = attrs.field(default=None, repr=False)
+    step: int = 0
+    samples: int = 0
+    targets: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
+    seed: int = 0
+    _donated_at: str | None = attrs.field(
+        default=None, init=False, repr=False, metadata={"checkpoint": False}
+    )
+
+    @classmethod
+    def create(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        mesh: DeviceMesh | None = None,
+        seed: int = 0,
+        loss_scale: float = DEFAULT_LOSS_SCALE,
+        **fields: Any,
+    ) -> Self:
+        """Build the state before the first step.
+
+        Args:
+            model: The model, after ``parallelize`` where there is more than one rank.
+            optimizer: An optimizer over the model's parameters.
+            mesh: What ``build_mesh`` returned, or None for one process.
+            seed: Seed of data order and dropout.
+            loss_scale: A power of two. Gradients do not depend on it as long as they stay in range.
+            **fields: Values of a subclass's own fields.
+
+        Returns:
+            A state at step 0, its counters on the model's device.
+
+        Raises:
+            ValueError: If ``loss_scale`` is not a power of two, if the optimizer holds a parameter
+                that the model does not, or if parameters are not sharded on a mesh of several
+                ranks (their gradients would never be reduced).
+        """
+        mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
+        if mantissa != 0.5:
+            raise ValueError(
+                f"loss_scale {loss_scale} is not a positive power of two; "
+                "others round the gradients that they scale. Use for example 2.0**-12."
+            )
+        _check_parameters(model, optimizer, mesh)
+        device = _device_of(model)
+        return cls(
+            model=model,
+            optimizer=optimizer,
+            mesh=mesh,
+            targets=torch.zeros((), dtype=torch.int64, device=device),
+            skipped=torch.zeros((), dtype=torch.int64, device=device),
+            loss_scale=torch.full((), loss_scale, dtype=torch.float32, device=device),
+            seed=seed,
+            **fields,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for a name that is missing: a field that `donate` removed, or a slip.
+        if name in {field.name for field in attrs.fields(type(self))}:
+            where = object.__getattribute__(self, "_donated_at")
+            raise DonatedStateError(
+                f"read {name!r} of a TrainState that was donated at {where}. "
+                "Keep the state the step returned: state, metrics = step(state, batches)."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+StateT = TypeVar("StateT", bound=TrainState)
+
+
+def donate(state: StateT, **changes: Any) -> StateT:
+    """Return a copy of ``state`` with ``changes``, and empty ``state`` so that it cannot be read.
+
+    For functions that change the model or the optimizer in place: they return a new state, and
+    whoever still holds the old one learns so at the first read instead of training on a mixture.
+
+    Args:
+        state: The state to consume.
+        **changes: New values of its fields.
+
+    Returns:
+        A state of the same class.
+
+    Raises:
+        DonatedStateError: If ``state`` was donated before.
+    """
+    new = attrs.evolve(state, **changes)
+    object.__setattr__(state, "_donated_at", _caller())
+    for field in attrs.fields(type(state)):
+        if field.name != "_donated_at":
+            object.__delattr__(state, field.name)
+    return new
+
+
+def _caller() -> str:
+    """File and line of the innermost frame outside the library; recipes count as outside."""
+    frame = sys._getframe(1)
+    innermost = frame
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_PACKAGE) or path.startswith(_RECIPES):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}"
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the "
+                    "model does not. Build the optimizer from the model after parallelize: "
+                    "forgekit.adamw(model)."
+                )
+    plain = [name for parameter, name in names.items() if not isinstance(parameter, DTensor)]
+    if mesh is not None and mesh.size() > 1 and plain:
+        raise ValueError(
+            f"{len(plain)} parameters (first: {plain[0]!r}) are not sharded on a mesh of "
+            f"{mesh.size()} ranks, so their gradients would not be reduced. "
+            "Pass the model through forgekit.parallelize(model, mesh) first."
+        )
