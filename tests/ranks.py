@@ -1,0 +1,186 @@
+"""Run a test's function on several gloo ranks, in a pool of worker processes that are reused.
+
+Spawning four ranks costs seconds, nearly all of it imports; a job on workers that are there costs
+hundredths. A *zygote* is forked when the test session starts, before torch has computed anything
+(its thread pools do not survive a fork), and forks workers when they are asked for. Each job gets
+a process group of its own over a fresh file store. After a failure its workers are replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_FORK = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
+_zygote: Connection | None = None
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds the ranks' tracebacks."""
+
+
+def run_ranks(
+    function: Callable[..., Any], world: int, *args: Any, group: bool = True, timeout_s: float = 60
+) -> list[Any]:
+    """Call ``function(rank, world, *args)`` on ``world`` ranks and return their results by rank.
+
+    Args:
+        function: A function at the top level of its file.
+        world: Number of ranks.
+        *args: Picklable arguments.
+        group: Whether a default gloo process group is made before and destroyed after.
+        timeout_s: Seconds until the job is given up.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        RankError: If a rank raised, died or did not finish in time.
+    """
+    assert _zygote is not None, "call ranks.start() in conftest.py before torch computes"
+    where = (inspect.getfile(function), function.__module__, function.__qualname__)
+    _zygote.send_bytes(pickle.dumps((where, world, pickle.dumps(args), group, timeout_s)))
+    ok, payload = pickle.loads(_zygote.recv_bytes())
+    if not ok:
+        raise RankError(payload)
+    return [pickle.loads(result) for result in payload]
+
+
+def start() -> None:
+    """Fork the zygote; call it once, before torch computes anything in this process."""
+    global _zygote
+    if _zygote is None:
+        _zygote, there = _FORK.Pipe()
+        _FORK.Process(target=_serve, args=(there,), daemon=False).start()
+
+
+def stop() -> None:
+    """End the zygote and its workers."""
+    global _zygote
+    if _zygote is not None:
+        _zygote.send_bytes(b"")
+        _zygote.close()
+        _zygote = None
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(parent: Connection) -> None:
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    workers: list[tuple[Any, Connection]] = []
+    while request := parent.recv_bytes():
+        where, world, args, group, timeout_s = pickle.loads(request)
+        while len(workers) < world:
+            here, there = _FORK.Pipe()
+            process = _FORK.Process(target=_work, args=(there,))
+            process.start()
+            workers.append((process, here))
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, connection) in enumerate(workers[:world]):
+                connection.send_bytes(pickle.dumps((where, rank, world, args, group, folder)))
+            ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
+        if not ok:
+            for process, connection in workers[:world]:
+                process.kill()
+                process.join()
+                connection.close()
+            del workers[:world]
+        parent.send_bytes(pickle.dumps((ok, payload)))
+    for process, _ in workers:
+        process.kill()
+        process.join()
+    os._exit(0)
+
+
+def _collect(connections: list[Connection], timeout_s: float) -> tuple[bool, Any]:
+    results: dict[int, Any] = {}
+    errors: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(enumerate(connections))
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(waiting.values()), timeout=left):
+            rank = connections.index(ready)
+            del waiting[rank]
+            try:
+                ok, payload = pickle.loads(ready.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                ok, payload = False, f"rank {rank} died"
+            if ok:
+                results[rank] = payload
+            else:
+                errors.append(payload)
+                deadline = min(deadline, time.monotonic() + 2)
+    if waiting and not errors:
+        errors.append(f"ranks {sorted(waiting)} did not finish in {timeout_s} s")
+    return (False, "\n".join(errors)) if errors else (True, [results[r] for r in sorted(results)])
+
+
+def _work(connection: Connection) -> None:
+    _die_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            where, rank, world, args, group, folder = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        try:
+            function = _load(*where)
+            result = _run(function, rank, world, pickle.loads(args), group, folder)
+            answer = True, pickle.dumps(result)
+        except BaseException:  # torch's CheckpointException derives from it
+            answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _run(
+    function: Callable[..., Any], rank: int, world: int, args: Any, group: bool, folder: str
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    if not group:
+        return function(rank, world, *args)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=40)
+    )
+    result = function(rank, world, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _load(path: str, module: str, name: str) -> Callable[..., Any]:
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

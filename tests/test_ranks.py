@@ -1,0 +1,41 @@
+"""The helper that every multi-rank test stands on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+
+
+def _sum(rank, world, start):
+    value = start + rank
+    dist.all_reduce(value)
+    return value
+
+
+def _raise_on_one(rank, world):
+    if rank == 1:
+        raise ValueError("rank one is unwell")
+    dist.barrier()
+
+
+def _sleep(rank, world):
+    time.sleep(30)
+
+
+def test_ranks_reduce_and_return_in_order():
+    assert [r.item() for r in run_ranks(_sum, 4, torch.tensor(1.0))] == [10.0] * 4
+
+
+def test_an_error_on_one_rank_surfaces_and_the_next_job_is_clean():
+    with pytest.raises(RankError, match="rank one is unwell"):
+        run_ranks(_raise_on_one, 2)
+    assert run_ranks(_sum, 2, torch.tensor(0.0))[1].item() == 1.0
+
+
+def test_a_hang_is_given_up_after_the_timeout():
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 0.5 s"):
+        run_ranks(_sleep, 2, timeout_s=0.5)
