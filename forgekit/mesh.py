@@ -1,0 +1,229 @@
+"""Processes and their mesh: who am I, who are the others, which of them share my data.
+
+Three ways of starting lead to the same place: torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``),
+srun (``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``), or one plain process. Every size is
+checked before the first process group is made, because a mesh that does not fit would otherwise
+fail on some ranks and leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["MeshSpec", "build_mesh", "data_ranks", "shutdown"]
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+START_TIMEOUT = timedelta(minutes=30)
+
+
+@attrs.frozen(kw_only=True)
+class MeshSpec:
+    """Sizes of the mesh dimensions; one of them may be -1, "what is left".
+
+    Attributes:
+        dp_replicate: Replicas of the sharded model; gradients are summed across them.
+        dp_shard: Ranks that share one copy of parameters, gradients and optimizer state (FSDP).
+        cp: Ranks that share a sequence.
+        tp: Ranks that share each matrix.
+        pp: Pipeline stages.
+        ep: Ranks that share the experts, a view over ``dp_shard * cp``.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        sizes = attrs.asdict(self)
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"{name} is {size}; a mesh dimension is at least 1, or -1 once.")
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(f"{' and '.join(free)} are both -1; only one can be what is left.")
+        if self.ep == -1:
+            raise ValueError("ep is -1; it is a view over dp_shard * cp, so give its size.")
+
+
+def build_mesh(
+    spec: MeshSpec | None = None, device: str | torch.device | None = None
+) -> DeviceMesh:
+    """Start the processes where needed and arrange them in a mesh.
+
+    Args:
+        spec: Sizes of the dimensions; all ranks on ``dp_shard`` if not given.
+        device: ``"cpu"`` or ``"cuda"``; by default the accelerator where there is one.
+
+    Returns:
+        A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. A default
+        process group that exists is used as it is.
+
+    Raises:
+        ValueError: If the sizes do not fit the number of ranks.
+
+    Examples:
+        >>> mesh = build_mesh(MeshSpec(), device="cpu")
+        >>> data_ranks(mesh)
+        (0, 1)
+        >>> shutdown()
+    """
+    spec = spec or MeshSpec()
+    kind = torch.device(device).type if device is not None else _default_device()
+    rank, world, local = _identity(os.environ)
+    sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
+    if kind == "cuda":
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    if not dist.is_initialized():
+        _start(kind, rank, world)
+    return init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
+
+
+def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
+    """Sizes in mesh order with -1 replaced; the arithmetic of ``build_mesh`` without processes.
+
+    Args:
+        spec: Sizes of the dimensions.
+        world: Number of ranks.
+
+    Returns:
+        Sizes of ``pp, dp_replicate, dp_shard, cp, tp``; their product is ``world``.
+
+    Raises:
+        ValueError: If no size of the free dimension, or the product as given, makes ``world``.
+
+    Examples:
+        >>> resolve_sizes(MeshSpec(dp_replicate=2), world=8)
+        (1, 2, 4, 1, 1)
+    """
+    sizes = {name: getattr(spec, name) for name in DIMENSIONS}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = next((name for name, size in sizes.items() if size == -1), None)
+    shown = (
+        " * ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)) or "1"
+    )
+    if free is None and known != world:
+        raise ValueError(f"{shown} = {known} does not fit {world} ranks; {_nearest(sizes, world)}")
+    if free is not None and world % known:
+        raise ValueError(
+            f"{shown}: {world} ranks are not divisible by {known}; {_nearest(sizes, world)}"
+        )
+    if free is not None:
+        sizes[free] = world // known
+    shared = sizes["dp_shard"] * sizes["cp"]
+    if shared % spec.ep:
+        raise ValueError(
+            f"ep {spec.ep} does not divide dp_shard * cp = {shared}; it can be one of "
+            f"{_divisors(shared)}."
+        )
+    return tuple(sizes[name] for name in DIMENSIONS)
+
+
+def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """This process's place among the data-parallel ranks.
+
+    Ranks that differ only in tensor, context or pipeline place read the same samples.
+
+    Args:
+        mesh: What ``build_mesh`` returned, or None for one process.
+
+    Returns:
+        ``(rank, world)`` over ``dp_replicate * dp_shard``.
+    """
+    if mesh is None:
+        return 0, 1
+    rank, world = 0, 1
+    for name in DATA_DIMENSIONS:
+        size = mesh[name].size()
+        rank, world = rank * size + mesh.get_local_rank(name), world * size
+    return rank, world
+
+
+def shutdown() -> None:
+    """Destroy the process groups, so that the process can end without complaint."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, world size and local rank from torchrun's or srun's variables, or one process."""
+    for rank, world, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if rank in environment and world in environment:
+            place = environment.get(local, environment[rank])
+            return int(environment[rank]), int(environment[world]), int(place)
+    return 0, 1, 0
+
+
+def _start(kind: str, rank: int, world: int) -> None:
+    if kind == "cpu":
+        _share_cores()
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if world == 1:
+        dist.init_process_group(
+            backend, store=HashStore(), rank=0, world_size=1, timeout=START_TIMEOUT
+        )
+        return
+    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_JOB_NODELIST", "")))
+    os.environ.setdefault(
+        "MASTER_PORT", str(20_000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20_000)
+    )
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=START_TIMEOUT)
+
+
+def _share_cores() -> None:
+    """Give each process on this machine its share of the cores unless the user decided.
+
+    Two ranks with two threads each on two cores ran seven times slower than with one each.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    if here is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(here)))
+
+
+def _first_host(nodes: str) -> str:
+    """First host of a SLURM node list.
+
+    Examples:
+        >>> _first_host("gpu[003-007,9],cpu1")
+        'gpu003'
+        >>> _first_host("")
+        '127.0.0.1'
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    return match.group(1) + (match.group(2) or "") if match else "127.0.0.1"
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(sizes: Mapping[str, int], world: int) -> str:
+    """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
+    model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
+    if world % model:
+        lower = world // model * model
+        counts = [count for count in (lower, lower + model) if count]
+        return f"the nearest numbers of ranks are {' and '.join(map(str, counts))}."
+    data = world // model
+    replicate = min(_divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
+    return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

@@ -1,0 +1,1 @@
+"""From a micro-batch to logits: layers, attention, the transformer, its initial weights."""

@@ -1,0 +1,105 @@
+"""Initial weights, each parameter from ``(seed, name)`` alone.
+
+A parameter's values depend neither on the order in which modules are built nor on how many ranks
+share it: the full tensor is generated wherever a piece of it is needed, and cut. (Filling shards
+in place would give every rank the same numbers.)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["init_weights"]
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = None) -> None:
+    """Fill a model's parameters in place, each from ``(seed, name)``.
+
+    A module with ``initial_std(name) -> float | None`` (as ``Transformer``) has its parameters
+    drawn from a normal distribution of that width, or set to one where it answers None. Foreign
+    modules are filled by their own ``reset_parameters`` under a generator seeded by their name.
+
+    Args:
+        model: A model, sharded or not. Bitwise the same full tensors come out in every layout.
+        seed: Seed.
+        only: Names of the parameters to fill; all if None.
+
+    Raises:
+        ValueError: If a parameter belongs to a module that has neither ``initial_std`` above it
+            nor ``reset_parameters``.
+    """
+    for name, parameter, full in _initial_values(model, "", seed, None):
+        if only is None or name in only:
+            _copy_full(parameter, full())
+
+
+Values = Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]
+Std = Callable[[str], float | None]
+
+
+def _initial_values(module: nn.Module, prefix: str, seed: int, std: Std | None) -> Values:
+    """Every parameter below ``module`` with a function that makes its full initial value."""
+    own: Std | None = getattr(module, "initial_std", None)
+    std = own or std
+    parameters = dict(module.named_parameters(recurse=False))
+    if std is not None:
+        for leaf, parameter in parameters.items():
+            name = prefix + leaf
+            yield name, parameter, lambda p=parameter, n=name, s=std: _draw(p, n, seed, s(n))
+    elif parameters:
+        yield from _reset_values(module, prefix, seed, parameters)
+    for name, child in module.named_children():
+        yield from _initial_values(child, f"{prefix}{name}.", seed, std)
+
+
+def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
+    if std is None:
+        return torch.ones(parameter.shape, device=parameter.device)
+    generator = torch.Generator(parameter.device).manual_seed(_mix(seed, name))
+    return torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
+
+
+def _reset_values(
+    module: nn.Module, prefix: str, seed: int, parameters: dict[str, nn.Parameter]
+) -> Values:
+    """Values of a foreign module: what ``reset_parameters`` makes of a full-size twin."""
+    reset = getattr(type(module), "reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"{prefix.rstrip('.') or type(module).__name__!r} ({type(module).__name__}) has the "
+            f"parameters {list(parameters)} and no reset_parameters() to fill them. Add that "
+            "method, or initial_std(name) to the model."
+        )
+    twin = copy.copy(module)
+    twin._parameters = {
+        leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
+        for leaf, p in parameters.items()
+    }
+    devices = {p.device for p in parameters.values() if p.is_cuda}
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(_mix(seed, prefix))
+        reset(twin)
+    for leaf, parameter in parameters.items():
+        yield prefix + leaf, parameter, lambda leaf=leaf: twin._parameters[leaf]  # pyright: ignore
+
+
+def _copy_full(parameter: nn.Parameter, full: Tensor) -> None:
+    full = full.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    else:
+        parameter.copy_(full)
+
+
+def _mix(seed: int, name: str) -> int:
+    """63 bits from seed and name; Python's own string hash differs from process to process."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

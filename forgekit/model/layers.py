@@ -1,0 +1,125 @@
+"""The parts of a transformer block: rotary embedding, attention, gated feed-forward, the block."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from forgekit.model.attention import Attend, attend_causal
+
+__all__ = ["Attention", "Block", "FeedForward", "rotary_angles", "rotate"]
+
+
+def rotary_angles(position_ids: Tensor, channels: int, theta: float) -> Tensor:
+    """Angles by which each pair of channels turns at each position.
+
+    Computed in float64: at position 100,000 a float32 angle is off by 4e-3 radians.
+
+    Args:
+        position_ids: ``[s]`` or ``[b s]`` int.
+        channels: Channels per head, ``c``.
+        theta: Base of the wavelengths.
+
+    Returns:
+        ``[s c/2]`` or ``[b s c/2]`` float64.
+
+    References:
+        RoFormer, https://arxiv.org/abs/2104.09864
+    """
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=position_ids.device)
+    return position_ids.double()[..., None] * theta ** (-exponents / channels)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair ``(i, i + c/2)`` of channels by its angle.
+
+    Args:
+        x: ``[b s h c]``.
+        cos: ``[s c/2]`` or ``[b s c/2]``, cosine of the angles.
+        sin: The same, sine.
+
+    Returns:
+        ``[b s h c]`` in the dtype of ``x``.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and, optionally, normalised queries and keys.
+
+    ``attend`` is a socket: a plain callable that ``parallelize`` replaces where a sequence is
+    spread over ranks.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, *, qk_norm: bool = False, norm_eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.channels = dim // heads
+        self.query = nn.Linear(dim, heads * self.channels, bias=False)
+        self.key = nn.Linear(dim, kv_heads * self.channels, bias=False)
+        self.value = nn.Linear(dim, kv_heads * self.channels, bias=False)
+        self.output = nn.Linear(heads * self.channels, dim, bias=False)
+        self.query_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None
+        self.key_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None
+        self.attend: Attend = attend_causal
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """``[b s d]`` -> ``[b s d]``."""
+        q, k, v = (
+            rearrange(project(x), "b s (h c) -> b s h c", c=self.channels)
+            for project in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = self.attend(q, k, v, doc_ids=doc_ids)
+        return self.output(rearrange(attended, "b s h c -> b s (h c)"))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
+
+    References:
+        GLU variants improve transformer, https://arxiv.org/abs/2002.05202
+    """
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b s d]`` -> ``[b s d]``."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then feed-forward, each with dropout on its branch."""
+
+    def __init__(
+        self,
+        dim: int,
+        attention: Attention,
+        feed_forward: nn.Module,
+        *,
+        norm_eps: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = feed_forward
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """``[b s d]`` -> ``[b s d]``."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, doc_ids))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))

@@ -1,0 +1,180 @@
+"""A decoder-only transformer that knows nothing of ranks.
+
+Attention and position ids are sockets, plain callables which ``parallelize`` replaces; the output
+projection can be replaced for one call (``head``), so that a loss may read the gathered output
+weight inside ``forward`` and never build all logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgekit.model.initial import init_weights
+from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
+
+__all__ = ["Transformer", "TransformerSpec", "locate_all"]
+
+INITIAL_STD = 0.02
+
+
+@attrs.frozen(kw_only=True)
+class TransformerSpec:
+    """Sizes of a ``Transformer``.
+
+    Attributes:
+        vocab_size: Number of token ids, ``v``.
+        dim: Width of the residual stream, ``d``.
+        layers: Number of blocks.
+        heads: Query heads, ``h``; divides ``dim``.
+        kv_heads: Key and value heads, ``k``; divides ``heads``.
+        ffn_dim: Width of the feed-forward, ``f``.
+        max_seq_len: Longest sequence that is accepted, in places.
+        dropout: Probability on the embedding and on each residual branch, in [0, 1).
+        qk_norm: Whether queries and keys are normalised per head.
+        tied: Whether the output projection is the embedding.
+        rope_theta: Base of the rotary wavelengths.
+        norm_eps: Added to the mean square in each RMSNorm.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    max_seq_len: int
+    dropout: float = 0.0
+    qk_norm: bool = False
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.dim % (2 * self.heads):
+            step = 2 * self.heads
+            lower = max(self.dim // step * step, step)
+            raise ValueError(
+                f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
+                f"embedding can pair the channels of a head; the nearest are {lower} and "
+                f"{lower + step}."
+            )
+        if self.heads % self.kv_heads:
+            fitting = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            raise ValueError(
+                f"kv_heads {self.kv_heads} must divide heads {self.heads}; it can be one of "
+                f"{fitting}."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout {self.dropout} must be at least 0 and below 1.")
+
+
+def locate_all(places: int, device: torch.device) -> Tensor:
+    """Position ids of a rank that holds whole sequences: ``0 .. places - 1``, ``[s]`` int64."""
+    return torch.arange(places, device=device)
+
+
+class Transformer(nn.Module):
+    """Token ids to logits: RMSNorm, rotary grouped-query attention, SwiGLU.
+
+    Args:
+        spec: Sizes.
+        seed: Seed of the initial weights. On the meta device nothing is filled; ``parallelize``
+            does it, to bitwise the same values.
+
+    Examples:
+        >>> spec = TransformerSpec(vocab_size=8, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32,
+        ...                        max_seq_len=4)
+        >>> Transformer(spec)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, spec: TransformerSpec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
+        self.dropout = nn.Dropout(spec.dropout)
+        self.layers = nn.ModuleList(_block(spec) for _ in range(spec.layers))
+        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.output = None if spec.tied else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.locate: Callable[[int, torch.device], Tensor] = locate_all
+        if not self.embedding.weight.is_meta:
+            init_weights(self, seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Compute logits, or whatever ``head`` makes of the last hidden states.
+
+        Args:
+            input_ids: ``[b s]`` int.
+            position_ids: ``[b s]`` or ``[s]`` int rotary positions; ``locate`` gives them if None.
+            doc_ids: ``[b s]`` int document of each place, -1 on padding. Attention stays inside
+                a document. Rotary positions are relative, so they need not restart.
+            head: ``head(hidden, weight)`` in place of the output projection, with ``hidden``
+                ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss.
+
+        Returns:
+            ``[b s v]`` logits, or what ``head`` returned.
+
+        Raises:
+            ValueError: If the sequence is longer than ``max_seq_len``.
+        """
+        places = input_ids.shape[1]
+        if places > self.spec.max_seq_len:
+            raise ValueError(
+                f"input_ids has {places} places; max_seq_len is {self.spec.max_seq_len}. "
+                "Shorten the sequences or build the model with a larger max_seq_len."
+            )
+        if position_ids is None:
+            position_ids = self.locate(places, input_ids.device)
+        x = self.dropout(self.embedding(input_ids))
+        cos, sin = self._rotary(position_ids, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, doc_ids)
+        x = self.norm(x)
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        return F.linear(x, weight) if head is None else head(x, weight)
+
+    def initial_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values; None for a norm, filled with ones.
+
+        Projections back into the residual stream are narrower by ``sqrt(2 * layers)``, so that
+        the stream's variance does not grow with depth.
+
+        References:
+            GPT-2, https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+        """
+        if name.endswith("norm.weight"):
+            return None
+        if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+            return INITIAL_STD / math.sqrt(2 * self.spec.layers)
+        return INITIAL_STD
+
+    def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        channels = self.spec.dim // self.spec.heads
+        angles = rotary_angles(position_ids, channels, self.spec.rope_theta)
+        wide = torch.promote_types(dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+
+def _block(spec: TransformerSpec) -> Block:
+    attention = Attention(
+        spec.dim, spec.heads, spec.kv_heads, qk_norm=spec.qk_norm, norm_eps=spec.norm_eps
+    )
+    feed_forward = FeedForward(spec.dim, spec.ffn_dim)
+    return Block(spec.dim, attention, feed_forward, norm_eps=spec.norm_eps, dropout=spec.dropout)

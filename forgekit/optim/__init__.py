@@ -1,0 +1,1 @@
+"""From gradients to updates: parameter groups, optimizers, learning-rate schedules."""

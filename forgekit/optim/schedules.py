@@ -1,0 +1,163 @@
+"""Learning rates as pure functions of the step number.
+
+A schedule has no state: the rate at step 1,000 is the same whether the run was stopped before or
+not. Steps are optimizer steps and start at 0; the first rate of a warm-up is above 0, because a
+step that changes nothing is a step wasted. Past the end the last rate stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+__all__ = [
+    "Decay",
+    "Schedule",
+    "constant",
+    "cosine",
+    "linear",
+    "warmup",
+    "warmup_cosine",
+    "warmup_linear",
+    "wsd",
+]
+
+Schedule = Callable[[int], float]
+Decay = Literal["linear", "cosine", "sqrt"]
+
+
+def constant(peak: float) -> Schedule:
+    """The same rate at every step.
+
+    Examples:
+        >>> constant(0.1)(7)
+        0.1
+    """
+    return lambda step: peak  # noqa: ARG005
+
+
+def linear(peak: float, total: int, *, final: float = 0.0) -> Schedule:
+    """Fall in a straight line from ``peak`` at step 0 to ``final`` at step ``total``.
+
+    Examples:
+        >>> linear(1.0, total=4)(1)
+        0.75
+    """
+    return _decay(peak, final, start=0, total=total, shape="linear")
+
+
+def cosine(peak: float, total: int, *, final: float = 0.0) -> Schedule:
+    """Fall along half a cosine from ``peak`` at step 0 to ``final`` at step ``total``.
+
+    Examples:
+        >>> cosine(1.0, total=4)(2)
+        0.5
+
+    References:
+        SGDR, https://arxiv.org/abs/1608.03983
+    """
+    return _decay(peak, final, start=0, total=total, shape="cosine")
+
+
+def wsd(
+    peak: float, *, warmup: int, decay: int, total: int, shape: Decay = "sqrt", final: float = 0.0
+) -> Schedule:
+    """Warm up, stay, decay: the rate stays at ``peak`` until ``decay`` steps before the end.
+
+    Args:
+        peak: Highest rate.
+        warmup: Steps until it is reached.
+        decay: Steps of the decay at the end.
+        total: Step at which ``final`` is reached.
+        shape: ``"linear"``, ``"cosine"``, or ``"sqrt"``: ``1 - sqrt(progress)``, which falls fast
+            at first.
+        final: Rate at the end.
+
+    Returns:
+        A pure function of the step.
+
+    Raises:
+        ValueError: If warm-up and decay do not fit into ``total``, or ``shape`` is unknown.
+
+    Examples:
+        >>> schedule = wsd(1.0, warmup=2, decay=4, total=10, shape="linear")
+        >>> [schedule(step) for step in (0, 1, 5, 8, 10)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+
+    References:
+        MiniCPM, https://arxiv.org/abs/2404.06395; the sqrt decay, https://arxiv.org/abs/2405.18392
+    """
+    if decay < 1 or warmup + decay > total:
+        raise ValueError(
+            f"warmup {warmup} + decay {decay} = {warmup + decay} must fit into total {total}, with "
+            "a decay of at least 1 step."
+        )
+    return _warmed(_decay(peak, final, start=total - decay, total=total, shape=shape), warmup)
+
+
+def warmup(schedule: Schedule, steps: int) -> Schedule:
+    """Rise in a straight line over the first ``steps`` steps; step 0 has ``1 / steps`` of it.
+
+    Args:
+        schedule: Any schedule; its own step 0 falls on the first step after the warm-up.
+        steps: Length of the warm-up; 0 returns the schedule as it is.
+
+    Returns:
+        A pure function of the step.
+
+    Examples:
+        >>> schedule = warmup(constant(1.0), steps=4)
+        >>> [schedule(step) for step in (0, 3, 9)]
+        [0.25, 1.0, 1.0]
+    """
+    return _warmed(lambda step: schedule(max(step - steps, 0)), steps)
+
+
+def warmup_linear(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Warm up to ``peak``, then fall in a straight line to ``final`` at step ``total``."""
+    _check_warmup(warmup, total)
+    return _warmed(_decay(peak, final, start=warmup, total=total, shape="linear"), warmup)
+
+
+def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Warm up to ``peak``, then fall along half a cosine to ``final`` at step ``total``.
+
+    Examples:
+        >>> schedule = warmup_cosine(peak=1.0, warmup=2, total=6)
+        >>> [round(schedule(step), 3) for step in (0, 1, 2, 4, 6, 9)]
+        [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+    _check_warmup(warmup, total)
+    return _warmed(_decay(peak, final, start=warmup, total=total, shape="cosine"), warmup)
+
+
+_SHAPES: dict[Decay, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+
+
+def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
+    if shape not in _SHAPES:
+        raise ValueError(f"shape is {shape!r}; it is one of {', '.join(get_args(Decay))}.")
+    if total <= start:
+        raise ValueError(f"total {total} must be above {start}, the step at which decay starts.")
+
+    def schedule(step: int) -> float:
+        progress = min(max((step - start) / (total - start), 0.0), 1.0)
+        return final + (peak - final) * _SHAPES[shape](progress)
+
+    return schedule
+
+
+def _warmed(schedule: Schedule, steps: int) -> Schedule:
+    if steps < 0:
+        raise ValueError(f"warmup is {steps} steps; it must not be negative.")
+    return lambda step: schedule(step) * min((step + 1) / steps, 1.0) if steps else schedule(step)
+
+
+def _check_warmup(warmup: int, total: int) -> None:
+    if not 0 <= warmup < total:
+        raise ValueError(f"warmup {warmup} must be at least 0 and below total {total}.")

@@ -1,0 +1,1 @@
+"""One optimizer step, its parts in the order in which they happen."""

@@ -1,0 +1,285 @@
+"""Forward and backward over a step's micro-batches, pulled one at a time.
+
+No micro-batch's size or count divides anything here, so none has to be known before its turn: a
+rollout stream is not drained early, and no collective runs per micro-batch. What comes out are raw
+sums; ``reduce_totals`` adds them over the ranks and ``clip`` finds the one factor that is due.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from forgekit.mesh import data_ranks
+from forgekit.state import TrainState
+from forgekit.steps.losses import Loss
+from forgekit.steps.totals import Totals
+
+__all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
+
+RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
+
+LossFn = Callable[[nn.Module, TensorDictBase], Loss]
+Sync = Literal["last", "every", "hsdp_last"]
+
+
+def accumulate(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    *,
+    sync: Sync = "last",
+) -> Totals:
+    """Leave the summed raw gradient of a step in the parameters and return its sums.
+
+    Clears old gradients, then runs one backward per pulled micro-batch. The default random
+    generator is seeded from ``(seed, step, data rank)`` first, so that dropout depends on nothing
+    that a checkpoint would have to keep. Does not donate ``state``.
+
+    Args:
+        state: The state; its step, optimizer and parameter values do not change.
+        batches: Micro-batches, whole sequences, the same number on every rank. One is pulled when
+            the previous one is done; an iterable without ``len`` is looked ahead by one.
+        loss_fn: ``loss_fn(model, batch) -> Loss``.
+        sync: When sharded gradients are reduced: after the ``"last"`` micro-batch, after
+            ``"every"`` one (less memory, more communication), or ``"hsdp_last"``: scattered after
+            every one, summed across replicas after the last. All give the same gradient.
+
+    Returns:
+        Unreduced ``Totals``: ``targets``, ``loss``, the metrics, and the samples consumed globally.
+
+    Raises:
+        TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
+            ``Loss``.
+        ValueError: If there is no micro-batch, or the loss does not depend on the parameters.
+            Whatever is raised, no gradient is left behind and the step can be tried again.
+    """
+    if sync not in get_args(Sync):
+        raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
+    _clear_gradients(state)
+    _seed(state)
+    sums = _Sums(state.targets.device)
+    try:
+        for index, (batch, is_last) in enumerate(_with_last(batches)):
+            if index == 0 or is_last:
+                _set_sync(state.model, sync, is_last)
+            with _refuse_tensordicts(state.model, when=index == 0):
+                loss = _checked(loss_fn(state.model, _to_device(batch, state.targets.device)))
+            (loss.sum * state.loss_scale).backward()
+            sums.add(loss, rows=batch.batch_size[0])
+        if not sums.rows:
+            raise ValueError("a step got no micro-batch; every rank must bring at least one.")
+    except BaseException:
+        _abort(state)
+        raise
+    samples = getattr(batches, "samples", None)
+    world = data_ranks(state.mesh)[1]
+    return sums.totals(state, sums.rows * world if samples is None else samples)
+
+
+def count_ahead(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    counters: Mapping[str, Callable[[TensorDictBase], Tensor | int]],
+) -> tuple[list[TensorDictBase], dict[str, Tensor]]:
+    """Count a step's targets before its first backward, for losses with different divisors.
+
+    One factor per step is exact only for losses that share a count. With the true counts at hand
+    the others can be rescaled: ``Loss(a.sum + b.sum * counts["a"] / counts["b"], a.count)``. The
+    price is that all micro-batches are pulled at once, and one more collective.
+
+    Args:
+        state: The state; nothing in it changes.
+        batches: The step's micro-batches; pulled eagerly.
+        counters: For each name a function that counts a micro-batch's targets of that kind.
+
+    Returns:
+        The micro-batches as a list for ``accumulate``, and each name's ``[]`` float64 count over
+        all micro-batches and ranks.
+    """
+    pulled = list(batches)
+    device = state.targets.device
+    counts = torch.zeros(len(counters), dtype=torch.float64, device=device)
+    for batch in pulled:
+        for index, counter in enumerate(counters.values()):
+            counts[index] += counter(batch)
+    if state.mesh is not None and state.mesh.size() > 1:
+        dist.all_reduce(counts)
+    return pulled, dict(zip(counters, counts.unbind(), strict=True))
+
+
+class _Sums:
+    """Float64 sums of a step's losses; float32 would lose integers above 2**24."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows = 0
+        self.values: dict[str, Tensor] = {}
+        self.metrics: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, loss: Loss, *, rows: int) -> None:
+        self.rows += rows
+        self._add_to(self.values, "targets", loss.count)
+        self._add_to(self.values, "loss", loss.sum)
+        for name, metric in loss.metrics.items():
+            total, count = metric if isinstance(metric, tuple) else (metric, 1)
+            pair = self.metrics.setdefault(name, {})
+            self._add_to(pair, "sum", total)
+            self._add_to(pair, "count", count)
+
+    def totals(self, state: TrainState, samples: int) -> Totals:
+        values = {**self.values, "loss_scale": state.loss_scale.double()}
+        metrics = {name: TensorDict(pair, []) for name, pair in self.metrics.items()}
+        return Totals(TensorDict({**values, "metrics": TensorDict(metrics, [])}, []), samples)
+
+    def _add_to(self, into: dict[str, Tensor], key: str, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            new = value.detach().to(torch.float64)
+        else:
+            new = torch.full((), value, dtype=torch.float64, device=self.device)
+        into[key] = into[key] + new if key in into else new
+
+
+def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
+    """Each micro-batch with whether it is the last; pulls ahead only where the size is unknown."""
+    size = len(batches) if hasattr(batches, "__len__") else None  # pyright: ignore[reportArgumentType]
+    if size is not None:
+        for index, batch in enumerate(batches):
+            yield _checked_batch(batch), index == size - 1
+        return
+    iterator = iter(batches)
+    for batch in iterator:
+        previous = batch
+        for following in iterator:
+            yield _checked_batch(previous), False
+            previous = following
+        yield _checked_batch(previous), True
+
+
+def _checked_batch(batch: Any) -> TensorDictBase:
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__} with batch_size "
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
+            "[b]. Use TensorDict(tensors, batch_size=[b])."
+        )
+    return batch
+
+
+def _to_device(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
+    is_there = all(leaf.device == device for leaf in batch.values(True, True))
+    return batch if is_there else batch.to(device, non_blocking=True)
+
+
+def _checked(loss: Any) -> Loss:
+    if not isinstance(loss, Loss):
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
+            "the summed loss and the number of its targets."
+        )
+    if taken := RESERVED & loss.metrics.keys():
+        raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
+    if not loss.sum.requires_grad:
+        raise ValueError(
+            "the loss that loss_fn returned does not depend on any trainable parameter; a "
+            "micro-batch without targets should still run the model (forgekit.cross_entropy does)."
+        )
+    return loss
+
+
+@contextmanager
+def _refuse_tensordicts(model: nn.Module, *, when: bool) -> Iterator[None]:
+    """Raise if the model, or a module that FSDP wraps, returns a TensorDict.
+
+    FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
+    """
+    modules = {model, *_fsdp_modules(model)} if when else set()
+    handles = [module.register_forward_hook(_check_output) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
+    if isinstance(output, TensorDictBase):
+        raise TypeError(
+            f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
+            "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
+        )
+
+
+def _seed(state: TrainState) -> None:
+    rank, _ = data_ranks(state.mesh)
+    text = f"{state.seed}/{state.step}/{rank}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _set_sync(model: nn.Module, sync: Sync, is_last: bool) -> None:
+    for module in _fsdp_modules(model):
+        module.set_requires_gradient_sync(is_last or sync != "last", recurse=False)
+        if sync == "hsdp_last":
+            module.set_requires_all_reduce(is_last, recurse=False)
+        module.set_is_last_backward(is_last or sync != "last")
+
+
+def _clear_gradients(state: TrainState) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = None
+    for module in _fsdp_modules(state.model):
+        for parameter in _fsdp_parameters(module):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _abort(state: TrainState) -> None:
+    """Take the gradients of a failed step away, those that FSDP holds outside ``.grad`` too."""
+    if isinstance(state.model, FSDPModule):
+        reset_iteration(state.model)
+    _clear_gradients(state)
+
+
+def reset_iteration(model: FSDPModule) -> None:
+    """Bring FSDP back to rest after an exception in forward or backward.
+
+    ``FSDPModule.reset_iter_state`` does it since torch 2.13; before, resharding and clearing the
+    trackers of the root by hand comes to the same on the paths that a step takes.
+    """
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        return
+    for module in _fsdp_modules(model):  # pyright: ignore[reportArgumentType]
+        fsdp_state = module._get_fsdp_state()
+        fsdp_state._training_state = type(fsdp_state._training_state).IDLE
+        group = fsdp_state._fsdp_param_group
+        if group is not None:
+            group._training_state = type(group._training_state).IDLE
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+        module.reshard()
+    context = model._get_fsdp_state()._state_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def _fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
+    fsdp_state: Any = module._get_fsdp_state()
+    groups = getattr(fsdp_state, "_fsdp_param_groups", None)  # since torch 2.13 a list
+    for group in [fsdp_state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            yield from group.fsdp_params

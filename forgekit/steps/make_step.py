@@ -1,0 +1,98 @@
+"""The parts of a step in one function, for recipes that need nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from forgekit.state import TrainState
+from forgekit.steps.accumulate import LossFn, Sync, accumulate
+from forgekit.steps.clip import Correction, clip
+from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.update import update
+
+__all__ = ["Stop", "make_step", "step_metrics"]
+
+StateT = TypeVar("StateT", bound=TrainState)
+
+
+class Stop(Protocol):
+    """What ``make_step`` asks of a stop signal."""
+
+    def vote(self) -> float:
+        """1.0 if this process wants to stop, else 0.0."""
+        ...
+
+    def hear(self, votes: Tensor) -> None:
+        """Take the sum of all ranks' votes, ``[]`` float64 on the device."""
+        ...
+
+
+def make_step(
+    loss_fn: LossFn,
+    *,
+    schedule: Callable[[int], float],
+    max_norm: float = 1.0,
+    sync: Sync = "last",
+    stop: Stop | None = None,
+) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
+    """Build ``step(state, batches) -> (state, metrics)``.
+
+    The step is ``accumulate``, ``reduce_totals``, ``clip``, ``update`` and ``step_metrics`` in
+    that order and nothing else; write them out where something has to happen in between.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch) -> Loss``.
+        schedule: Learning rate as a pure function of the step number, which starts at 0.
+        max_norm: Upper bound of the gradient's global L2 norm; ``inf`` does not clip.
+        sync: See ``accumulate``.
+        stop: A ``StopSignal``; its vote travels in the step's one collective.
+
+    Returns:
+        A function that consumes the state and returns the next one with the step's metrics, a
+        TensorDict of ``[]`` float64 on the device.
+    """
+
+    def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
+        totals = accumulate(state, batches, loss_fn, sync=sync)
+        if stop is not None:
+            totals = totals.plus(stop=torch.full_like(totals["loss"], stop.vote()))
+        totals = reduce_totals(totals, state)
+        if stop is not None:
+            stop.hear(totals["stop"])
+        correction = clip(totals, max_norm=max_norm)
+        lr = schedule(state.step)
+        state = update(state, correction, lr=lr, totals=totals)
+        return state, step_metrics(totals, correction, lr=lr)
+
+    return step
+
+
+def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> TensorDict:
+    """Divide a step's sums into the numbers that one reports.
+
+    Args:
+        totals: Reduced totals.
+        correction: What ``clip`` returned.
+        lr: Learning rate of the step.
+
+    Returns:
+        TensorDict of ``[]`` float64 on the device: ``loss`` (mean over the targets; NaN without
+        any), ``grad_norm``, ``lr``, ``targets``, ``skipped`` (1 if the step changed nothing), and
+        each of the loss function's own metrics, its sum over its count.
+    """
+    loss = totals["loss"]
+    metrics = {
+        "loss": loss / totals["targets"],
+        "grad_norm": correction.grad_norm,
+        "lr": torch.full_like(loss, lr),
+        "targets": totals["targets"],
+        "skipped": (~correction.finite).to(loss.dtype),
+    }
+    for name, pair in totals.sums["metrics"].items():
+        metrics[name] = pair["sum"] / pair["count"]
+    return TensorDict(metrics, [])

@@ -1,0 +1,151 @@
+"""The sums of a step, and the one collective that adds them over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import attrs
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from forgekit.state import TrainState
+
+__all__ = ["Totals", "reduce_totals"]
+
+_agreed: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+
+
+@attrs.frozen
+class Totals:
+    """Sums over a step's targets: this rank's until ``reduce_totals``, then everybody's.
+
+    Attributes:
+        sums: TensorDict of ``[]`` float64: ``targets``, ``loss``, ``loss_scale``, each metric's
+            ``sum`` and ``count`` under ``metrics``, votes such as ``stop``, and, once reduced,
+            ``grad_sq``, the squared norm of the raw gradient.
+        samples: Rows consumed globally in this step; padding does not count.
+    """
+
+    sums: TensorDictBase
+    samples: int = 0
+
+    @classmethod
+    def of(cls, *, samples: int = 0, **sums: float | Tensor) -> Self:
+        """Build totals from numbers, for tests and hand-written loops.
+
+        Examples:
+            >>> Totals.of(targets=8, loss=2.0)["targets"]
+            tensor(8., dtype=torch.float64)
+        """
+        values = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in sums.items()}
+        return cls(TensorDict({**values, "metrics": TensorDict({}, [])}, []), samples)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Read one sum.
+
+        Raises:
+            KeyError: If it is not there; ``grad_sq`` comes with ``reduce_totals``.
+        """
+        if key not in self.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
+            raise KeyError(
+                f"totals have no {key!r}; they have {sorted(self.sums.keys())}. "
+                "forgekit.reduce_totals(totals, state) adds the gradient's norm."
+            )
+        return self.sums[key]
+
+    def plus(self, **sums: Tensor) -> Self:
+        """Return totals with further sums, such as a vote."""
+        return attrs.evolve(self, sums=self.sums.copy().update(sums))
+
+
+def reduce_totals(totals: Totals, state: TrainState) -> Totals:
+    """Add a step's sums, the squared gradient norm and the votes over all ranks.
+
+    The one collective of a step, an all-reduce of a float64 vector. Weights of ownership make a
+    plain sum right: a parameter's shard counts as one over the number of ranks that hold it.
+
+    Args:
+        totals: What ``accumulate`` returned, with votes added where there are any.
+        state: The state whose gradients were accumulated; not changed.
+
+    Returns:
+        Totals that are the same on every rank, with ``grad_sq``.
+
+    Raises:
+        ValueError: If ranks bring different names, or names change from one step to the next:
+            the vector would be added up across different things.
+    """
+    world = state.mesh.size() if state.mesh is not None else 1
+    sums = totals.sums.copy()
+    sums["grad_sq"] = _gradient_square(state.model.parameters(), world, state.targets.device)
+    names = tuple(sorted(".".join(k) if isinstance(k, tuple) else k for k in sums.keys(True, True)))
+    _agree(names, state.model, world)
+    if world > 1:
+        _all_reduce(sums)
+    return attrs.evolve(totals, sums=sums)
+
+
+def _all_reduce(sums: TensorDictBase) -> None:
+    keys = sorted(
+        (key for key in sums.keys(True, True) if key != "loss_scale"),
+        key=lambda key: key if isinstance(key, tuple) else (key,),
+    )
+    vector = torch.stack([sums[key] for key in keys])
+    dist.all_reduce(vector)
+    for key, value in zip(keys, vector.unbind(), strict=True):
+        sums[key] = value
+
+
+def _gradient_square(
+    parameters: Iterable[nn.Parameter], world: int, device: torch.device
+) -> Tensor:
+    """This rank's share of the squared L2 norm of all gradients, ``[]`` float64."""
+    by_owners: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shard, owners = _shard_and_owners(parameter.grad, world)
+            by_owners.setdefault(owners, []).append(shard)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for owners, shards in by_owners.items():
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float64)
+        total = total + torch.stack(norms).square().sum() / owners
+    return total
+
+
+def _shard_and_owners(gradient: Tensor, world: int) -> tuple[Tensor, int]:
+    """The local piece of a gradient and how many ranks hold the same piece."""
+    if not isinstance(gradient, DTensor):
+        return gradient, world
+    mesh = gradient.device_mesh
+    owners = world // mesh.size()
+    for size, placement in zip(mesh.shape, gradient.placements, strict=True):
+        owners *= size if isinstance(placement, Replicate) else 1
+    return gradient.to_local(), owners
+
+
+def _agree(names: tuple[str, ...], model: nn.Module, world: int) -> None:
+    """Compare the names with the other ranks' at the first step, with our own ones later."""
+    known = _agreed.get(model)
+    if known is None:
+        everyone: list[Any] = [None] * world
+        if world > 1:
+            dist.all_gather_object(everyone, names)
+        for rank, theirs in enumerate(everyone):
+            if theirs is not None and set(theirs) != set(names):
+                raise ValueError(f"rank {rank} reports other sums: {_difference(names, theirs)}.")
+        _agreed[model] = names
+    elif known != names:
+        raise ValueError(
+            f"the names of a step's sums changed: {_difference(known, names)}. Report the same "
+            "metrics in every step; use (0.0, 0) for a metric without observations."
+        )
+
+
+def _difference(mine: Iterable[str], theirs: Iterable[str]) -> str:
+    mine, theirs = set(mine), set(theirs)
+    return f"missing {sorted(mine - theirs)}, new {sorted(theirs - mine)}"
