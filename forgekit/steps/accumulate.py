@@ -64,21 +64,24 @@ def accumulate(
     """
     if sync not in get_args(Sync):
         raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
-    _clear_gradients(state)
+    sharded = _fsdp_modules(state.model)
+    _clear_gradients(state.model, sharded)
     _seed(state)
     sums = _Sums(state.targets.device)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
-                _set_sync(state.model, sync, is_last)
-            with _refuse_tensordicts(state.model, when=index == 0):
+                _set_sync(sharded, sync, is_last)
+            with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
                 loss = _checked(loss_fn(state.model, _to_device(batch, state.targets.device)))
-            (loss.sum * state.loss_scale).backward()
+            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             sums.add(loss, rows=batch.batch_size[0])
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
     except BaseException:
-        _abort(state)
+        if isinstance(state.model, FSDPModule):
+            reset_iteration(state.model)
+        _clear_gradients(state.model, sharded)
         raise
     samples = getattr(batches, "samples", None)
     world = data_ranks(state.mesh)[1]
@@ -117,35 +120,43 @@ def count_ahead(
 
 
 class _Sums:
-    """Float64 sums of a step's losses; float32 would lose integers above 2**24."""
+    """The losses of a step, added up in float64: float32 would lose integers above 2**24."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rows = 0
-        self.values: dict[str, Tensor] = {}
-        self.metrics: dict[str, dict[str, Tensor]] = {}
+        self.losses: list[Tensor] = []
+        self.counts: list[Tensor | float] = []
+        self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
 
     def add(self, loss: Loss, *, rows: int) -> None:
         self.rows += rows
-        self._add_to(self.values, "targets", loss.count)
-        self._add_to(self.values, "loss", loss.sum)
+        self.losses.append(loss.sum.detach())
+        self.counts.append(loss.count)
         for name, metric in loss.metrics.items():
-            total, count = metric if isinstance(metric, tuple) else (metric, 1)
-            pair = self.metrics.setdefault(name, {})
-            self._add_to(pair, "sum", total)
-            self._add_to(pair, "count", count)
+            pair = metric if isinstance(metric, tuple) else (metric, 1)
+            for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
+                values.append(value)
 
     def totals(self, state: TrainState, samples: int) -> Totals:
-        values = {**self.values, "loss_scale": state.loss_scale.double()}
-        metrics = {name: TensorDict(pair, []) for name, pair in self.metrics.items()}
-        return Totals(TensorDict({**values, "metrics": TensorDict(metrics, [])}, []), samples)
+        metrics = {
+            name: TensorDict({"sum": self._total(sums), "count": self._total(counts)}, [])
+            for name, (sums, counts) in self.metrics.items()
+        }
+        values = {
+            "targets": self._total(self.counts),
+            "loss": self._total(self.losses),
+            "loss_scale": state.loss_scale.double(),
+            "metrics": TensorDict(metrics, []),
+        }
+        return Totals(TensorDict(values, []), samples)
 
-    def _add_to(self, into: dict[str, Tensor], key: str, value: Tensor | float) -> None:
-        if isinstance(value, Tensor):
-            new = value.detach().to(torch.float64)
-        else:
-            new = torch.full((), value, dtype=torch.float64, device=self.device)
-        into[key] = into[key] + new if key in into else new
+    def _total(self, values: Iterable[Tensor | float]) -> Tensor:
+        values = list(values)
+        tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+        numbers = sum(value for value in values if not isinstance(value, Tensor))
+        total = torch.stack(tensors).sum() if tensors else 0.0
+        return torch.zeros((), dtype=torch.float64, device=self.device) + total + numbers
 
 
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
@@ -175,8 +186,8 @@ def _checked_batch(batch: Any) -> TensorDictBase:
 
 
 def _to_device(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
-    is_there = all(leaf.device == device for leaf in batch.values(True, True))
-    return batch if is_there else batch.to(device, non_blocking=True)
+    first = next(iter(batch.values(True, True)))
+    return batch if first.device == device else batch.to(device, non_blocking=True)
 
 
 def _checked(loss: Any) -> Loss:
@@ -196,12 +207,11 @@ def _checked(loss: Any) -> Loss:
 
 
 @contextmanager
-def _refuse_tensordicts(model: nn.Module, *, when: bool) -> Iterator[None]:
-    """Raise if the model, or a module that FSDP wraps, returns a TensorDict.
+def _refuse_tensordicts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Raise if one of the modules, the model and those that FSDP wraps, returns a TensorDict.
 
     FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
     """
-    modules = {model, *_fsdp_modules(model)} if when else set()
     handles = [module.register_forward_hook(_check_output) for module in modules]
     try:
         yield
@@ -222,36 +232,36 @@ def _seed(state: TrainState) -> None:
     rank, _ = data_ranks(state.mesh)
     text = f"{state.seed}/{state.step}/{rank}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    seed = int.from_bytes(digest, "little") >> 1
+    # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.
+    torch.default_generator.manual_seed(seed)
+    if state.targets.is_cuda:
+        torch.cuda.manual_seed(seed)
 
 
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _set_sync(model: nn.Module, sync: Sync, is_last: bool) -> None:
-    for module in _fsdp_modules(model):
+def _set_sync(sharded: list[Any], sync: Sync, is_last: bool) -> None:
+    for module in sharded:
         module.set_requires_gradient_sync(is_last or sync != "last", recurse=False)
         if sync == "hsdp_last":
             module.set_requires_all_reduce(is_last, recurse=False)
         module.set_is_last_backward(is_last or sync != "last")
 
 
-def _clear_gradients(state: TrainState) -> None:
-    for parameter in state.model.parameters():
-        parameter.grad = None
-    for module in _fsdp_modules(state.model):
+def _clear_gradients(model: nn.Module, sharded: list[Any]) -> None:
+    """Forget all gradients, those that FSDP holds outside ``.grad`` too."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.grad = None
+    for module in sharded:
         for parameter in _fsdp_parameters(module):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-
-
-def _abort(state: TrainState) -> None:
-    """Take the gradients of a failed step away, those that FSDP holds outside ``.grad`` too."""
-    if isinstance(state.model, FSDPModule):
-        reset_iteration(state.model)
-    _clear_gradients(state)
 
 
 def reset_iteration(model: FSDPModule) -> None:

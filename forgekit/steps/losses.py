@@ -10,6 +10,7 @@ contribute exactly nothing, whatever stands there.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,8 +117,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
     _check_shapes("logits", logits, labels)
-    total = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), z_loss)
-    return Loss(total, _count(labels))  # pyright: ignore[reportArgumentType]
+    labels = labels.reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1]).to(_wide(logits.dtype))
+    flat: Tensor = _DropNan.apply(flat)  # pyright: ignore[reportAssignmentType]
+    total = F.cross_entropy(flat, labels, ignore_index=IGNORE, reduction="sum")
+    if z_loss:
+        # `where`, not a product: masked values may be NaN.
+        log_z = torch.where(labels != IGNORE, flat.logsumexp(-1), 0.0)
+        total = total + z_loss * log_z.square().sum()
+    return Loss(total, _count(labels))
 
 
 def linear_cross_entropy(
@@ -153,23 +161,20 @@ def linear_cross_entropy(
     return Loss(total, _count(labels))  # pyright: ignore[reportArgumentType]
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-        log_probabilities = F.log_softmax(logits, -1, dtype=_wide(logits.dtype))
-        losses, slopes = _row_losses(logits, log_probabilities, labels, z_loss)
-        ctx.save_for_backward(log_probabilities, slopes, labels)
-        ctx.dtype = logits.dtype
-        return losses.sum()
+class _DropNan(torch.autograd.Function):
+    """Identity whose backward replaces NaN by zero, for the sake of masked rows.
+
+    torch gives a masked row the gradient ``softmax * 0``, which is NaN if the row holds one. A
+    row with a target loses nothing by this: its loss is NaN, and that makes the step a bad one.
+    """
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor, None, None]:
-        log_probabilities, slopes, labels = ctx.saved_tensors
-        gradient = _gradient(log_probabilities.exp(), slopes, labels)
-        return gradient.mul_(upstream).to(ctx.dtype), None, None
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # noqa: ARG004
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG004
+        return gradient.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -184,12 +189,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
             logits = hidden[rows] @ weight.T
-            log_probabilities = F.log_softmax(logits, -1, dtype=total.dtype)
-            losses, slopes = _row_losses(logits, log_probabilities, labels[rows], z_loss)
+            log_p = F.log_softmax(logits, -1, dtype=total.dtype)
+            losses, log_z = _row_losses(logits, log_p, labels[rows], z_loss)
             total += losses.sum()
             if grad_hidden is not None and grad_weight is not None:
-                gradient = _gradient(log_probabilities.exp_(), slopes, labels[rows])
-                gradient = gradient.to(hidden.dtype)
+                del logits
+                gradient = _gradient(log_p, log_z, labels[rows], z_loss).to(hidden.dtype)
                 torch.mm(gradient, weight, out=grad_hidden[rows])
                 _add_product(grad_weight, gradient, hidden[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -207,32 +212,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _row_losses(
-    logits: Tensor, log_probabilities: Tensor, labels: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    """Each row's loss and the slope of its softmax, ``[n]`` and ``[n]``."""
-    is_target = labels != IGNORE
-    picked = _picked(labels, is_target)
-    chosen = log_probabilities.gather(1, picked)[:, 0]
-    losses, slopes = -chosen, torch.ones_like(chosen)
+    logits: Tensor, log_p: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor | None]:
+    """Each row's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
+    is_target, picked = _picked(labels)
+    chosen = log_p.gather(1, picked)[:, 0]
+    losses, log_z = -chosen, None
     if z_loss:
-        log_partition = logits.gather(1, picked)[:, 0].to(chosen.dtype) - chosen
-        losses = losses + z_loss * log_partition.square()
-        slopes = slopes + 2 * z_loss * log_partition
+        log_z = logits.gather(1, picked)[:, 0].to(chosen.dtype) - chosen
+        losses = losses + z_loss * log_z.square()
     # `where`, not a product: masked values may be NaN.
-    return torch.where(is_target, losses, 0), slopes
+    return torch.where(is_target, losses, 0.0), log_z
 
 
-def _gradient(probabilities: Tensor, slopes: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the summed losses by the logits, ``[n v]``; overwrites ``probabilities``."""
+def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
+    """Gradient of the summed losses by the logits, ``[n v]``.
+
+    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, through
+    torch's fused backward of log-softmax: it needs one pass where ``exp``, a product and a mask
+    need three.
+    """
+    is_target, picked = _picked(labels)
+    one = torch.where(is_target, torch.ones_like(log_p[:, 0]), 0.0)
+    slope = one if log_z is None else torch.where(is_target, 1 + 2 * z_loss * log_z, 0.0)
+    at_label = torch.zeros_like(log_p).scatter_(1, picked, -slope[:, None])
+    gradient = torch._log_softmax_backward_data(at_label, log_p, 1, log_p.dtype)
+    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in _DropNan
+    return gradient if log_z is None else gradient.scatter_add_(1, picked, (slope - one)[:, None])
+
+
+def _picked(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows have a target, ``[n]``, and the column to read, ``[n 1]``."""
     is_target = labels != IGNORE
-    gradient = probabilities.mul_(slopes[:, None]).masked_fill_(~is_target[:, None], 0)
-    ones = is_target[:, None].to(gradient.dtype)
-    return gradient.scatter_add_(1, _picked(labels, is_target), -ones)
-
-
-def _picked(labels: Tensor, is_target: Tensor) -> Tensor:
     # Not clamped: a label outside the vocabulary must fail in gather instead of training class 0.
-    return torch.where(is_target, labels, 0)[:, None]
+    return is_target, torch.where(is_target, labels, 0)[:, None]
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from forgekit.state import TrainState
 
@@ -82,7 +83,7 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
     """
     world = state.mesh.size() if state.mesh is not None else 1
     sums = totals.sums.copy()
-    sums["grad_sq"] = _gradient_square(state.model.parameters(), world, state.targets.device)
+    sums["grad_sq"] = _gradient_square(state.optimizer, world, state.targets.device)
     names = tuple(sorted(".".join(k) if isinstance(k, tuple) else k for k in sums.keys(True, True)))
     _agree(names, state.model, world)
     if world > 1:
@@ -101,15 +102,14 @@ def _all_reduce(sums: TensorDictBase) -> None:
         sums[key] = value
 
 
-def _gradient_square(
-    parameters: Iterable[nn.Parameter], world: int, device: torch.device
-) -> Tensor:
-    """This rank's share of the squared L2 norm of all gradients, ``[]`` float64."""
+def _gradient_square(optimizer: Optimizer, world: int, device: torch.device) -> Tensor:
+    """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
     by_owners: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            shard, owners = _shard_and_owners(parameter.grad, world)
-            by_owners.setdefault(owners, []).append(shard)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                shard, owners = _shard_and_owners(parameter.grad, world)
+                by_owners.setdefault(owners, []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for owners, shards in by_owners.items():
         norms = torch._foreach_norm(shards, 2, dtype=torch.float64)

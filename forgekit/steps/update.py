@@ -76,7 +76,7 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
 
 
 def _is_double(optimizer: Optimizer) -> bool:
-    """Whether the kernel's float32 ``grad_scale`` would round the factor more than the gradients."""
+    """Whether a float32 ``grad_scale`` would round the factor more than the gradients."""
     return optimizer.param_groups[0]["params"][0].dtype == torch.float64
 
 
