@@ -139,5 +139,5 @@ def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     assert found.keys() == expected.keys()
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
     worst = [float((found[n].double() - expected[n].double()).abs().max()) for n in expected]
-    assert all(error == error for error in worst), "NaN"  # noqa: PLR0124
+    assert all(error == error for error in worst), "NaN"
     return max(worst) / scale if scale else max(worst)

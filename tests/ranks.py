@@ -68,6 +68,7 @@ def start() -> None:
     if _zygote is None:
         _zygote, there = _FORK.Pipe()
         _FORK.Process(target=_serve, args=(there,), daemon=False).start()
+        there.close()
 
 
 def stop() -> None:
@@ -93,6 +94,7 @@ def _serve(parent: Connection) -> None:
             here, there = _FORK.Pipe()
             process = _FORK.Process(target=_work, args=(there,))
             process.start()
+            there.close()  # or a worker that dies would not be noticed
             workers.append((process, here))
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, connection) in enumerate(workers[:world]):

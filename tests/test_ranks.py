@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -22,6 +24,12 @@ def _raise_on_one(rank, world):
     dist.barrier()
 
 
+def _die(rank, world):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def _sleep(rank, world):
     time.sleep(30)
 
@@ -39,3 +47,10 @@ def test_an_error_on_one_rank_surfaces_and_the_next_job_is_clean():
 def test_a_hang_is_given_up_after_the_timeout():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 0.5 s"):
         run_ranks(_sleep, 2, timeout_s=0.5)
+
+
+def test_a_rank_that_dies_is_noticed_at_once():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(_die, 2)
+    assert time.monotonic() - start < 20

@@ -80,8 +80,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Ten
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     # One split of all rows: its backward is one concatenation, where that of slices would add
     # a full-size gradient for each.
-    parts = zip(*(rearrange(x, "b s h c -> 1 (b s) h c").split(lengths, 1) for x in (q, k, v)))
-    out = torch.cat([_sdpa(*part) for part in parts], dim=1)
+    split = (rearrange(x, "b s h c -> 1 (b s) h c").split(lengths, 1) for x in (q, k, v))
+    out = torch.cat([_sdpa(*part) for part in zip(*split, strict=True)], dim=1)
     return rearrange(out, "1 (b s) h c -> b s h c", b=q.shape[0])
 
 

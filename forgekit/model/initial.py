@@ -78,16 +78,17 @@ def _reset_values(
             "method, or initial_std(name) to the model."
         )
     twin = copy.copy(module)
-    twin._parameters = {
+    empty = {
         leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
         for leaf, p in parameters.items()
     }
+    twin._parameters = dict(empty)
     devices = {p.device for p in parameters.values() if p.is_cuda}
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_mix(seed, prefix))
         reset(twin)
     for leaf, parameter in parameters.items():
-        yield prefix + leaf, parameter, lambda leaf=leaf: twin._parameters[leaf]  # pyright: ignore
+        yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]
 
 
 def _copy_full(parameter: nn.Parameter, full: Tensor) -> None:

@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forgekit.mesh import data_ranks
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
-from forgekit.steps.totals import Totals
+from forgekit.steps.totals import LossSums, Totals
 
 __all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
 
@@ -67,7 +67,7 @@ def accumulate(
     sharded = _fsdp_modules(state.model)
     _clear_gradients(state.model, sharded)
     _seed(state)
-    sums = _Sums(state.targets.device)
+    sums = LossSums(state.targets.device)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
@@ -85,7 +85,7 @@ def accumulate(
         raise
     samples = getattr(batches, "samples", None)
     world = data_ranks(state.mesh)[1]
-    return sums.totals(state, sums.rows * world if samples is None else samples)
+    return sums.totals(state.loss_scale, sums.rows * world if samples is None else samples)
 
 
 def count_ahead(
@@ -117,46 +117,6 @@ def count_ahead(
     if state.mesh is not None and state.mesh.size() > 1:
         dist.all_reduce(counts)
     return pulled, dict(zip(counters, counts.unbind(), strict=True))
-
-
-class _Sums:
-    """The losses of a step, added up in float64: float32 would lose integers above 2**24."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows = 0
-        self.losses: list[Tensor] = []
-        self.counts: list[Tensor | float] = []
-        self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
-
-    def add(self, loss: Loss, *, rows: int) -> None:
-        self.rows += rows
-        self.losses.append(loss.sum.detach())
-        self.counts.append(loss.count)
-        for name, metric in loss.metrics.items():
-            pair = metric if isinstance(metric, tuple) else (metric, 1)
-            for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
-                values.append(value)
-
-    def totals(self, state: TrainState, samples: int) -> Totals:
-        metrics = {
-            name: TensorDict({"sum": self._total(sums), "count": self._total(counts)}, [])
-            for name, (sums, counts) in self.metrics.items()
-        }
-        values = {
-            "targets": self._total(self.counts),
-            "loss": self._total(self.losses),
-            "loss_scale": state.loss_scale.double(),
-            "metrics": TensorDict(metrics, []),
-        }
-        return Totals(TensorDict(values, []), samples)
-
-    def _total(self, values: Iterable[Tensor | float]) -> Tensor:
-        values = list(values)
-        tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
-        numbers = sum(value for value in values if not isinstance(value, Tensor))
-        total = torch.stack(tensors).sum() if tensors else 0.0
-        return torch.zeros((), dtype=torch.float64, device=self.device) + total + numbers
 
 
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:

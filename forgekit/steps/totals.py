@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from forgekit.state import TrainState
+from forgekit.steps.losses import Loss
 
-__all__ = ["Totals", "reduce_totals"]
+__all__ = ["LossSums", "Totals", "reduce_totals", "sum_over_ranks"]
 
 _agreed: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
@@ -64,6 +65,48 @@ class Totals:
         return attrs.evolve(self, sums=self.sums.copy().update(sums))
 
 
+class LossSums:
+    """The losses of a step, added up in float64: float32 would lose integers above 2**24."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows = 0
+        self.losses: list[Tensor] = []
+        self.counts: list[Tensor | float] = []
+        self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
+
+    def add(self, loss: Loss, *, rows: int) -> None:
+        """Take one micro-batch's loss; nothing is computed yet."""
+        self.rows += rows
+        self.losses.append(loss.sum.detach())
+        self.counts.append(loss.count)
+        for name, metric in loss.metrics.items():
+            pair = metric if isinstance(metric, tuple) else (metric, 1)
+            for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
+                values.append(value)
+
+    def totals(self, loss_scale: Tensor, samples: int) -> Totals:
+        """Add everything up."""
+        metrics = {
+            name: TensorDict({"sum": self._total(sums), "count": self._total(counts)}, [])
+            for name, (sums, counts) in self.metrics.items()
+        }
+        values = {
+            "targets": self._total(self.counts),
+            "loss": self._total(self.losses),
+            "loss_scale": loss_scale.double(),
+            "metrics": TensorDict(metrics, []),
+        }
+        return Totals(TensorDict(values, []), samples)
+
+    def _total(self, values: Iterable[Tensor | float]) -> Tensor:
+        values = list(values)
+        tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+        numbers = sum(value for value in values if not isinstance(value, Tensor))
+        total = torch.stack(tensors).sum() if tensors else 0.0
+        return torch.zeros((), dtype=torch.float64, device=self.device) + total + numbers
+
+
 def reduce_totals(totals: Totals, state: TrainState) -> Totals:
     """Add a step's sums, the squared gradient norm and the votes over all ranks.
 
@@ -86,12 +129,14 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
     sums["grad_sq"] = _gradient_square(state.optimizer, world, state.targets.device)
     names = tuple(sorted(".".join(k) if isinstance(k, tuple) else k for k in sums.keys(True, True)))
     _agree(names, state.model, world)
-    if world > 1:
-        _all_reduce(sums)
-    return attrs.evolve(totals, sums=sums)
+    return sum_over_ranks(attrs.evolve(totals, sums=sums), world)
 
 
-def _all_reduce(sums: TensorDictBase) -> None:
+def sum_over_ranks(totals: Totals, world: int) -> Totals:
+    """All-reduce one vector of everything but the loss scale, which all ranks share already."""
+    if world == 1:
+        return totals
+    sums = totals.sums.copy()
     keys = sorted(
         (key for key in sums.keys(True, True) if key != "loss_scale"),
         key=lambda key: key if isinstance(key, tuple) else (key,),
@@ -100,6 +145,7 @@ def _all_reduce(sums: TensorDictBase) -> None:
     dist.all_reduce(vector)
     for key, value in zip(keys, vector.unbind(), strict=True):
         sums[key] = value
+    return attrs.evolve(totals, sums=sums)
 
 
 def _gradient_square(optimizer: Optimizer, world: int, device: torch.device) -> Tensor:

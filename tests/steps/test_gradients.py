@@ -131,7 +131,9 @@ def test_parameters_after_five_steps_equal_one_process_in_float64(
 def test_recomputation_changes_nothing(layout, what):
     world, sizes = LAYOUTS[layout]
     plain, again = (
-        run_ranks(_train, world, sizes, _sgd, "last", torch.float32, {"activation_checkpoint": name})[0]
+        run_ranks(
+            _train, world, sizes, _sgd, "last", torch.float32, {"activation_checkpoint": name}
+        )[0]
         for name in ("none", what)
     )
     assert relative_error(again, plain) < 1e-6

@@ -1,0 +1,255 @@
+"""``forgekit ls | cp | run | prepare``: find a recipe, take it home, run it, make it some data.
+
+A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
+one function below; a mistake of the caller is one sentence on stderr and exit code 2, and whatever
+a recipe itself raises keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import importlib.metadata
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+__all__ = ["main", "recipes_folder"]
+
+
+def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments, without the program. Defaults to those of the process.
+        recipes: Folder of the recipes. Defaults to ``recipes_folder()``.
+
+    Returns:
+        The exit code: 0, or what a recipe exits with, or 2 for a mistake in the arguments.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    # All that follows `run NAME` is the recipe's, --help included, so argparse never sees it.
+    own = 2 if arguments[:1] == ["run"] else len(arguments)
+    options = parser.parse_args(arguments[:own])
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    options.arguments = arguments[own:]
+    options.recipes = recipes or recipes_folder()
+    try:
+        return options.command(options)
+    except _UsageError as error:
+        print(f"forgekit: {error}", file=sys.stderr)
+        return 2
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+class _UsageError(Exception):
+    """A mistake in the arguments; its text is all that the user needs to see."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forgekit", description="Recipes for training language models, and data for them."
+    )
+    version = importlib.metadata.version("forgekit")
+    parser.add_argument("--version", action="version", version=f"forgekit {version}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    ls = commands.add_parser("ls", help="list the recipes")
+    ls.set_defaults(command=_ls)
+
+    cp = commands.add_parser("cp", help="copy a recipe and its settings, to edit")
+    cp.add_argument("name", metavar="NAME", help="a recipe that `forgekit ls` shows")
+    cp.add_argument("target", metavar="TARGET", nargs="?", help="a folder or a .py file")
+    cp.add_argument("--force", action="store_true", help="overwrite what is there")
+    cp.set_defaults(command=_cp)
+
+    run = commands.add_parser("run", help="run a recipe as it is; further arguments are its own")
+    run.add_argument("name", metavar="NAME", help="a recipe that `forgekit ls` shows")
+    run.set_defaults(command=_run)
+
+    prepare = commands.add_parser("prepare", help="make token files and a tokenizer from text")
+    prepare.add_argument(
+        "sources", metavar="SOURCE", nargs="+", help="`stdlib` (Python's own sources) or paths"
+    )
+    prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    prepare.add_argument(
+        "--vocab", metavar="SIZE", type=int, default=4096, help="size of the vocabulary (4096)"
+    )
+    prepare.add_argument(
+        "--held-out-every",
+        metavar="N",
+        type=int,
+        default=20,
+        help="keep every N-th document for evaluation (20)",
+    )
+    prepare.set_defaults(command=_prepare)
+    return parser
+
+
+# ls
+
+
+def _ls(options: argparse.Namespace) -> int:
+    recipes = _recipes(options.recipes)
+    width = max(map(len, recipes))
+    for name, path in recipes.items():
+        print(f"{name:<{width}}  {_summary(path)}")
+    return 0
+
+
+def _recipes(folder: Path) -> dict[str, Path]:
+    """The recipes by name; at least one."""
+    found = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    if not found:
+        raise _UsageError(f"there are no recipes in {folder}; is forgekit installed completely?")
+    return found
+
+
+def _summary(path: Path) -> str:
+    """First line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n")[0]
+
+
+def _recipe(folder: Path, name: str) -> Path:
+    recipes = _recipes(folder)
+    if name in recipes:
+        return recipes[name]
+    close = difflib.get_close_matches(name, recipes, n=1)
+    nearest = f"; the nearest is {close[0]!r}" if close else ""
+    raise _UsageError(f"no recipe {name!r}{nearest}. There are: {', '.join(recipes)}.")
+
+
+# cp
+
+
+def _cp(options: argparse.Namespace) -> int:
+    recipe = _recipe(options.recipes, options.name)
+    target = _target(recipe, options.target)
+    settings = recipe.with_suffix(".toml")
+    copies = {target: _stamp(recipe, target) + recipe.read_bytes()}
+    if settings.exists():
+        copies[target.with_suffix(".toml")] = settings.read_bytes()
+    there = [str(path) for path in copies if path.exists()]
+    if there and not options.force:
+        raise _UsageError(f"{' and '.join(there)} would be overwritten; --force does it.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path, content in copies.items():
+        path.write_bytes(content)
+        print(f"wrote {path}")
+    print(f"Its settings: python {target} --help")
+    return 0
+
+
+def _target(recipe: Path, target: str | None) -> Path:
+    """The .py file to write."""
+    if target is None:
+        return Path(recipe.name)
+    path = Path(target)
+    if path.is_dir() or target.endswith(os.sep):
+        return path / recipe.name
+    if path.suffix != ".py":
+        raise _UsageError(f"{target} is neither a .py file nor a folder that exists.")
+    return path
+
+
+def _stamp(recipe: Path, target: Path) -> bytes:
+    """Comment lines that say which recipe a copy began as; the docstring below stays one."""
+    version = importlib.metadata.version("forgekit")
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
+    return (
+        f"# Copied from forgekit {version} recipes/{recipe.name} (sha256 {digest}).\n"
+        f"# To compare: forgekit cp {recipe.stem} latest.py && diff latest.py {target.name}\n"
+    ).encode()
+
+
+# run
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe = str(_recipe(options.recipes, options.name))
+    before = sys.argv
+    sys.argv = [recipe, *options.arguments]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _exit_code(code: object) -> int:
+    """What the interpreter makes of a ``SystemExit``: text goes to stderr and counts as 1."""
+    if code is None or isinstance(code, int):
+        return int(code or 0)
+    print(code, file=sys.stderr)
+    return 1
+
+
+# prepare
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from forgekit.data.prepare import prepare
+
+    source = "stdlib" if options.sources == ["stdlib"] else [Path(s) for s in options.sources]
+    try:
+        with _progress() as progress:
+            prepared = prepare(
+                source,
+                options.out,
+                vocab_size=options.vocab,
+                held_out_every=options.held_out_every,
+                progress=progress,
+            )
+    except (ValueError, OSError, ImportError) as error:
+        raise _UsageError(str(error)) from None
+    if not prepared.is_new:
+        print(f"{prepared.path} was made from the same files before and is left as it is.")
+    for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
+        size = f"{file.documents:,} documents, {file.tokens:,} tokens"
+        ratio = file.metadata["text_bytes"] / file.tokens
+        print(f"{title}   {file.path}  {size}, {ratio:.2f} bytes per token")
+    print(f"tokenizer  {prepared.path / 'tokenizer.json'}  {prepared.train.vocab_size:,} tokens")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (stage, done, total bytes): bars on a terminal, a line per stage elsewhere."""
+    if sys.stderr.isatty():
+        with Progress(console=Console(stderr=True)) as bars:
+            yield partial(_move_bar, bars, {})
+    else:
+        yield partial(_announce, set())
+
+
+def _move_bar(bars: Progress, tasks: dict[str, TaskID], stage: str, done: int, total: int) -> None:
+    if stage not in tasks:
+        tasks[stage] = bars.add_task(stage)
+    bars.update(tasks[stage], completed=done, total=total)
+
+
+def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
+    if stage not in stages:
+        stages.add(stage)
+        print(f"{stage}: reading {total / 1e6:.1f} MB of text", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Tokens on disk become one rank's micro-batches."""

@@ -1,0 +1,243 @@
+"""The data as a resumable stream of one rank's micro-batches.
+
+The position in the stream is one integer, the number of rows that all ranks have consumed. Which
+rows come next follows from it alone, so a run resumes exactly on another number of ranks or
+workers, and nothing else about the loading is ever stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from tensordict import TensorDict
+
+from forgekit.data.batch import collate, mask_rows
+from forgekit.data.order import sample_rows
+from forgekit.data.stream import Stream
+
+__all__ = ["Loader", "make_loader"]
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: int = 8,
+    *,
+    seed: int = 0,
+    start: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 0,
+    processes: bool = False,
+    shuffle: bool = True,
+    epochs: int | None = None,
+) -> Loader:
+    """Load one data-parallel rank's micro-batches from a map-style dataset.
+
+    Micro-batch ``m`` of ``R`` ranks with ``B`` rows takes, on rank ``r``, the samples
+    ``start + (m * R + r) * B + (0..B-1)``. So the same stretch of samples is the same set of rows,
+    however many ranks share it.
+
+    Args:
+        dataset: Has ``len()`` and ``[row]``; ``__getitems__(rows)``, if it has one, builds a whole
+            micro-batch. Rows are TensorDicts of tensors.
+        batch_size: Rows per rank and micro-batch.
+        seed: Names the order of the rows; each epoch has another one.
+        start: Rows that were consumed before, by all ranks together: ``state.samples``.
+        rank: This data-parallel rank.
+        world: Number of data-parallel ranks.
+        workers: Threads that read ahead; 0 reads when asked. The batches are the same.
+        processes: Let each worker compute in a process of its own. That costs more than a
+            millisecond per micro-batch, so it pays only for heavy transforms. The dataset must
+            pickle, and a script needs its ``if __name__ == "__main__"``.
+        shuffle: False keeps the rows in their own order.
+        epochs: None goes on for ever, reshuffled each epoch; a micro-batch may straddle two. A
+            number ends after that many. Then each rank gets the same number of micro-batches, and
+            rows that are missing at the end are copies that carry no loss.
+
+    Returns:
+        A loader, to be used in ``for``.
+
+    Raises:
+        TypeError: If the dataset has no length.
+        ValueError: If it is empty or a number is out of range.
+
+    Examples:
+        >>> import torch
+        >>> rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(4)]
+        >>> loader = make_loader(rows, batch_size=2, shuffle=False, epochs=1)
+        >>> [batch["input_ids"].tolist() for batch in loader], loader.samples
+        ([[[0], [1]], [[2], [3]]], 4)
+    """
+    _check_dataset(dataset)
+    _check_numbers(batch_size, start, rank, world, workers, epochs)
+    if processes and not workers:
+        raise ValueError("processes=True needs workers of at least 1, it is 0; pass workers=4.")
+    plan = Plan(
+        dataset=dataset,
+        batch_size=batch_size,
+        seed=seed,
+        start=start,
+        rank=rank,
+        world=world,
+        shuffle=shuffle,
+        stop=None if epochs is None else epochs * len(dataset),
+    )
+    return Loader(plan, workers=workers, processes=processes)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Plan:
+    """Says of each micro-batch which samples it holds, and builds it."""
+
+    dataset: Any
+    batch_size: int
+    seed: int
+    start: int
+    rank: int
+    world: int
+    shuffle: bool
+    stop: int | None
+
+    def __call__(self, micro_batch: int) -> TensorDict:
+        """Build this rank's micro-batch of that number."""
+        first = self.start + (micro_batch * self.world + self.rank) * self.batch_size
+        samples = first + np.arange(self.batch_size)
+        if self.stop is None or samples[-1] < self.stop:
+            return self._fetch(samples)
+        real = max(0, self.stop - first)
+        return mask_rows(self._fetch(np.minimum(samples, self.stop - 1)), keep=real)
+
+    def __len__(self) -> int:
+        if self.stop is None:
+            raise TypeError("this loader never ends, so it has no length; pass epochs=1 for one.")
+        return max(0, -(-(self.stop - self.start) // (self.world * self.batch_size)))
+
+    def consumed(self, micro_batches: int) -> int:
+        """Count the rows that all ranks have consumed after so many micro-batches."""
+        rows = self.start + micro_batches * self.world * self.batch_size
+        return rows if self.stop is None else max(self.start, min(rows, self.stop))
+
+    def _fetch(self, samples: np.ndarray[Any, np.dtype[np.int64]]) -> TensorDict:
+        rows = sample_rows(samples, len(self.dataset), self.seed, shuffle=self.shuffle).tolist()
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(rows)
+            return batch if isinstance(batch, TensorDict) else collate(batch)
+        return collate([self.dataset[row] for row in rows])
+
+
+class Loader:
+    """One rank's micro-batches, in order; ``make_loader`` makes one.
+
+    A loader with an end has a length and starts anew in each ``for``. One without goes on where it
+    stopped, like the stream it is. Close it, or use it in ``with``, to stop its workers early.
+
+    Attributes:
+        wait_seconds: How long the consumer has been kept waiting, over all micro-batches.
+    """
+
+    def __init__(self, plan: Plan, *, workers: int, processes: bool) -> None:
+        self.wait_seconds = 0.0
+        self._plan = plan
+        self._workers = workers
+        self._processes = processes
+        self._position = 0
+        self._turn = 0
+        self._stream: Stream | None = None
+
+    @property
+    def samples(self) -> int:
+        """Rows that all ranks have consumed, padding left out, after the last micro-batch."""
+        return self._plan.consumed(self._position)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it goes on epoch after epoch, and so has no length."""
+        return self._plan.stop is None
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        if not self.is_endless:
+            self.close()
+            self._position = 0
+            self._turn += 1
+        return self._iterate(self._turn)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers. Iterating again starts new ones."""
+        if self._stream is not None:
+            self._close_stream()
+            self._stream = None
+
+    def _iterate(self, turn: int) -> Iterator[TensorDict]:
+        while self.is_endless or self._position < len(self):
+            batch = self._next()
+            self._position += 1
+            yield batch
+            if turn != self._turn:
+                raise RuntimeError(
+                    "this loader was started anew while an earlier loop over it was going on; "
+                    "it has one position. Make a loader for each loop."
+                )
+        self.close()
+
+    def _next(self) -> TensorDict:
+        if self._stream is None:
+            self._stream = self._open()
+        began = time.perf_counter()
+        try:
+            return self._stream.take()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _open(self) -> Stream:
+        ends = self._plan.stop is not None
+        numbers = (
+            range(self._position, len(self._plan)) if ends else itertools.count(self._position)
+        )
+        stream = Stream(self._plan, numbers, workers=self._workers, processes=self._processes)
+        # Also at the interpreter's exit, before it takes the modules apart under the threads.
+        self._close_stream = weakref.finalize(self, stream.close)
+        return stream
+
+
+def _check_dataset(dataset: Any) -> None:
+    if not isinstance(dataset, Sequence) and not hasattr(type(dataset), "__len__"):
+        raise TypeError(
+            f"the dataset is a {type(dataset).__name__} without a length; a loader reads rows by "
+            "number. Pass an endless stream of micro-batches to forgekit.groups directly."
+        )
+    if len(dataset) == 0:
+        raise ValueError("the dataset has 0 rows; a loader needs at least one.")
+
+
+def _check_numbers(
+    batch_size: int, start: int, rank: int, world: int, workers: int, epochs: int | None
+) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"rank {rank} must lie in range(world={world}). "
+            "rank, world = forgekit.data_ranks(mesh) gives both."
+        )
+    lowest = {"batch_size": (batch_size, 1), "start": (start, 0), "workers": (workers, 0)}
+    if epochs is not None:
+        lowest["epochs"] = (epochs, 1)
+    for name, (value, least) in lowest.items():
+        if value < least:
+            raise ValueError(f"{name} {value} must be at least {least}.")

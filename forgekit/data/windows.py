@@ -1,0 +1,135 @@
+"""Rows for training, cut out of a token file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from forgekit.data.batch import IGNORED
+from forgekit.data.tokens import TokenFile, open_tokens
+
+__all__ = ["TokenDataset", "token_dataset"]
+
+
+def token_dataset(
+    path: str | os.PathLike[str] | TokenFile, seq_len: int = 1024, *, doc_ids: bool = False
+) -> TokenDataset:
+    """Cut a token file into windows of ``seq_len`` that overlap by one token.
+
+    So every token but the very first is a target exactly once, those that open a document included:
+    they follow the token that closed the one before. The last window may be short; it is filled
+    with the closing token and labels of -100.
+
+    Args:
+        path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
+        seq_len: Places in a row.
+        doc_ids: Add ``doc_ids``, the number of the document within its row (-1 on padding), and
+            ``position_ids``, which restart where a document starts and at the start of the row.
+
+    Returns:
+        A map-style dataset: ``[i]`` is a TensorDict of ``[s]`` int64 tensors ``input_ids`` and
+        ``labels``; ``labels[t]`` is the token after ``input_ids[t]``.
+
+    Raises:
+        ValueError: If ``seq_len`` is not positive or the file holds fewer than two tokens.
+
+    Examples:
+        >>> import tempfile
+        >>> from forgekit.data.tokens import write_tokens
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = write_tokens(f"{folder}/a", [[1, 2], [3]], vocab_size=4, eos_id=0)
+        ...     rows = token_dataset(file, seq_len=3)
+        ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
+        [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len {seq_len} must be at least 1.")
+    file = path if isinstance(path, TokenFile) else open_tokens(path)
+    if file.tokens < 2:
+        raise ValueError(
+            f"{file.path} holds {file.tokens} token; a row needs one to read and one to predict."
+        )
+    return TokenDataset(file, seq_len, doc_ids)
+
+
+@attrs.frozen(eq=False)
+class TokenDataset:
+    """Windows over a token file; ``token_dataset`` makes one.
+
+    Attributes:
+        file: The token file.
+        seq_len: Places in a row.
+        doc_ids: Whether rows carry ``doc_ids`` and ``position_ids``.
+    """
+
+    file: TokenFile
+    seq_len: int
+    doc_ids: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        return self.file.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The id that closes each document."""
+        return self.file.eos_id
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
+        text_bytes = self.file.metadata.get("text_bytes")
+        return None if text_bytes is None else text_bytes / self.file.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the rows: the same string means the same row at each index."""
+        return hashlib.sha256(
+            f"{self.file.fingerprint} windows {self.seq_len}".encode()
+        ).hexdigest()
+
+    def __len__(self) -> int:
+        return -(-(self.file.tokens - 1) // self.seq_len)
+
+    def __getitem__(self, row: int) -> TensorDict:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
+        """Build the batch of these rows in one go, ``batch_size=[b]``."""
+        tokens = np.full((len(rows), self.seq_len + 1), self.eos_id, dtype=np.int64)
+        lengths = [self._length(int(row)) for row in rows]
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            self.file.read_into(tokens[place, : length + 1], int(row) * self.seq_len)
+        batch = {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+        for place, length in enumerate(lengths):
+            batch["labels"][place, length:] = IGNORED
+        if self.doc_ids:
+            batch |= self._documents(rows, lengths)
+        tensors = {key: torch.from_numpy(array) for key, array in batch.items()}
+        return TensorDict(tensors, batch_size=[len(rows)])
+
+    def _length(self, row: int) -> int:
+        """Count the targets of a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} must lie in range({len(self)}) of {self.file.path}.")
+        return min(self.seq_len, self.file.tokens - 1 - row * self.seq_len)
+
+    def _documents(
+        self, rows: Sequence[int], lengths: Sequence[int]
+    ) -> dict[str, NDArray[np.int64]]:
+        doc_ids = np.full((len(rows), self.seq_len), -1, dtype=np.int64)
+        position_ids = np.zeros_like(doc_ids)
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            starts = self.file.document_starts(int(row) * self.seq_len, length)
+            sizes = np.diff(starts, append=length)
+            doc_ids[place, :length] = np.repeat(np.arange(len(starts)), sizes)
+            position_ids[place, :length] = np.arange(length) - np.repeat(starts, sizes)
+        return {"doc_ids": doc_ids, "position_ids": position_ids}

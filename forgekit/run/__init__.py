@@ -1,0 +1,1 @@
+"""Around the loop: checkpoints, metrics, evaluation, generation, and stopping cleanly."""

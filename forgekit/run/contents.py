@@ -1,0 +1,349 @@
+"""What a checkpoint holds: a ``TrainState`` as named tensors and a description in JSON.
+
+Tensors go into flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry>``,
+``state.<field>``. Everything else goes into trees of JSON values, in which ``{"$tensor": key}``
+stands for a tensor. Optimizer state is filed under parameter names, never under positions, so
+that it finds its parameter again when groups are reordered or another rank holds it. The trees also
+say which tensors there are: loading builds what a fresh optimizer does not have yet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import empty as distributed_empty
+
+from forgekit.state import TrainState
+
+NAMES_SHOWN = 3
+_ELSEWHERE = ("model", "optimizer", "mesh")
+_REMEDY = (
+    "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
+    "Give it state_dict and load_state_dict, or leave it out with "
+    'attrs.field(metadata={"checkpoint": False}).'
+)
+
+
+def collect(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """List what is to be saved of a state, without copying a tensor.
+
+    Returns:
+        This rank's tensors by key, sharded ones as DTensors, and what it adds to the manifest:
+
+        - ``tensors``: global shape, dtype and place of each tensor;
+        - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
+          without state is there too, so that a forgotten parameter can be told from a new one;
+        - ``optimizer_class``: its class's name;
+        - ``fields``: the other fields of the state as trees.
+
+    Raises:
+        TypeError: If a field or an optimizer entry cannot be saved; names it and the remedy.
+    """
+    tensors = model_tensors(state.model)
+    optimizer = {
+        name: _encode_entries(name, parameter, state.optimizer.state.get(parameter, {}), tensors)
+        for name, parameter in _held(state).items()
+    }
+    fields = {
+        name: _encode(_value(state, name), f"state.{name}", tensors, f"field {name!r}")
+        for name in saved_fields(state)
+    }
+    description = {
+        "tensors": {key: _describe(tensor) for key, tensor in tensors.items()},
+        "optimizer": optimizer,
+        "optimizer_class": type(state.optimizer).__qualname__,
+        "fields": fields,
+    }
+    return tensors, description
+
+
+def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join what the ranks described; where they differ, the first rank's word counts.
+
+    Pipeline stages hold different parameters, so no rank knows all of them.
+    """
+    merged, *others = [dict(description) for description in descriptions]
+    for other in others:
+        for part in ("tensors", "optimizer"):
+            merged[part] = other[part] | merged[part]
+    return merged
+
+
+def saved_fields(state: TrainState) -> dict[str, Any]:
+    """Return the attrs fields that a checkpoint keeps besides model and optimizer, by name."""
+    return {
+        field.name: field
+        for field in attrs.fields(type(state))
+        if field.init and field.name not in _ELSEWHERE and field.metadata.get("checkpoint", True)
+    }
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by key; tied parameters appear once."""
+    # state_dict also makes FSDP put back the shards of modules that are still gathered after an
+    # evaluation; until then named_parameters yields full tensors that the optimizer has never seen.
+    kept = model.state_dict(keep_vars=True)
+    persistent = {id(tensor) for tensor in kept.values()}
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in persistent)
+    named = itertools.chain(model.named_parameters(), buffers)
+    return {f"model.{name}": tensor.detach() for name, tensor in named}
+
+
+@torch.no_grad()
+def stage(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors into host memory, so that training may go on while they are written.
+
+    Args:
+        tensors: What to copy.
+        buffers: The copies of an earlier call; memory is used again where the layout is the same.
+            Page faults of fresh memory cost more than the copy itself. Changed in place.
+
+    Returns:
+        The copies by key; DTensors keep their placements.
+    """
+    for key in buffers.keys() - tensors.keys():
+        del buffers[key]
+    for key, tensor in tensors.items():
+        if key not in buffers or not _same_layout(buffers[key], tensor):
+            buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)
+        _local(buffers[key]).copy_(_local(tensor), non_blocking=True)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return dict(buffers)
+
+
+@attrs.frozen
+class Restoration:
+    """Places for a checkpoint's tensors, and the values that will hold them once they are read.
+
+    Attributes:
+        tensors: Tensors by key, to be read into in place; the model's are the model's own.
+        optimizer: The optimizer's new state.
+        fields: New values of the state's fields; what ``load_state_dict`` takes for those with one.
+    """
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[Tensor, dict[str, Any]]
+    fields: dict[str, Any]
+
+
+def prepare(state: TrainState, manifest: dict[str, Any]) -> Restoration:
+    """Make room for a checkpoint without changing the state."""
+    tensors = model_tensors(state.model)
+    specs = manifest["tensors"]
+    groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
+    optimizer: dict[Tensor, dict[str, Any]] = {}
+    for name, parameter in _held(state).items():
+        make = partial(_optimizer_tensor, specs, parameter, groups[parameter])
+        before = state.optimizer.state.get(parameter, {})
+        if entries := manifest["optimizer"][name]:
+            optimizer[parameter] = {
+                key: _decode(node, before.get(key), tensors, make) for key, node in entries.items()
+            }
+    make = partial(_field_tensor, specs)
+    fields = {
+        name: _decode(manifest["fields"][name], _value(state, name), tensors, make)
+        for name in saved_fields(state)
+    }
+    return Restoration(tensors, optimizer, fields)
+
+
+def restore(state: TrainState, restoration: Restoration) -> dict[str, Any]:
+    """Give optimizer and stateful fields what was read; return the changes of the other fields."""
+    state.optimizer.state.clear()
+    state.optimizer.state.update(restoration.optimizer)
+    changes = {}
+    for name, field in saved_fields(state).items():
+        value = getattr(state, name)
+        if _is_stateful(value):
+            value.load_state_dict(restoration.fields[name])
+        else:
+            changes[field.alias] = restoration.fields[name]
+    return changes
+
+
+def find_mismatch(described: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+    """Compare a state with a checkpoint; return what does not fit, or None.
+
+    Args:
+        described: What all ranks' states hold, merged; see ``collect``.
+        manifest: The checkpoint's manifest.
+    """
+    here = {k: s["shape"] for k, s in described["tensors"].items() if k.startswith("model.")}
+    there = {k: s["shape"] for k, s in manifest["tensors"].items() if k.startswith("model.")}
+    if parts := [*_name_difference(here, there), *_shape_difference(here, there)]:
+        return f"is of another model: {'; '.join(parts)}. Build the model that was saved"
+    if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
+        held = f"is of an optimizer over other parameters: {'; '.join(parts)}"
+        return f"{held}. Build the optimizer over the parameters that it had"
+    stateful = any(manifest["optimizer"].values())
+    if stateful and described["optimizer_class"] != manifest["optimizer_class"]:
+        saved, now = manifest["optimizer_class"], described["optimizer_class"]
+        return f"has the state of {saved}, and the optimizer is {now}. Build a {saved}"
+    if missing := [name for name in described["fields"] if name not in manifest["fields"]]:
+        return (
+            f"has no field {missing[0]!r}. Mark it with "
+            'attrs.field(metadata={"checkpoint": False}) to keep the value that it has'
+        )
+    return None
+
+
+def _held(state: TrainState) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by name; refuses state that belongs to none of them."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    held = [p for group in state.optimizer.param_groups for p in group["params"]]
+    for key in state.optimizer.state.keys() - set(held):
+        raise TypeError(
+            f"the optimizer keeps state under {key!r:.80}, which is none of its parameters, so it "
+            "has no name to be saved under. Keep it in optimizer.state[parameter]."
+        )
+    return {names[parameter]: parameter for parameter in held}
+
+
+def _value(state: TrainState, name: str) -> Any:
+    """Return a field's value, or what its ``state_dict`` makes of it."""
+    value = getattr(state, name)
+    return value.state_dict() if _is_stateful(value) else value
+
+
+def _encode_entries(
+    name: str, parameter: nn.Parameter, entries: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    encoded = {}
+    for key, value in entries.items():
+        what = f"optimizer entry {key!r} of {name!r}"
+        _check_whole(value, parameter, what)
+        encoded[key] = _encode(value, f"optimizer.{name}.{key}", tensors, what)
+    return encoded
+
+
+def _check_whole(value: Any, parameter: nn.Parameter, what: str) -> None:
+    """Refuse a shard that looks like a whole tensor: one rank's would overwrite all others'."""
+    sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    if sharded and isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):
+        raise TypeError(
+            f"{what} is a plain tensor of shape {tuple(value.shape)} beside a sharded parameter, "
+            "so nothing says which part of it this is. Make it with torch.zeros_like(parameter)."
+        )
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
+    """Turn a value into JSON, moving its tensors to ``tensors``."""
+    if isinstance(value, Tensor):
+        while key in tensors:  # {"a": {"b": t}, "a.b": t} has two tensors at a.b
+            key += "'"
+        tensors[key] = value.detach()
+        return {"$tensor": key}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        items = []
+        for name, inner in value.items():
+            if not isinstance(name, bool | int | float | str):
+                raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
+            items.append([name, _encode(inner, f"{key}.{name}", tensors, what)])
+        return {"$dict": items}
+    if type(value) in (list, tuple):
+        tag = "$list" if type(value) is list else "$tuple"
+        return {tag: [_encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
+    kind = type(value).__name__
+    raise TypeError(f"{what} holds a {kind} at {key} and cannot be saved. {_REMEDY}")
+
+
+def _decode(
+    node: Any, now: Any, tensors: dict[str, Tensor], make: Callable[[str, Any], Tensor]
+) -> Any:
+    """Build a value from JSON; ``now`` is today's value, after which tensors are modelled."""
+    if not isinstance(node, dict):
+        return node
+    ((tag, inner),) = node.items()
+    if tag == "$tensor":
+        tensors[inner] = make(inner, now)
+        return tensors[inner]
+    if tag == "$dict":
+        known = now if isinstance(now, dict) else {}
+        return {name: _decode(value, known.get(name), tensors, make) for name, value in inner}
+    models = now if isinstance(now, list | tuple) else ()
+    paired = itertools.zip_longest(inner, models[: len(inner)])
+    built = [_decode(value, model, tensors, make) for value, model in paired]
+    return built if tag == "$list" else tuple(built)
+
+
+def _optimizer_tensor(
+    specs: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], key: str, now: Any
+) -> Tensor:
+    """Make an entry as the optimizer would have made it, for this layout and device."""
+    spec = specs[key]
+    shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
+    if isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype:
+        return torch.empty_like(now)
+    if not shape:
+        on_host = spec["host"] and not (group.get("fused") or group.get("capturable"))
+        return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        whole = [Replicate()] * parameter.device_mesh.ndim
+        return distributed_empty(
+            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
+        )
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _field_tensor(specs: dict[str, Any], key: str, now: Any) -> Tensor:
+    shape, dtype = torch.Size(specs[key]["shape"]), getattr(torch, specs[key]["dtype"])
+    if isinstance(now, Tensor) and now.shape == shape:
+        return torch.empty_like(now, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=now.device if isinstance(now, Tensor) else "cpu")
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": list(tensor.shape), "dtype": dtype, "host": tensor.device.type == "cpu"}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _same_layout(buffer: Tensor, tensor: Tensor) -> bool:
+    if isinstance(buffer, DTensor) != isinstance(tensor, DTensor):
+        return False
+    if isinstance(buffer, DTensor) and isinstance(tensor, DTensor):
+        same = buffer.placements == tensor.placements and buffer.device_mesh == tensor.device_mesh
+        if not same:
+            return False
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
+def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
+    here, there = dict.fromkeys(here), dict.fromkeys(there)
+    missing = []
+    for name in [name for name in here if name not in there]:
+        nearest = difflib.get_close_matches(name, there, n=1)
+        missing.append(f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}")
+    extra = [f"{name!r}" for name in there if name not in here]
+    return _some("it lacks", missing) + _some("only it has", extra)
+
+
+def _shape_difference(here: dict[str, list[int]], there: dict[str, list[int]]) -> list[str]:
+    different = [name for name in here if name in there and here[name] != there[name]]
+    shapes = [f"{n!r} is {tuple(there[n])} there and {tuple(here[n])} here" for n in different]
+    return _some("shapes differ:", shapes)
+
+
+def _some(what: str, names: list[str]) -> list[str]:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return [f"{what} {', '.join(names[:NAMES_SHOWN])}{more}"] if names else []

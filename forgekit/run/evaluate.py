@@ -1,0 +1,78 @@
+"""Token-exact evaluation: one sum over all targets of all ranks, divided once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forgekit.state import TrainState
+from forgekit.steps.accumulate import LossFn
+from forgekit.steps.totals import LossSums, sum_over_ranks
+
+__all__ = ["evaluate", "evaluating"]
+
+
+@torch.no_grad()
+def evaluate(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    *,
+    bytes_per_token: float | None = None,
+) -> TensorDict:
+    """Measure the mean loss over every target of a data set, without dropout.
+
+    The mean is over targets, not over batches: how the set is split does not matter. Nothing in
+    ``state`` changes, so it is not donated.
+
+    Args:
+        state: The state.
+        batches: This rank's share; every rank brings the same number of micro-batches, filled up
+            with masked ones (``make_loader(..., epochs=1)`` does so).
+        loss_fn: ``loss_fn(model, batch) -> Loss``; leave regularisers such as a z-loss out.
+        bytes_per_token: Mean bytes of text behind a target, to report bits per byte: comparable
+            between tokenizers, as the loss per token is not.
+
+    Returns:
+        TensorDict of ``[]`` float64, the same on every rank: ``loss`` in nats per target,
+        ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is given, and the loss function's
+        own metrics.
+
+    Raises:
+        ValueError: If there is no micro-batch.
+    """
+    device = state.targets.device
+    sums = LossSums(device)
+    with evaluating(state.model):
+        for batch in batches:
+            sums.add(loss_fn(state.model, batch.to(device)), rows=batch.batch_size[0])
+    if not sums.rows:
+        raise ValueError("evaluate got no micro-batch; every rank must bring at least one.")
+    world = state.mesh.size() if state.mesh is not None else 1
+    totals = sum_over_ranks(sums.totals(state.loss_scale, samples=0), world)
+    loss = totals["loss"] / totals["targets"]
+    result = {"loss": loss, "targets": totals["targets"]}
+    if bytes_per_token is not None:
+        result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
+    for name, pair in totals.sums["metrics"].items():
+        result[name] = pair["sum"] / pair["count"]
+    return TensorDict(result, [])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation, and back to what it was, whatever is raised."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # a forward without a backward leaves the root gathered

@@ -1,0 +1,76 @@
+"""Plain sampling, one token at a time, for looking at what a model has learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from forgekit.run.evaluate import evaluating
+
+__all__ = ["generate"]
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    eos_id: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Continue a prompt, feeding the whole text through the model for each new token.
+
+    Under FSDP every rank calls it with the same arguments and gets the same tokens. The global
+    random state is left alone.
+
+    Args:
+        model: Maps ids ``[b s]`` to logits ``[b s v]``. Where it has a ``spec.max_seq_len``, that
+            many of the last tokens are fed.
+        input_ids: ``[b s]`` prompts of one length, ``s`` at least 1.
+        max_new_tokens: Tokens to add at most.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Sample from the ``top_k`` most likely tokens only.
+        eos_id: Stop when every row has produced it; rows that did are filled up with it.
+        seed: Seed of the samples.
+
+    Returns:
+        ``[b s+n]`` prompts and what follows, ``n <= max_new_tokens``.
+
+    Raises:
+        ValueError: If a prompt is empty, or ``temperature`` or ``top_k`` is out of range.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [b s], s >= 1.")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"temperature {temperature} must not be negative and top_k {top_k} at least 1."
+        )
+    window = getattr(getattr(model, "spec", None), "max_seq_len", None) or 2**31
+    generator = torch.Generator(input_ids.device).manual_seed(seed)
+    ids, ended = input_ids, torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
+    with evaluating(model):
+        for _ in range(max_new_tokens):
+            logits = model(ids[:, -window:])[:, -1].float()
+            chosen = _choose(logits, temperature, top_k, generator)
+            if eos_id is not None:
+                chosen = torch.where(ended, eos_id, chosen)
+                ended = ended | (chosen == eos_id)
+            ids = torch.cat((ids, chosen), dim=1)
+            if eos_id is not None and bool(ended.all()):
+                break
+    return ids
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> Tensor:
+    """Pick one token a row, ``[b v]`` -> ``[b 1]``."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

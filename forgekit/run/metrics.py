@@ -1,0 +1,337 @@
+"""What a step returned, as rows of numbers: in ``metrics.jsonl``, on the screen, to the caller.
+
+Metrics stay on the device until a row is due; then one copy brings all of them to the host. Reading
+a single loss earlier would make the host wait for the device, and the device then idles while the
+host prepares the next step. Every rank builds the same rows, so that each can decide on them; one
+of them writes.
+
+``metrics.jsonl`` holds one JSON object per step, strict JSON (NaN and infinities are null), each
+written at once. What an evaluation adds to a step goes into that step's object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from forgekit.run.resilience import write_atomic
+from forgekit.state import TrainState
+
+__all__ = ["MetricsLog", "read_metrics"]
+
+COUNTS = ("train/targets", "train/skipped")
+GIB = 2.0**30
+
+
+class Waits(Protocol):
+    """A loader that knows how long its user has waited for it, in seconds since it was made."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Total so far."""
+        ...
+
+
+class MetricsLog:
+    """Log each step; every ``every`` steps turn what was logged into a row.
+
+    The file is opened at once and cut back to ``start_step``, so that a resumed run repeats no
+    step. ``with`` shows a progress bar where stderr is a terminal (elsewhere there is a plain line
+    per row), and closes file and bar, whatever happens inside.
+
+    A row has ``step``, ``samples`` and
+
+    - ``train/loss``, ``train/grad_norm``, ``train/lr``, ``train/targets`` of the step itself;
+    - ``train/skipped``: bad steps since the last row;
+    - the loss function's own metrics: ``train/<name>``, or ``<name>`` if it has a slash in it;
+    - ``perf/tokens_per_second`` (targets), ``perf/step_seconds``, ``perf/data_wait_seconds``: means
+      by the clock since the last row, without an evaluation whose result followed that row;
+    - ``memory/peak_gib`` of this process: of the device on CUDA, else resident.
+
+    Args:
+        out: The run directory; made if it does not exist.
+        start_step: The step that the run starts from, ``state.step`` after loading a checkpoint.
+        every: Steps per row.
+        total: The last step, which always gets a row; None if it is not known.
+        is_writer: False on all ranks but the first: they get the same rows and write nothing.
+        loader: Measures ``perf/data_wait_seconds``.
+
+    Raises:
+        ValueError: If ``every`` is less than 1, or the file there has a broken line.
+
+    Examples:
+        A recipe's loop::
+
+            with MetricsLog(out, start_step=state.step, total=1000, loader=loader) as log:
+                for batches in groups(loader, micro_batches):
+                    state, metrics = step(state, batches)
+                    check(log(state, metrics))
+                    if state.step % 100 == 0:
+                        log.event(state, {"eval/held_out/loss": evaluate(state)})
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        start_step: int = 0,
+        every: int = 10,
+        total: int | None = None,
+        is_writer: bool = True,
+        loader: Waits | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every {every} must be at least 1 step per row.")
+        self._every, self._start, self._total = every, start_step, total
+        self._loader = loader
+        self._file = _RowFile(Path(out) / "metrics.jsonl", start_step) if is_writer else None
+        self._display: _Lines | _Bar | None = _Lines(sys.stderr, total) if is_writer else None
+        self._restart()
+
+    def __enter__(self) -> Self:
+        if self._display is not None and sys.stderr.isatty():
+            self._display = _Bar(sys.stderr, self._start, self._total)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and give the terminal back; both may happen twice."""
+        if self._display is not None:
+            self._display.close()
+        if self._file is not None:
+            self._file.close()
+
+    def __call__(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any] | None:
+        """Take the metrics of one step; call it on every rank, after every step.
+
+        Args:
+            state: The state that the step returned.
+            metrics: The metrics that the step returned: 0-d tensors on one device.
+
+        Returns:
+            The row if one is due at this step, else None; NaN stays NaN in it.
+
+        Raises:
+            ValueError: If a metric is not 0-d.
+        """
+        self._steps += 1
+        self._targets = self._targets + metrics["targets"]
+        self._skipped = self._skipped + metrics["skipped"]
+        row = None
+        if state.step % self._every == 0 or state.step == self._total:
+            row = self._row(state, metrics)
+            self._write(row)
+            self._restart()
+        if self._display is not None:
+            self._display.step(state.step, row)
+        return row
+
+    def event(self, state: TrainState, values: Mapping[str, Any] | TensorDictBase) -> None:
+        """Add numbers, for example of an evaluation, to the row of ``state.step``.
+
+        Args:
+            state: The state that they belong to.
+            values: Full metric names to numbers or 0-d tensors.
+
+        Raises:
+            ValueError: If a tensor is not 0-d.
+        """
+        numbers = _to_host(values)
+        self._write({"step": state.step, "samples": state.samples, **numbers})
+        text = "  ".join(f"{name} {_short(number)}" for name, number in numbers.items())
+        self.message(f"step {state.step}  {text}")
+        if self._steps == 0:  # nothing but this evaluation has run since the last row
+            self._restart()
+
+    def message(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one; the writing rank only."""
+        if self._display is not None:
+            self._display.message(text)
+
+    def _row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
+        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        sums = {"train/skipped": self._skipped, "targets": self._targets}
+        numbers = _to_host(named | sums)
+        # Only now: the copy has waited for the device, so the clock has seen the steps end.
+        seconds = time.perf_counter() - self._clock
+        targets = numbers.pop("targets")
+        numbers |= {name: int(numbers[name]) for name in COUNTS}
+        row = {
+            "step": state.step,
+            "samples": state.samples,
+            **numbers,
+            "perf/tokens_per_second": targets / seconds,
+            "perf/step_seconds": seconds / self._steps,
+            "memory/peak_gib": _peak_gib(metrics["loss"].device),
+        }
+        if self._loader is not None:
+            waited = self._loader.wait_seconds - self._waited
+            row["perf/data_wait_seconds"] = waited / self._steps
+        return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(row)
+
+    def _restart(self) -> None:
+        """Begin the sums of the next row."""
+        self._steps = 0
+        self._targets: Tensor | float = 0.0
+        self._skipped: Tensor | float = 0.0
+        self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
+        self._clock = time.perf_counter()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl`` as a list of rows; a last line that was cut by a crash is left out.
+
+    Raises:
+        ValueError: If another line is not a JSON object with a step.
+    """
+    lines = Path(path).read_bytes().splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path}, line {number}: {line[:60].decode(errors='replace')!r} is not a JSON "
+                'object with a "step". Repair or delete that line.'
+            ) from None
+        rows.append(row)
+    return rows
+
+
+class _RowFile:
+    """The open ``metrics.jsonl``; a second row for the last step is merged into the first."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = read_metrics(path) if path.exists() else []
+        lines = [_line(row) for row in rows if row["step"] <= start_step]
+        write_atomic(path, b"".join(lines))
+        self._last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        # Unbuffered, so that one write is one system call.
+        self._file = path.open("r+b", buffering=0)
+        self._start = self._file.seek(0, os.SEEK_END) - (len(lines[-1]) if lines else 0)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write a row at the end, or its new keys into the last one, in one system call."""
+        if row["step"] == self._last.get("step"):
+            row = self._last | row
+        else:
+            self._start = self._file.seek(0, os.SEEK_END)
+        self._file.seek(self._start)
+        self._file.write(_line(row))
+        self._file.truncate()
+        self._last = row
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Lines:
+    """Progress where there is no terminal: a line per row."""
+
+    def __init__(self, stream: TextIO, total: int | None) -> None:
+        self._stream, self._total = stream, total
+
+    def step(self, step: int, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            of = "" if self._total is None else f"/{self._total}"
+            self.message(f"step {step}{of}  {_summary(row)}")
+
+    def message(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, stream: TextIO, start: int, total: int | None) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}" + ("" if total is None else f"/{total}")),
+            BarColumn(),
+            TextColumn("{task.fields[summary]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=stream),
+            # Rich would send what the recipe prints to stderr, away from a file or pipe.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task = self._progress.add_task("", total=total, completed=start, summary="")
+        self._progress.start()
+
+    def step(self, step: int, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            self._progress.update(self._task, summary=_summary(row))
+        self._progress.update(self._task, completed=step)
+
+    def message(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _summary(row: dict[str, Any]) -> str:
+    bad = f"  {row['train/skipped']} bad steps" if row["train/skipped"] else ""
+    return (
+        f"loss {row['train/loss']:.4f}  lr {row['train/lr']:.1e}  "
+        f"{row['perf/tokens_per_second']:,.0f} tokens/s{bad}"
+    )
+
+
+def _short(number: Any) -> str:
+    return f"{number:.4f}" if isinstance(number, float) else str(number)
+
+
+def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
+    """Numbers as they are, and all 0-d tensors in one copy."""
+    numbers = dict(values.items())
+    tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.ndim:
+            raise ValueError(
+                f"metric {name!r} has shape {tuple(tensor.shape)}; a metric is one number. "
+                "Reduce it where it arises, for example by .mean()."
+            )
+    if tensors:
+        stacked = torch.stack([tensor.detach().double() for tensor in tensors.values()])
+        numbers |= zip(tensors, stacked.tolist(), strict=True)
+    return numbers
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return f"{json.dumps(finite, allow_nan=False)}\n".encode()
+
+
+def _peak_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB

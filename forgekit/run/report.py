@@ -1,0 +1,152 @@
+"""What a run looked like: its loss curves as a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forgekit.run.metrics import read_metrics
+from forgekit.run.resilience import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_losses"]
+
+BLUE, GREY = "#1f5fa8", "#5f6670"
+EVALUATIONS = ("#d1495b", "#2a9d8f", "#e08e0b", "#7b4fa3", "#8a5a44")
+"""Colours of the evaluation sets, told apart from the blue of training by hue and by marker."""
+
+WINDOWS = 10
+"""The moving mean takes in one part in this many of the rows."""
+
+
+def plot_losses(
+    metrics_path: str | os.PathLike[str],
+    png_path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+) -> Path:
+    """Draw the losses of a run over its steps, with the learning rate below, into a PNG file.
+
+    The training loss is drawn twice: each logged step, thin, and a moving mean of them, since a
+    single step's loss is noisy. Evaluations are points. A step without a finite loss is a gap.
+
+    Args:
+        metrics_path: The run's ``metrics.jsonl``.
+        png_path: The picture; replaced in one go, its folder is made.
+        title: Heading; None names the run directory.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: If no row has a finite loss.
+        ImportError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError(
+            'loss curves need matplotlib: pip install "forgekit[plot]".', name="matplotlib"
+        ) from error
+    rows = read_metrics(metrics_path)
+    if not _column(rows, "train/loss")[1] and not _evaluations(rows):
+        raise ValueError(
+            f"{metrics_path} has {len(rows)} rows and no finite loss in them, so there is nothing "
+            "to draw. Train for at least one logged step."
+        )
+    # A figure with its own canvas: pyplot would keep it, and a window system, in global state.
+    figure = Figure(figsize=(8, 5.5), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    canvas = FigureCanvasAgg(figure)
+    _draw(figure, rows, title or f"Loss of {Path(metrics_path).absolute().parent.name}")
+    picture = io.BytesIO()
+    canvas.print_figure(picture, format="png", dpi=150)
+    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(png_path, picture.getvalue())
+    return Path(png_path)
+
+
+def _draw(figure: Figure, rows: Sequence[dict[str, Any]], title: str) -> None:
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    _draw_losses(losses, rows)
+    rates.plot(*_column(rows, "train/lr"), color=GREY, linewidth=1.5)
+    rates.set_ylim(bottom=0)
+    rates.set_ylabel("learning rate")
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    rates.set_xlabel("optimizer step")
+    rates.locator_params(axis="x", integer=True)
+    figure.align_ylabels()
+    for axes in (losses, rates):
+        axes.grid(color="#e4e6ea", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    steps, losses = _column(rows, "train/loss", gaps=True)
+    raw = {"color": BLUE, "alpha": 0.35, "linewidth": 0.8, "marker": ".", "markersize": 3}
+    axes.plot(steps, losses, label="train, each logged step", **raw)
+    smooth = _smoothed(losses)
+    axes.plot(steps, smooth, color=BLUE, linewidth=2, label=f"train, mean{_last(smooth)}")
+    for index, name in enumerate(_evaluations(rows)):
+        steps, losses = _column(rows, name)
+        label = f"{name.removesuffix('/loss')}{_last(losses)}"
+        color = EVALUATIONS[index % len(EVALUATIONS)]
+        axes.plot(steps, losses, "o-", color=color, linewidth=1, markersize=5, label=label)
+    axes.set_ylabel("loss (nats per target)")
+    axes.legend(frameon=False)
+
+
+def _last(losses: Sequence[float]) -> str:
+    """The newest finite loss for the legend: the number that one looks for in the picture."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return f" ({finite[-1]:.3f})" if finite else ""
+
+
+def _evaluations(rows: Sequence[dict[str, Any]]) -> list[str]:
+    names = {name for row in rows for name in row if name.startswith("eval/")}
+    return sorted(name for name in names if name.endswith("/loss") and _column(rows, name)[1])
+
+
+def _column(
+    rows: Sequence[dict[str, Any]], name: str, *, gaps: bool = False
+) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric; with ``gaps``, NaN stands where a row says null."""
+    pairs = [
+        (row["step"], math.nan if row[name] is None else row[name])
+        for row in rows
+        if name in row and (gaps or row[name] is not None)
+    ]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Centred moving mean that passes over NaN.
+
+    Centred, because an exponential mean lags behind a falling loss by far more than the noise that
+    it removes. Towards the start, where the loss falls fastest, the window narrows to stay centred.
+
+    Examples:
+        >>> _smoothed([4.0, 2.0, float("nan"), 2.0])
+        [4.0, 3.0, nan, 2.0]
+    """
+    array = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    place = np.arange(len(array))
+    half = np.minimum(place, max(1, len(array) // (2 * WINDOWS)))
+    first, end = place - half, np.minimum(place + half + 1, len(array))
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    means = (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1)
+    return np.where(finite, means, np.nan).tolist()

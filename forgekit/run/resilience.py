@@ -1,0 +1,335 @@
+"""Stopping cleanly, one process per run directory, and what to do about bad steps.
+
+A run must not be stopped by one rank alone: the others would wait for it in the next collective.
+So a signal only sets a flag, the flag becomes a vote inside the step's one collective, and every
+rank hears the same sum. Reading that sum at once would make the host wait for the device in each
+step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which has long arrived.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BadStepError",
+    "RunLockedError",
+    "StopSignal",
+    "bad_step_policy",
+    "lock_run",
+    "write_atomic",
+    "write_status",
+]
+
+LAG = 2
+"""Steps between hearing the votes and reading them; the device has finished the older step."""
+
+POLICIES = ("raise", "warn", "skip")
+STATUSES = ("running", "finished", "stopped", "failed")
+
+_log = logging.getLogger("forgekit")
+
+
+class RunLockedError(RuntimeError):
+    """Another process writes into this run directory."""
+
+
+class BadStepError(RuntimeError):
+    """As many steps as the policy tolerates had a loss or a gradient that is not finite."""
+
+
+class StopSignal:
+    """Turn signals, a time budget or a stop file into one decision of all ranks.
+
+    Handlers are installed at once, so that ``make_step(..., stop=StopSignal())`` is complete;
+    ``with`` (or ``close``) puts the previous ones back. Give each rank its own: a signal that
+    reaches one of them stops all, after the same step. A second Ctrl-C interrupts at once.
+
+    Args:
+        signals: What to listen to; empty for none.
+        budget_s: Ask to stop this many seconds after construction.
+        file: Ask to stop once this path exists.
+        watch_parent: Ask to stop when the process that started this one has died, so that workers
+            of a killed launcher do not live on. None: only under torchrun.
+
+    Raises:
+        ValueError: If there are signals to listen to and this is not the main thread.
+
+    Examples:
+        >>> import torch
+        >>> stop = StopSignal(signals=())
+        >>> stop.request("enough")
+        >>> for _ in range(3):  # a step votes, reduces the votes over the ranks, and hears the sum
+        ...     stop.hear(torch.tensor(stop.vote()))
+        >>> stop.requested, stop.reason
+        (True, 'enough')
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
+        *,
+        budget_s: float | None = None,
+        file: str | os.PathLike[str] | None = None,
+        watch_parent: bool | None = None,
+    ) -> None:
+        self._started = time.monotonic()
+        self._budget_s = budget_s
+        self._file = None if file is None else Path(file)
+        if watch_parent is None:
+            watch_parent = "TORCHELASTIC_RUN_ID" in os.environ
+        self._parent = os.getppid() if watch_parent else None
+        self._reason: str | None = None
+        self._interrupted = False
+        self._agreed = False
+        self._heard: deque[_HostCopy] = deque(maxlen=LAG + 1)
+        self._previous = self._install(signals)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Put back the handlers that were there before, where ours are still in place."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous or signal.SIG_DFL)
+        self._previous = {}
+
+    def request(self, reason: str) -> None:
+        """Make this process vote for a stop from the next step on; the first reason is kept."""
+        self._reason = self._reason or reason
+
+    def vote(self) -> float:
+        """Return 1.0 if this process wants to stop, else 0.0; called before the reduction.
+
+        Looks at the clock, the stop file and the parent process only while there is no reason yet.
+        """
+        if self._reason is None:
+            self._reason = self._look()
+        return 0.0 if self._reason is None else 1.0
+
+    def hear(self, votes: Tensor) -> None:
+        """Take the votes of all ranks, without waiting for them.
+
+        Args:
+            votes: ``[]``, the sum over all ranks, on the device.
+        """
+        self._heard.append(_HostCopy.start(votes))
+
+    @property
+    def requested(self) -> bool:
+        """Whether all ranks stop here: the votes of two steps ago, so that nothing waits.
+
+        Read it between steps, at the same step on every rank. Once True, it stays True.
+        """
+        if not self._agreed and len(self._heard) > LAG:
+            self._agreed = self._heard[0].read() > 0
+        return self._agreed
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process voted for a stop, "another rank" if only others did, else None."""
+        if self._reason is None and self._agreed:
+            return "another rank"
+        return self._reason
+
+    def _look(self) -> str | None:
+        if self._budget_s is not None and time.monotonic() - self._started >= self._budget_s:
+            return f"budget {self._budget_s:g} s"
+        if self._file is not None and self._file.exists():
+            return f"stop file {self._file}"
+        if self._parent is not None and os.getppid() != self._parent:
+            return "launcher is gone"
+        return None
+
+    def _install(self, signals: Sequence[signal.Signals]) -> dict[signal.Signals, Any]:
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"StopSignal was built in thread {threading.current_thread().name!r}; Python lets "
+                "only the main thread handle signals. Build it there, or pass signals=()."
+            )
+        return {number: signal.signal(number, self._on_signal) for number in signals}
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        self.request(signal.Signals(number).name)
+
+
+@attrs.frozen
+class _HostCopy:
+    """A 0-d tensor on its way to the host, and the event after which it has arrived."""
+
+    value: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, value: Tensor) -> Self:
+        # An asynchronous copy from CUDA goes to pinned memory; on CPU this is a plain copy, since
+        # the caller may reuse its tensor before it is read here.
+        host = value.detach().to("cpu", non_blocking=True, copy=True)
+        if not value.is_cuda:
+            return cls(host, None)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(value.device))
+        return cls(host, arrived)
+
+    def read(self) -> float:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return float(self.value)
+
+
+@contextmanager
+def lock_run(out: str | os.PathLike[str], *, is_writer: bool = True) -> Iterator[None]:
+    """Hold the run directory for this process; a second run into it is refused at once.
+
+    The system drops the lock when the process dies, however it dies, so a lock that is left behind
+    cannot block a restart. Workers that outlived their launcher do hold it, which is the point:
+    they still write.
+
+    Args:
+        out: The run directory; made if it does not exist.
+        is_writer: False on all ranks but the first, which then hold nothing.
+
+    Raises:
+        RunLockedError: If another process holds it.
+    """
+    if not is_writer:
+        yield
+        return
+    path = Path(out) / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunLockedError(
+                f"{out} is in use by {file.read() or 'another process'}. Wait until that run has "
+                "ended, stop it, or choose another run directory."
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on host {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file so that readers, and a crash, find the old content or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_status(
+    out: str | os.PathLike[str], status: str, *, is_writer: bool = True, **fields: Any
+) -> None:
+    """Write ``status.json``: how a run ended, for scripts that cannot trust exit codes.
+
+    torchrun turns each exit code into 1, a clean stop included.
+
+    Args:
+        out: The run directory; made if it does not exist.
+        status: "running", "finished", "stopped" or "failed".
+        is_writer: False on all ranks but the first, which then write nothing.
+        **fields: What else to say, for example ``step``, ``samples``, ``reason``. ``time`` (UTC)
+            is added.
+
+    Raises:
+        ValueError: If ``status`` is none of the four.
+    """
+    if status not in STATUSES:
+        raise ValueError(f"status {status!r} is not known; it is one of {', '.join(STATUSES)}.")
+    if not is_writer:
+        return
+    Path(out).mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    content = json.dumps({"status": status, "time": now} | fields, indent=2, default=str)
+    write_atomic(Path(out) / "status.json", f"{content}\n".encode())
+
+
+def bad_step_policy(
+    policy: str = "raise", *, patience: int = 1
+) -> Callable[[Mapping[str, Any] | None], None]:
+    """Return a check of logged rows that decides what bad steps mean for the run.
+
+    A bad step (loss or gradient not finite) has changed nothing, on any rank. So going on is safe;
+    whether it is wise depends on why, and that is this policy. Rows hold the same numbers on every
+    rank, so all ranks decide alike.
+
+    Args:
+        policy: "raise" stops the run, "warn" logs a warning, "skip" goes on in silence.
+        patience: For "raise": bad steps to reach. They are counted over rows; a row without bad
+            steps starts the count again.
+
+    Returns:
+        ``check(row)`` for what ``MetricsLog`` returned; a row of None is no row.
+
+    Raises:
+        ValueError: If the policy is not known or patience is less than 1.
+
+    Examples:
+        >>> check = bad_step_policy("raise", patience=3)
+        >>> check(None)
+        >>> check({"step": 10, "train/skipped": 2})
+        >>> check({"step": 20, "train/skipped": 1})
+        Traceback (most recent call last):
+        forgekit.run.resilience.BadStepError: 3 bad steps (loss or gradient not finite) up to step
+        20, 1 of them since the last row; patience is 3. They changed nothing, so the state is good:
+        lower the learning rate, look at the data of these steps, or use policy "warn".
+    """
+    if policy not in POLICIES:
+        raise ValueError(
+            f"bad-step policy {policy!r} is not known; it is one of {', '.join(POLICIES)}."
+        )
+    if patience < 1:
+        raise ValueError(f"patience {patience} must be at least 1 bad step.")
+    streak = 0
+
+    def check(row: Mapping[str, Any] | None) -> None:
+        nonlocal streak
+        if row is None:
+            return
+        bad = row["train/skipped"]
+        streak = streak + bad if bad else 0
+        if policy == "warn" and bad:
+            _log.warning("%d bad steps since the last row, at step %d", bad, row["step"])
+        if policy == "raise" and streak >= patience:
+            raise BadStepError(
+                f"{streak} bad steps (loss or gradient not finite) up to step {row['step']}, "
+                f"{bad} of them since the last row; patience is {patience}. They changed nothing, "
+                "so the state is good: lower the learning rate, look at the data of these steps, "
+                'or use policy "warn".'
+            )
+
+    return check

@@ -1,0 +1,61 @@
+"""The tokenizer writes any text, and the same texts give the same file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from forgekit.data.sources import text_documents
+from forgekit.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+
+CORPUS = Path(__file__).parent / "corpus"
+TEXTS = [text for _, text in text_documents(CORPUS)]
+
+
+def test_the_same_texts_give_the_same_file(tmp_path):
+    for name in ("a.json", "b.json"):
+        train_tokenizer(iter(TEXTS), vocab_size=400).save(str(tmp_path / name))
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "\x00\r\n\t  never seen: ✓ ẞ 𝄞", " leading and trailing "]
+)
+def test_any_text_comes_back(text):
+    tokenizer = train_tokenizer(TEXTS[:2], vocab_size=300)
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_vocabulary_has_the_asked_size_and_merges_shorten():
+    small, large = (train_tokenizer(TEXTS, size) for size in (257, 500))
+    assert (small.get_vocab_size(), large.get_vocab_size()) == (257, 500)
+    lengths = [len(tokenizer.encode(TEXTS[0]).ids) for tokenizer in (small, large)]
+    assert lengths[0] == len(TEXTS[0].encode())
+    assert lengths[1] < lengths[0] * 0.8
+
+
+def test_a_literal_end_of_text_is_plain_characters_also_after_loading(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for each in (tokenizer, load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
+        assert each.token_to_id(END_OF_TEXT) == 0
+        ids = each.encode(f"a{END_OF_TEXT}b").ids
+        assert 0 not in ids
+        assert each.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_what_cannot_be_a_tokenizer_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"vocab_size 256 must be at least 257: 256 bytes and"):
+        train_tokenizer(TEXTS, vocab_size=256)
+    with pytest.raises(
+        FileNotFoundError, match=r"tokenizer.json does not exist. `forgekit prepare"
+    ):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer: .* Expected what"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r'pip install "forgekit\[text\]"'):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,343 @@
+import contextlib
+import json
+import math
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forgekit.run.metrics import MetricsLog, read_metrics
+from forgekit.state import TrainState, donate
+
+HOST_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Counts operations that bring a value to the host, or make a copy that could."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in HOST_READS
+        return func(*args, **(kwargs or {}))
+
+
+class Loader:
+    wait_seconds = 0.0
+
+
+@pytest.fixture
+def state():
+    model = torch.nn.Linear(2, 2)
+    return TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def at(state, step):
+    return donate(state, step=step, samples=8 * step)
+
+
+def metrics_of(step, *, device="cpu", **changes):
+    values = {
+        "loss": 10.0 - step,
+        "grad_norm": 0.5,
+        "lr": 1e-3 * step,
+        "targets": 100.0 + step,
+        "skipped": 0.0,
+    }
+    tensors = {
+        name: torch.tensor(value, dtype=torch.float64, device=device)
+        for name, value in (values | changes).items()
+    }
+    return TensorDict(tensors, batch_size=[])
+
+
+def train(log, state, steps, **changes):
+    rows = []
+    for step in steps:
+        state = at(state, step)
+        rows.append(log(state, metrics_of(step, **changes)))
+    return state, rows
+
+
+def test_a_row_is_due_every_so_many_steps_and_at_the_last(tmp_path, state):
+    with MetricsLog(tmp_path, every=3, total=7) as log:
+        _, rows = train(log, state, range(1, 8))
+    assert [row["step"] for row in rows if row is not None] == [3, 6, 7]
+    assert [index for index, row in enumerate(rows, start=1) if row is not None] == [3, 6, 7]
+
+
+def test_a_row_has_the_numbers_of_its_step(tmp_path, state):
+    with MetricsLog(tmp_path, every=3) as log:
+        _, rows = train(log, state, [1, 2, 3], accuracy=0.25, **{"source/code/loss": 2.5})
+    expected = {
+        "step": 3,
+        "samples": 24,
+        "train/loss": 7.0,
+        "train/grad_norm": 0.5,
+        "train/lr": 3e-3,
+        "train/targets": 103,
+        "train/skipped": 0,
+        "train/accuracy": 0.25,
+        "source/code/loss": 2.5,
+    }
+    assert expected.items() <= rows[-1].items()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [rows[-1]]
+
+
+def test_bad_steps_are_summed_since_the_last_row(tmp_path, state):
+    with MetricsLog(tmp_path, every=2) as log:
+        state, first = train(log, state, [1, 2], skipped=1.0)
+        _, second = train(log, state, [3, 4])
+    assert first[-1]["train/skipped"] == 2
+    assert second[-1]["train/skipped"] == 0
+
+
+def test_speed_and_waiting_are_means_since_the_last_row(tmp_path, state):
+    loader = Loader()
+    with MetricsLog(tmp_path, every=2, loader=loader) as log:
+        started = time.perf_counter()
+        state, _ = train(log, state, [1, 2])
+        loader.wait_seconds += 3.0
+        time.sleep(0.1)
+        _, rows = train(log, state, [3, 4])
+        longest = time.perf_counter() - started
+    row = rows[-1]
+    assert row["perf/data_wait_seconds"] == 1.5
+    assert 0.1 <= 2 * row["perf/step_seconds"] <= longest
+    assert row["perf/tokens_per_second"] * 2 * row["perf/step_seconds"] == pytest.approx(103 + 104)
+
+
+def test_peak_memory_is_the_one_the_system_reports(tmp_path, state):
+    with MetricsLog(tmp_path, every=1) as log:
+        _, rows = train(log, state, [1])
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+    assert rows[-1]["memory/peak_gib"] == pytest.approx(peak_kib / 2**20, rel=0.05)
+
+
+def test_steps_without_a_row_read_nothing_on_the_host(tmp_path, state):
+    with MetricsLog(tmp_path, every=4) as log, HostReads() as reads:
+        prepared = [metrics_of(step) for step in (1, 2, 3)]
+        for step, metrics in enumerate(prepared, start=1):
+            state = at(state, step)
+            reads.count = 0
+            log(state, metrics)
+            assert reads.count == 0
+        prepared[0]["loss"].item()
+        assert reads.count == 1
+
+
+def test_steps_without_a_row_work_on_a_device_that_cannot_be_read(tmp_path, state):
+    with MetricsLog(tmp_path, every=4) as log:
+        state, rows = train(log, state, [1, 2, 3], device="meta")
+        assert rows == [None] * 3
+        with pytest.raises(NotImplementedError, match="meta"):
+            train(log, state, [4], device="meta")
+
+
+def test_a_step_leaves_the_metrics_as_they_were(tmp_path, state):
+    first, second = metrics_of(1), metrics_of(2)
+    with MetricsLog(tmp_path, every=5) as log:
+        state = at(state, 1)
+        log(state, first)
+        log(at(state, 2), second)
+    assert first["targets"] == 101
+    assert second["targets"] == 102
+
+
+def test_other_ranks_get_the_same_rows_and_write_nothing(tmp_path, state, capfd):
+    with MetricsLog(tmp_path / "a", every=2, is_writer=False) as log:
+        state, rows = train(log, state, [1, 2])
+        log.event(state, {"eval/held_out/loss": 1.0})
+        log.message("hello")
+    assert rows[-1]["train/targets"] == 102
+    assert not (tmp_path / "a").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_nan_in_the_row(tmp_path, state):
+    with MetricsLog(tmp_path, every=1) as log:
+        _, rows = train(log, state, [1], loss=math.nan, grad_norm=math.inf)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert math.isnan(rows[0]["train/loss"])
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert json.loads(text)["train/loss"] is None
+    assert json.loads(text)["train/grad_norm"] is None
+
+
+def test_rows_are_in_the_file_before_it_is_closed(tmp_path, state):
+    with MetricsLog(tmp_path, every=1) as log:
+        for step in (1, 2, 3):
+            state = at(state, step)
+            log(state, metrics_of(step))
+            assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == step
+
+
+def test_an_evaluation_joins_the_row_of_its_step(tmp_path, state):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, every=2) as log:
+        log.event(state, {"eval/held_out/loss": torch.tensor(9.0)})
+        state, _ = train(log, state, [1, 2])
+        log.event(state, {"eval/held_out/loss": torch.tensor(2.5), "eval/held_out/rows": 7})
+        log.event(state, {"eval/code/loss": 1.5})
+        state, _ = train(log, state, [3])
+        log.event(state, {"eval/code/loss": 1.25})
+        train(log, state, [4])
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [0, 2, 3, 4]
+    joined = {"train/loss": 8.0, "eval/held_out/loss": 2.5, "eval/held_out/rows": 7}
+    assert (joined | {"eval/code/loss": 1.5}).items() <= rows[1].items()
+    assert rows[2] == {"step": 3, "samples": 24, "eval/code/loss": 1.25}
+
+
+def test_an_evaluation_after_a_row_does_not_count_as_step_time(tmp_path, state):
+    with MetricsLog(tmp_path, every=1) as log:
+        state, _ = train(log, state, [1])
+        time.sleep(0.5)
+        log.event(state, {"eval/held_out/loss": 1.0})
+        _, rows = train(log, state, [2])
+    assert rows[-1]["perf/step_seconds"] < 0.4
+
+
+def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, every=2) as log:
+        state, _ = train(log, state, range(1, 9))
+    before = read_metrics(path)
+    with path.open("a") as file:
+        file.write('{"step": 9, "train/lo')
+    with MetricsLog(tmp_path, start_step=5, every=2) as log:
+        state, _ = train(log, at(state, 5), range(6, 9), loss=1.0)
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert rows[:2] == before[:2]
+    assert rows[2]["train/loss"] == 1.0
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_an_evaluation_on_resuming_joins_the_row_of_the_first_run(tmp_path, state):
+    with MetricsLog(tmp_path, every=2) as log:
+        state, _ = train(log, state, range(1, 5))
+    with MetricsLog(tmp_path, start_step=4, every=2) as log:
+        log.event(state, {"eval/held_out/loss": 1.0})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4]
+    assert {"train/loss": 6.0, "eval/held_out/loss": 1.0}.items() <= rows[1].items()
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3', b'{"step": 3, "a": "\xc3', b"{}", b"12", b"\x00\n"]
+)
+def test_only_a_torn_last_line_is_left_out(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes(b'{"step": 1}\n' + torn.rstrip() + b'\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .* is not a JSON object with"):
+        read_metrics(path)
+
+
+def test_a_complete_last_line_without_newline_is_kept(tmp_path, state):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    with MetricsLog(tmp_path, start_step=2, every=1) as log:
+        train(log, state, [3])
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_wrong_arguments_say_what_is_right(tmp_path, state):
+    with pytest.raises(ValueError, match="every 0 must be at least 1 step per row"):
+        MetricsLog(tmp_path, every=0)
+    with (
+        MetricsLog(tmp_path, every=1) as log,
+        pytest.raises(
+            ValueError, match=r"metric 'eval/x' has shape \(3,\); a metric is one number"
+        ),
+    ):
+        log.event(state, {"eval/x": torch.zeros(3)})
+
+
+def test_without_a_terminal_there_is_a_plain_line_per_row(tmp_path, state, capfd):
+    with MetricsLog(tmp_path, every=2, total=4) as log:
+        state, _ = train(log, state, [1, 2], lr=2.9e-3, skipped=1.0)
+        log.event(state, {"eval/held_out/loss": 2.5})
+        log.message("saved")
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert len(lines) == 3
+    assert lines[0].startswith("step 2/4  loss 8.0000  lr 2.9e-03  ")
+    assert lines[0].endswith(" tokens/s  2 bad steps")
+    assert lines[1:] == ["step 2  eval/held_out/loss 2.5000", "saved"]
+    assert "\x1b" not in err
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Put stderr on a real terminal; the list that it gives holds, afterwards, what was written."""
+    master, slave = pty.openpty()
+    chunks = []
+
+    def read():
+        with contextlib.suppress(OSError):  # how Linux says that the other side is closed
+            while chunk := os.read(master, 4096):
+                chunks.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patch, open(slave, "w") as stream:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "120")
+        patch.setattr(sys, "stderr", stream)
+        yield chunks
+    reader.join()
+    os.close(master)
+
+
+def fail():
+    raise RuntimeError("from inside")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("inside", "error"),
+    [(lambda: None, None), (fail, RuntimeError), (interrupt, KeyboardInterrupt)],
+)
+def test_a_bar_on_a_terminal_gives_the_terminal_back(
+    tmp_path, state, monkeypatch, capsys, inside, error
+):
+    expected = contextlib.nullcontext() if error is None else pytest.raises(error)
+    with terminal(monkeypatch) as chunks, expected, MetricsLog(tmp_path, every=2, total=10) as log:
+        train(log, state, range(1, 5))
+        log.message("a line [in] brackets")
+        print("for the pipe")  # noqa: T201
+        inside()
+    screen = b"".join(chunks).decode()
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert hide in screen
+    assert screen.rindex(show) > screen.rindex(hide)
+    assert "step 4/10" in screen
+    assert "loss 6.0000  lr 4.0e-03" in screen
+    assert "a line [in] brackets" in screen
+    assert capsys.readouterr().out == "for the pipe\n"
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 4]

@@ -1,0 +1,324 @@
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forgekit.run.resilience import (
+    BadStepError,
+    RunLockedError,
+    StopSignal,
+    bad_step_policy,
+    lock_run,
+    write_atomic,
+    write_status,
+)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that are read on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func == torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+LISTENED = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+
+
+def handlers():
+    return [signal.getsignal(number) for number in LISTENED]
+
+
+def step(*stops):
+    """What a step of several ranks does with their votes; returns what each then reads."""
+    votes = torch.tensor(sum(stop.vote() for stop in stops), dtype=torch.float64)
+    for stop in stops:
+        stop.hear(votes)
+    return [stop.requested for stop in stops]
+
+
+@pytest.mark.parametrize("number", LISTENED, ids=lambda number: number.name)
+def test_a_signal_is_a_vote_and_nothing_else(number):
+    with StopSignal() as stop:
+        assert stop.vote() == 0.0
+        os.kill(os.getpid(), number)
+        assert stop.vote() == 1.0
+        assert not stop.requested
+        assert stop.reason == number.name
+
+
+def test_signals_are_heard_without_with():
+    before = handlers()
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.vote() == 1.0
+    stop.close()
+    stop.close()
+    assert handlers() == before
+
+
+def test_previous_handlers_come_back():
+    before = handlers()
+    with StopSignal():
+        outer = handlers()
+        with StopSignal((signal.SIGTERM,)):
+            assert handlers()[0] != outer[0]
+            assert handlers()[1:] == outer[1:]
+        assert handlers() == outer
+    assert handlers() == before
+
+
+def test_a_handler_that_was_installed_inside_stays():
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with StopSignal():
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_second_interrupt_is_immediate():
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_other_threads_are_told_where_to_build_it():
+    errors = []
+
+    def build():
+        with StopSignal(()) as stop:
+            stop.request("fine")
+        try:
+            StopSignal()
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=build, name="worker-7")
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "built in thread 'worker-7'" in errors[0]
+    assert "only the main thread" in errors[0]
+
+
+def test_all_ranks_stop_after_the_same_step_two_steps_later():
+    first, second = StopSignal(()), StopSignal(())
+    answers = [step(first, second), step(first, second), step(first, second)]
+    second.request("enough")
+    answers += [step(first, second) for _ in range(5)]
+    assert answers == [[False, False]] * 5 + [[True, True]] * 3
+    assert (first.reason, second.reason) == ("another rank", "enough")
+
+
+def test_the_first_three_steps_are_enough_for_an_answer():
+    stop = StopSignal(())
+    stop.request("at once")
+    assert [step(stop)[0] for _ in range(3)] == [False, False, True]
+
+
+def test_a_request_stays():
+    stop = StopSignal(())
+    for votes in (1.0, 0.0, 0.0):
+        stop.hear(torch.tensor(votes))
+    assert stop.requested
+    for _ in range(5):
+        stop.hear(torch.tensor(0.0))
+        assert stop.requested
+
+
+def test_votes_are_kept_apart_from_a_tensor_that_is_used_again():
+    stop = StopSignal(())
+    votes = torch.zeros((), dtype=torch.float64)
+    for number in (1.0, 0.0, 0.0):
+        stop.hear(votes.fill_(number))
+    assert stop.requested
+
+
+def test_an_answer_that_is_not_due_is_not_read():
+    """The host would wait for the device: only the sum of two steps ago may be looked at."""
+    stop = StopSignal(())
+    stop.hear(torch.tensor(0.0))
+    pending = torch.tensor(1.0, requires_grad=True)
+    with HostReads() as reads:
+        stop.hear(pending)
+        stop.hear(pending)
+        assert reads.count == 0
+        assert not stop.requested
+        assert reads.count == 1
+
+
+def test_a_budget_and_a_stop_file_are_votes(tmp_path):
+    spent = StopSignal((), budget_s=0.0)
+    rich = StopSignal((), budget_s=3600)
+    file = tmp_path / "STOP"
+    waiting = StopSignal((), file=file)
+    assert [spent.vote(), rich.vote(), waiting.vote()] == [1.0, 0.0, 0.0]
+    assert spent.reason == "budget 0 s"
+    file.touch()
+    assert waiting.vote() == 1.0
+    assert waiting.reason == f"stop file {file}"
+    file.unlink()
+    assert waiting.vote() == 1.0
+
+
+ORPHAN = """
+import os, sys, time
+from forgekit.run.resilience import StopSignal
+stop = StopSignal(())
+print(os.getpid(), stop.vote(), flush=True)
+sys.stdin.readline()  # the end of the launcher closes it
+while not stop.vote():
+    time.sleep(0.01)
+print(stop.reason, flush=True)
+"""
+
+
+def test_a_worker_whose_launcher_died_asks_to_stop():
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, ORPHAN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "one"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline().split()[1] == "0.0"
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    assert process.stdout.read() == "launcher is gone\n"
+    process.stdout.close()
+
+
+HOLDER = """
+import sys, time
+from forgekit.run.resilience import lock_run
+with lock_run(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    out = tmp_path / "runs" / "a"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder.stdout as pipe:
+        assert pipe.readline() == b"held\n"
+    who = f"{out} is in use by pid {holder.pid} on host {socket.gethostname()}. Wait until"
+    with pytest.raises(RunLockedError, match=re.escape(who)), lock_run(out):
+        pass
+    with lock_run(out, is_writer=False):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with lock_run(out):
+        assert f"pid {os.getpid()} on" in (out / ".lock").read_text()
+
+
+def test_the_lock_ends_with_its_block(tmp_path):
+    def fail_while_holding():
+        with lock_run(tmp_path):
+            with pytest.raises(RunLockedError, match=f"pid {os.getpid()}"), lock_run(tmp_path):
+                pass
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_while_holding()
+    with lock_run(tmp_path):
+        pass
+
+
+def test_ranks_that_do_not_write_touch_nothing(tmp_path):
+    with lock_run(tmp_path / "a", is_writer=False):
+        write_status(tmp_path / "a", "running", is_writer=False)
+    assert not (tmp_path / "a").exists()
+
+
+def test_status_says_how_the_run_ended(tmp_path):
+    write_status(tmp_path / "a", status="running", step=0)
+    write_status(tmp_path / "a", "stopped", step=7, samples=56, reason="SIGTERM", at=tmp_path)
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    age = datetime.now(UTC) - datetime.fromisoformat(status.pop("time"))
+    assert timedelta(0) <= age < timedelta(minutes=1)
+    assert status == {
+        "status": "stopped",
+        "step": 7,
+        "samples": 56,
+        "reason": "SIGTERM",
+        "at": str(tmp_path),
+    }
+    assert os.listdir(tmp_path / "a") == ["status.json"]
+
+
+def test_an_unknown_status_lists_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match="'done' is not known; it is one of running, finished"):
+        write_status(tmp_path, "done")
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomic(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomic(path, "not bytes")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def row(step, skipped):
+    return {"step": step, "train/skipped": skipped}
+
+
+def test_raise_counts_bad_steps_until_a_good_row():
+    check = bad_step_policy("raise", patience=4)
+    for number, skipped in enumerate([3, 0, 2, 1]):
+        check(row(number, skipped))
+    check(None)
+    message = "4 bad steps .* up to step 40, 1 of them since the last row; patience is 4.*lower the"
+    with pytest.raises(BadStepError, match=message):
+        check(row(40, 1))
+
+
+def test_the_default_policy_raises_at_the_first_bad_step():
+    check = bad_step_policy()
+    check(row(10, 0))
+    with pytest.raises(BadStepError, match=r"1 bad steps .* up to step 20"):
+        check(row(20, 1))
+
+
+@pytest.mark.parametrize(("policy", "lines"), [("warn", 2), ("skip", 0)])
+def test_the_other_policies_go_on(policy, lines, caplog):
+    check = bad_step_policy(policy)
+    with caplog.at_level(logging.WARNING, logger="forgekit"):
+        for number, skipped in enumerate([0, 3, 0, 5]):
+            check(row(number, skipped))
+    assert len(caplog.messages) == lines
+    assert caplog.messages[:1] == ["3 bad steps since the last row, at step 1"] * (lines > 0)
+
+
+def test_policies_are_checked_when_they_are_made():
+    with pytest.raises(ValueError, match="'ignore' is not known; it is one of raise, warn, skip"):
+        bad_step_policy("ignore")
+    with pytest.raises(ValueError, match="patience 0 must be at least 1 bad step"):
+        bad_step_policy(patience=0)

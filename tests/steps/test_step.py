@@ -1,0 +1,511 @@
+"""What a step promises beside its gradient: lazy, silent, undoable, indifferent to its scale."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    build_state,
+    full_tensors,
+    global_batch,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+
+CONSTANT = fk.constant(0.01)
+
+
+def _batches(world=1, rank=0, kind="ragged", seed=0):
+    return [row[rank] for row in global_batch(world, kind, seed)]
+
+
+def _optimizer_state(state):
+    return {
+        f"{index}.{key}": value.clone()
+        for index, entry in state.optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+
+
+def _bitwise_equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Loss scale and split
+
+
+@pytest.mark.parametrize(
+    "build", [fk.adamw, lambda m: torch.optim.SGD(m.parameters(), momentum=0.9)]
+)
+def test_parameters_are_bitwise_independent_of_the_loss_scale(build):
+    results = []
+    for exponent in (-30, -12, 0, 17):
+        model = fk.Transformer(SPEC)
+        state = fk.TrainState.create(model, build(model), loss_scale=2.0**exponent)
+        step = fk.make_step(logits_loss, schedule=CONSTANT, max_norm=0.5)
+        for seed in range(3):
+            state, metrics = step(state, _batches(seed=seed))
+        results.append((full_tensors(state.model), metrics["grad_norm"]))
+    for parameters, norm in results[1:]:
+        assert _bitwise_equal(parameters, results[0][0])
+        assert torch.equal(norm, results[0][1])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 0.3, float("inf")])
+def test_a_loss_scale_that_rounds_is_refused(scale):
+    model = fk.Transformer(SPEC)
+    with pytest.raises(ValueError, match=r"loss_scale .* is not a positive power of two"):
+        fk.TrainState.create(model, fk.adamw(model), loss_scale=scale)
+
+
+@pytest.mark.parametrize("rows", [[8], [4, 4], [1, 7], [7, 1], [1] * 8])
+def test_gradient_does_not_depend_on_the_split(rows):
+    ids = torch.randint(0, SPEC.vocab_size, (8, 11), generator=torch.Generator().manual_seed(1))
+    labels = ids[:, 1:].clone()
+    labels[2:5, 3:] = -100
+    batch = TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [8])
+    expected, _ = reference_gradients(fk.Transformer(SPEC), [[batch]])
+    state = build_state({}, 1, dtype=torch.float64)
+    totals = fk.accumulate(state, list(batch.split(rows)), logits_loss)
+    factor = fk.clip(fk.reduce_totals(totals, state)).factor
+    found = {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    assert relative_error(found, expected) < 1e-12
+
+
+# Laziness
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_batches_are_pulled_one_at_a_time(sized):
+    """A rollout stream must not be drained before the first backward."""
+    done = []
+
+    class Stream:
+        def __iter__(self):
+            for index, batch in enumerate(_batches()):
+                assert len(done) >= index - (0 if sized else 1)
+                yield batch
+
+    if sized:
+        Stream.__len__ = lambda self: 3
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        loss.sum.register_hook(lambda _: done.append(1))
+        return loss
+
+    fk.accumulate(build_state({}, 1), Stream(), loss_fn)
+    assert len(done) == 3
+
+
+# Collectives and host reads
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operations that make the host wait for a device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.NAMES:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _count_reads(state, monkeypatch):
+    step = fk.make_step(logits_loss, schedule=CONSTANT)
+    state, _ = step(state, _batches())
+    for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda t, *a, n=name, o=original: (calls.found.append(n), o(t, *a))[1],
+        )
+    with _Calls() as calls:
+        step(state, _batches(seed=1))
+    monkeypatch.undo()
+    return calls.found
+
+
+def test_a_step_with_a_fused_optimizer_reads_nothing_on_the_host(monkeypatch):
+    assert _count_reads(build_state({}, 1), monkeypatch) == []
+
+
+def test_other_optimizers_cost_one_host_read(monkeypatch):
+    """The control: the counter does count."""
+    state = build_state({}, 1, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert _count_reads(state, monkeypatch)[0] == "__bool__"
+
+
+class _Collectives(TorchDispatchMode):
+    """Lists the collectives that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_collectives(rank, world, layout, sync):
+    state = build_state(layout, world)
+    step = fk.make_step(logits_loss, schedule=CONSTANT, sync=sync)
+    state, _ = step(state, _batches(world, rank))
+    with _Collectives() as whole:
+        state, _ = step(state, _batches(world, rank, seed=1))
+    with _Collectives() as backward:
+        fk.accumulate(state, _batches(world, rank, seed=2), logits_loss, sync=sync)
+    return whole.found, backward.found
+
+
+@pytest.mark.parametrize("sync", ["last", "every", "hsdp_last"])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})], ids=["fsdp", "hsdp"]
+)
+def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(world, layout, sync):
+    for whole, fsdp in run_ranks(_count_collectives, world, layout, sync):
+        assert any("reduce_scatter" in name for name in fsdp)
+        assert whole == [*fsdp, "allreduce_"]
+
+
+# Bad steps
+
+
+def _nan_where(is_bad):
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return fk.Loss(loss.sum * (float("nan") if is_bad else 1.0), loss.count)
+
+    return loss_fn
+
+
+def _infinite_gradient(model, batch):
+    """A finite loss whose gradient is not: d/dx sqrt(x) at 0."""
+    loss = logits_loss(model, batch)
+    return fk.Loss(loss.sum + (model.norm.weight.sum() * 0.0).abs().sqrt(), loss.count)
+
+
+def _bad_step(rank, world, build, what):
+    state = build_state({}, world, build)
+    step = fk.make_step(logits_loss, schedule=CONSTANT)
+    state, _ = step(state, _batches(world, rank))
+    before, moments = full_tensors(state.model), _optimizer_state(state)
+    losses = {
+        "nan loss on one rank": _nan_where(rank == world - 1),
+        "infinite gradient": _infinite_gradient,
+        "no targets": logits_loss,
+    }
+    kind = "no_targets" if what == "no targets" else "ragged"
+    bad = fk.make_step(losses[what], schedule=CONSTANT)
+    skipped = []
+    for _ in range(2):
+        state, metrics = bad(state, _batches(world, rank, kind))
+        skipped.append((metrics["skipped"].item(), state.skipped.item()))
+    same = _bitwise_equal(full_tensors(state.model), before)
+    same_moments = _bitwise_equal(_optimizer_state(state), moments)
+    targets = state.targets.item()
+    state, _ = step(state, _batches(world, rank, seed=1))
+    moved = not _bitwise_equal(full_tensors(state.model), before)
+    return same, same_moments, skipped, state.step, state.skipped.item(), moved, targets
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _plain_adamw(model):
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+@pytest.mark.parametrize("what", ["nan loss on one rank", "infinite gradient", "no targets"])
+@pytest.mark.parametrize("build", [fk.adamw, _sgd, _plain_adamw])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_step_changes_nothing_on_any_rank(world, build, what):
+    args = (build, what)
+    results = run_ranks(_bad_step, world, *args) if world > 1 else [_bad_step(0, 1, *args)]
+    targets = sum(int((b["labels"] != -100).sum()) for row in global_batch(world) for b in row)
+    for result in results:
+        assert result == (True, True, [(1.0, 1), (1.0, 2)], 4, 0, True, targets)
+
+
+@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
+def test_the_fused_path_equals_multiply_then_step(max_norm):
+    results = []
+    for fused in (True, False):
+        model = fk.Transformer(SPEC)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
+        state = fk.TrainState.create(model, optimizer)
+        step = fk.make_step(logits_loss, schedule=CONSTANT, max_norm=max_norm)
+        for seed in range(4):
+            state, _ = step(state, _batches(seed=seed))
+        results.append(full_tensors(state.model))
+    assert relative_error(*results) < 1e-5
+
+
+def test_counts_are_exact_above_two_to_the_24():
+    """float32 would round 2**24 + 1 to 2**24."""
+
+    def loss_fn(model, batch):
+        return fk.Loss(logits_loss(model, batch).sum, torch.tensor(2**23))
+
+    def odd(model, batch):
+        return fk.Loss(logits_loss(model, batch).sum, torch.tensor(2**23 + 1))
+
+    state = build_state({}, 1)
+    losses = iter([loss_fn, odd])
+    totals = fk.accumulate(state, _batches()[:2], lambda m, b: next(losses)(m, b))
+    assert totals["targets"].item() == 2**24 + 1
+    correction = fk.clip(fk.reduce_totals(totals, state))
+    state = fk.update(state, correction, lr=0.0, totals=totals)
+    assert state.targets.item() == 2**24 + 1
+
+
+# Exceptions in the middle
+
+
+def _raise_then_retry(rank, world, layout, sync):
+    state = build_state(layout, world, dtype=torch.float64)
+    calls = []
+
+    def fails_in_second(model, batch):
+        calls.append(1)
+        loss = logits_loss(model, batch)
+        if len(calls) == 2:
+            raise RuntimeError("micro-batch 2 is broken")
+        return loss
+
+    step = fk.make_step(fails_in_second, schedule=CONSTANT, sync=sync)
+    with pytest.raises(RuntimeError, match="micro-batch 2 is broken"):
+        step(state, _batches(world, rank))
+    assert all(p.grad is None for p in state.model.parameters())
+    assert state.step == 0
+    totals = fk.reduce_totals(
+        fk.accumulate(state, _batches(world, rank), logits_loss, sync=sync), state
+    )
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+@pytest.mark.parametrize("sync", ["last", "every", "hsdp_last"])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
+)
+def test_a_step_that_raised_can_be_tried_again(world, layout, sync):
+    args = (layout, sync)
+    results = (
+        run_ranks(_raise_then_retry, world, *args)
+        if world > 1
+        else [_raise_then_retry(0, 1, *args)]
+    )
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
+    for found in results:
+        assert relative_error(found, expected) < 1e-10
+
+
+class _ReturnsTensorDict(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return TensorDict({"y": self.linear(x)}, [len(x)])
+
+
+def _some_batch(**tensors):
+    return TensorDict(tensors or {"x": torch.ones(3, 2)}, [3])
+
+
+def _linear_state():
+    model = torch.nn.Linear(2, 2)
+    return fk.TrainState.create(model, fk.adamw(model))
+
+
+def test_a_model_that_returns_a_tensordict_is_refused():
+    model = _ReturnsTensorDict()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"])["y"].sum(), 1), schedule=CONSTANT)
+    with pytest.raises(TypeError, match="_ReturnsTensorDict returned a TensorDict"):
+        step(state, [_some_batch()])
+
+
+def _metric_named_loss(model, batch):
+    return fk.Loss(model(batch["x"]).sum(), 1, {"loss": (1.0, 1)})
+
+
+BAD = [
+    ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
+    (["x"], lambda m, b: None, TypeError, "a micro-batch is a str with batch_size"),
+    ([{"x": 1}], lambda m, b: None, TypeError, r"needs TensorDicts with batch_size \[b\]"),
+    ([_some_batch()], lambda m, b: m(b["x"]).sum(), TypeError, "loss_fn returned a Tensor"),
+    ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
+    ([_some_batch()], _metric_named_loss, ValueError, r"reports \['loss'\], names that every"),
+]
+
+
+@pytest.mark.parametrize(("batches", "loss_fn", "error", "message"), BAD)
+def test_bad_input_to_a_step(batches, loss_fn, error, message):
+    state = _linear_state()
+    with pytest.raises(error, match=message):
+        fk.accumulate(state, batches, loss_fn)
+    assert state.step == 0
+
+
+def test_an_unknown_sync_mode_is_refused():
+    with pytest.raises(ValueError, match=r"sync is 'never'; it is one of 'last', 'every'"):
+        fk.accumulate(_linear_state(), [_some_batch()], lambda m, b: None, sync="never")
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
+    with pytest.raises(ValueError, match=r"max_norm is .*; it must be positive"):
+        fk.clip(fk.Totals.of(targets=1, grad_sq=1.0, loss_scale=1.0), max_norm=max_norm)
+
+
+def test_totals_that_were_not_reduced_cannot_be_clipped():
+    state = _linear_state()
+    totals = fk.accumulate(state, [_some_batch()], lambda m, b: fk.Loss(m(b["x"]).sum(), 1))
+    with pytest.raises(KeyError, match=r"no 'grad_sq'.*forgekit.reduce_totals"):
+        fk.clip(totals)
+
+
+# Names, metrics, donation
+
+
+def _metrics_loss(name):
+    def loss_fn(model, batch):
+        total = model(batch["x"]).sum()
+        return fk.Loss(total, 3, {name: (batch["x"].sum() * 2, 4), "plain": torch.tensor(5.0)})
+
+    return loss_fn
+
+
+def test_own_metrics_are_sums_over_counts():
+    step = fk.make_step(_metrics_loss("double"), schedule=CONSTANT)
+    _, metrics = step(_linear_state(), [_some_batch(), _some_batch()])
+    assert metrics["double"].item() == pytest.approx(12 / 4)
+    assert metrics["plain"].item() == pytest.approx(5.0)
+    assert all(value.shape == () for value in metrics.values())
+
+
+def test_a_change_of_names_raises():
+    state, _ = fk.make_step(_metrics_loss("a"), schedule=CONSTANT)(_linear_state(), [_some_batch()])
+    with pytest.raises(
+        ValueError, match=r"changed: missing \['metrics.a.count', 'metrics.a.sum'\]"
+    ):
+        fk.make_step(_metrics_loss("b"), schedule=CONSTANT)(state, [_some_batch()])
+
+
+def _other_names(rank, world):
+    state = build_state({}, world)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return fk.Loss(loss.sum, loss.count, {"only here": (1.0, 1)} if rank else {})
+
+    with pytest.raises(ValueError, match=r"rank . reports other sums"):
+        fk.reduce_totals(fk.accumulate(state, _batches(world, rank), loss_fn), state)
+
+
+def test_ranks_that_report_different_names_raise_before_the_collective():
+    run_ranks(_other_names, 2)
+
+
+def test_a_donated_state_names_the_line_that_consumed_it():
+    state = _linear_state()
+    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"]).sum(), 1), schedule=CONSTANT)
+    step(state, [_some_batch()])
+    with pytest.raises(fk.DonatedStateError, match=r"donated at test_step.py:\d+\. Keep the state"):
+        _ = state.model
+
+
+@attrs.frozen(kw_only=True)
+class _Extended(fk.TrainState):
+    teacher: torch.nn.Module = attrs.field(metadata={"checkpoint": False})
+    temperature: float = 2.0
+
+
+def test_a_subclass_keeps_its_fields_through_a_step():
+    model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    state = _Extended.create(model, fk.adamw(model), teacher=teacher, temperature=3.0)
+    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"]).sum(), 1), schedule=CONSTANT)
+    new, _ = step(state, [_some_batch()])
+    assert isinstance(new, _Extended)
+    assert new.teacher is teacher
+    assert new.temperature == 3.0
+    assert (new.step, new.samples) == (1, 3)
+    with pytest.raises(fk.DonatedStateError, match="read 'temperature'"):
+        _ = state.temperature
+
+
+def test_groups_keep_their_share_of_the_learning_rate():
+    model = torch.nn.Linear(2, 2)
+    groups = [
+        {"params": [model.weight], "lr_scale": 0.1},
+        {"params": [model.bias]},
+    ]
+    state = fk.TrainState.create(model, torch.optim.AdamW(groups, fused=True))
+    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"]).sum(), 1), schedule=fk.constant(0.5))
+    state, metrics = step(state, [_some_batch()])
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.05, 0.5]
+    assert metrics["lr"].item() == 0.5
+
+
+def test_an_optimizer_over_foreign_parameters_is_refused():
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="the optimizer holds a parameter of shape"):
+        fk.TrainState.create(torch.nn.Linear(2, 2), fk.adamw(other))
+
+
+def _unsharded(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"2 parameters \(first: 'weight'\) are not sharded"):
+        fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def test_a_model_that_was_not_parallelized_is_refused_on_a_mesh():
+    run_ranks(_unsharded, 2)
+
+
+def _count_ahead(rank, world):
+    state = build_state({}, world)
+    batches, counts = fk.count_ahead(
+        state,
+        iter(_batches(world, rank)),
+        {"labels": lambda b: (b["labels"] != -100).sum(), "rows": lambda b: len(b)},
+    )
+    return len(batches), counts["labels"].item(), counts["rows"].item()
+
+
+def test_count_ahead_gives_the_global_counts():
+    targets = sum(int((b["labels"] != -100).sum()) for row in global_batch(2) for b in row)
+    assert run_ranks(_count_ahead, 2) == [(3, targets, 12)] * 2
+
+
+def test_dropout_depends_on_seed_and_step_alone():
+    spec = attrs.evolve(SPEC, dropout=0.5)
+    results = []
+    for seed, noise in ((0, 1), (0, 2), (1, 1)):
+        model = fk.Transformer(spec)
+        state = fk.TrainState.create(model, _sgd(model), seed=seed)
+        torch.manual_seed(noise)
+        state, _ = fk.make_step(logits_loss, schedule=CONSTANT)(state, _batches())
+        results.append(full_tensors(state.model))
+    assert _bitwise_equal(results[0], results[1])
+    assert not _bitwise_equal(results[0], results[2])

@@ -1,0 +1,261 @@
+"""The command line: listing, copying and running recipes, and preparing data."""
+
+import ast
+import hashlib
+import importlib.metadata
+import io
+import subprocess
+import sys
+
+import pytest
+
+from forgekit.cli import main, recipes_folder
+from forgekit.data.tokens import open_tokens
+
+VERSION = importlib.metadata.version("forgekit")
+
+TRAIN = '''"""Train a thing.
+
+More about it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+settings = Path(__file__).with_suffix(".toml").read_text()
+
+if __name__ == "__main__":
+    print(sys.argv[1:], Path(sys.argv[0]).name, settings)
+    sys.exit({"--ok": None, "--three": 3, "--words": "went wrong"}.get(sys.argv[-1], 0))
+'''
+
+
+@pytest.fixture
+def recipes(tmp_path):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.toml").write_text("steps = 3")
+    (folder / "tiny.py").write_text('"""As small as it gets."""\nraise KeyError("broken")\n')
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
+    assert main(["ls"], recipes=recipes) == 0
+    assert capsys.readouterr().out == "tiny   As small as it gets.\ntrain  Train a thing.\n"
+
+
+def test_ls_of_an_empty_folder_is_an_error(tmp_path, capsys):
+    assert main(["ls"], recipes=tmp_path) == 2
+    assert f"there are no recipes in {tmp_path}; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "written"),
+    [
+        ([], "train.py"),
+        (["my.py"], "my.py"),
+        (["."], "train.py"),
+        (["new/"], "new/train.py"),
+        (["new/my.py"], "new/my.py"),
+    ],
+)
+def test_cp_writes_the_recipe_and_its_settings(target, written, recipes, here):
+    assert main(["cp", "train", *target], recipes=recipes) == 0
+    copy = here / written
+    assert {path for path in here.rglob("*") if path.is_file()} == {
+        copy,
+        copy.with_suffix(".toml"),
+    }
+    assert copy.with_suffix(".toml").read_text() == "steps = 3"
+    first, second, rest = copy.read_text().split("\n", 2)
+    digest = hashlib.sha256(TRAIN.encode()).hexdigest()[:8]
+    assert first == f"# Copied from forgekit {VERSION} recipes/train.py (sha256 {digest})."
+    assert second == f"# To compare: forgekit cp train latest.py && diff latest.py {copy.name}"
+    assert rest == TRAIN
+    assert ast.get_docstring(ast.parse(copy.read_text())).startswith("Train a thing.")
+
+
+def test_a_copy_runs_from_any_folder(recipes, here, tmp_path):
+    assert main(["cp", "train", "my.py"], recipes=recipes) == 0
+    command = [sys.executable, str(here / "my.py"), "--three"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (3, "['--three'] my.py steps = 3\n")
+
+
+@pytest.mark.parametrize("existing", ["my.py", "my.toml"])
+def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
+    (here / existing).write_text("mine")
+    assert main(["cp", "train", "my.py"], recipes=recipes) == 2
+    assert f"{existing} would be overwritten; --force does it." in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == [existing], "half a copy was left"
+    assert (here / existing).read_text() == "mine"
+    assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 0
+    assert (here / existing).read_text() != "mine"
+
+
+def test_cp_refuses_a_target_that_would_not_run(recipes, here, capsys):
+    assert main(["cp", "train", "my.txt"], recipes=recipes) == 2
+    message = "forgekit: my.txt is neither a .py file nor a folder that exists.\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("command", ["cp", "run"])
+def test_an_unknown_recipe_gets_the_nearest_and_the_list(command, recipes, here, capsys):
+    assert main([command, "trian"], recipes=recipes) == 2
+    message = "forgekit: no recipe 'trian'; the nearest is 'train'. There are: tiny, train.\n"
+    assert capsys.readouterr().err == message
+    assert main([command, "qqq"], recipes=recipes) == 2
+    assert capsys.readouterr().err == "forgekit: no recipe 'qqq'. There are: tiny, train.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 0),
+        (["--ok"], 0),
+        (["--three"], 3),
+        (["--help"], 0),
+        (["--version", "--", "model.dim=3", "--lr", "-1"], 0),
+        (["--words"], 1),
+    ],
+)
+def test_run_passes_arguments_and_exit_code_through(arguments, code, recipes, capsys):
+    before = list(sys.argv)
+    assert main(["run", "train", *arguments], recipes=recipes) == code
+    shown = capsys.readouterr()
+    assert shown.out == f"{arguments} train.py steps = 3\n"
+    assert shown.err == ("went wrong\n" if code == 1 else "")
+    assert sys.argv == before
+
+
+def test_a_recipe_run_this_way_reads_its_configuration(recipes, capsys):
+    (recipes / "strict.py").write_text(
+        "from __future__ import annotations\n"
+        "from pathlib import Path\n"
+        "import attrs\n"
+        "from forgekit.config import load_config\n\n"
+        "@attrs.frozen\n"
+        "class Config:\n"
+        "    out: Path = Path('a')\n\n"
+        "print(load_config(Config).out)\n"
+    )
+    assert main(["run", "strict", "--out", "b"], recipes=recipes) == 0
+    assert capsys.readouterr().out == "b\n"
+    assert main(["run", "strict", "--uot=b"], recipes=recipes) == 2
+    assert capsys.readouterr().err == (
+        "strict.py: the configuration was refused.\n"
+        "  uot: unknown key; the nearest is out.\n"
+        "strict.py --help lists every key.\n"
+    )
+
+
+def test_a_failing_recipe_keeps_its_traceback(recipes):
+    before = list(sys.argv)
+    with pytest.raises(KeyError, match="broken"):
+        main(["run", "tiny"], recipes=recipes)
+    assert sys.argv == before
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(f"the cat and the dog, {number} times\n" * 50)
+    return folder
+
+
+def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
+    arguments = ["--out", "tokens", "--vocab", "300", "--held-out-every", "5"]
+    assert main(["prepare", str(texts), *arguments]) == 0
+    shown = capsys.readouterr()
+    train, held_out = open_tokens("tokens"), open_tokens("tokens/heldout")
+    assert (train.documents, held_out.documents) == (8, 2)
+    sizes = [
+        f"{file.documents} documents, {file.tokens:,} tokens, "
+        f"{file.metadata['text_bytes'] / file.tokens:.2f} bytes per token"
+        for file in (train, held_out)
+    ]
+    assert shown.out.splitlines() == [
+        f"training   tokens  {sizes[0]}",
+        f"held out   tokens/heldout  {sizes[1]}",
+        f"tokenizer  tokens/tokenizer.json  {train.vocab_size} tokens",
+    ]
+    read = f"reading {sum(path.stat().st_size for path in texts.iterdir()) / 1e6:.1f} MB of text"
+    stages = ("tokenizer", "training tokens", "held-out tokens")
+    assert shown.err.splitlines() == [f"{stage}: {read}" for stage in stages]
+
+    assert main(["prepare", str(texts), *arguments]) == 0
+    again = "tokens was made from the same files before and is left as it is."
+    assert capsys.readouterr().out.splitlines()[0] == again
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prepare_draws_bars_on_a_terminal(texts, here, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["prepare", str(texts), "--out", "tokens", "--vocab", "300"]) == 0
+    assert "100%" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "nowhere"}, "nowhere does not exist; name an existing file or folder."),
+        ({"--vocab": "0"}, "vocab"),
+        ({"--held-out-every": "0"}, "held_out_every"),
+    ],
+)
+def test_prepare_explains_a_mistake_in_one_sentence(changes, message, texts, here, capsys):
+    options = {"--out": "tokens", "--vocab": "300", "--held-out-every": "5"} | changes
+    source = options.pop("source", str(texts))
+    arguments = [word for pair in options.items() for word in pair]
+    assert main(["prepare", source, *arguments]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("forgekit: ")
+    assert message in last
+    assert not (here / "tokens").exists()
+
+
+def test_no_command_shows_the_help_and_is_an_error(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: forgekit ")
+    for command in ("ls", "cp", "run", "prepare"):
+        assert f"\n    {command} " in shown
+
+
+def test_python_m_forgekit_is_the_same_program():
+    command = [sys.executable, "-m", "forgekit", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"forgekit {VERSION}\n")
+
+
+def test_there_are_real_recipes_that_can_be_copied(here, capsys):
+    names = [path.stem for path in sorted(recipes_folder().glob("*.py"))]
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    for name, line in zip(names, lines, strict=True):
+        assert len(line.split()) > 2, f"{name} does not say what it is"
+        assert main(["cp", name]) == 0
+        copy = (here / f"{name}.py").read_text()
+        assert copy.startswith(f"# Copied from forgekit {VERSION} recipes/{name}.py (sha256 ")
+        assert ast.get_docstring(compile(copy, name, "exec", flags=ast.PyCF_ONLY_AST))

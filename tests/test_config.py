@@ -1,0 +1,413 @@
+"""Configurations: what is merged, what is refused and in which words, what --help says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import pytest
+
+from forgekit.config import ConfigError, load_config, structure, to_dict
+
+
+@attrs.frozen(kw_only=True)
+class Model:
+    """Sizes.
+
+    Attributes:
+        dim: Width of the residual stream. Heads divide it.
+        heads: Query heads.
+        max_seq_len: Longest sequence.
+    """
+
+    dim: int
+    heads: int = 4
+    max_seq_len: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
+
+
+@attrs.frozen
+class Optim:
+    """How weights move.
+
+    Args:
+        lr: Peak learning rate, reached after
+            ``warmup`` steps. Then it falls.
+        decay: Pull towards zero.
+
+    Examples:
+        betas: This is no description.
+    """
+
+    lr: float = attrs.field(default=3e-4, validator=attrs.validators.gt(0))
+    decay: float = attrs.field(default=0.1, validator=attrs.validators.ge(0))
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup: int | None = 10
+
+
+@attrs.frozen
+class Phase:
+    start: int
+    weights: dict[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """A run.
+
+    Attributes:
+        out: Folder of the run.
+        steps: Optimizer steps.
+    """
+
+    out: Path = Path("runs/a")
+    name: str = "run"
+    note: str | None = None
+    steps: int = 100
+    compile: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    width: Literal[1, 2] = 1
+    resume: Path | None = None
+    remat: Literal["none", "full"] | None = "full"
+    limit: int | str = 0
+    layers: list[int] = attrs.field(factory=lambda: [1, 2])
+    tags: tuple[str, ...] = ()
+    sources: dict[str, float] = attrs.field(factory=lambda: {"code": 0.7})
+    phases: tuple[Phase, ...] = ()
+    seed: int = attrs.field(default=0, metadata={"help": "Seed of everything."})
+    doubled: int = attrs.Factory(lambda self: 2 * self.steps, takes_self=True)
+    model: Model = Model(dim=64, heads=8)
+    optim: Optim = attrs.field(factory=Optim)
+    draft: Model | None = None
+
+
+@attrs.frozen
+class Needy:
+    """Nothing here has a default."""
+
+    vocab: int
+    model: Model
+
+
+def refused(argv: list[str], capsys, cls: type = Config) -> list[str]:
+    """The sentences with which ``argv`` is refused."""
+    with pytest.raises(SystemExit) as stop:
+        load_config(cls, argv, program="train.py")
+    assert stop.value.code == 2
+    first, *sentences, last = capsys.readouterr().err.splitlines()
+    assert first == "train.py: the configuration was refused."
+    assert last == "train.py --help lists every key."
+    return [sentence.strip() for sentence in sentences]
+
+
+ACCEPTED = [
+    ("steps=5", {"steps": 5}),
+    ("--steps=5", {"steps": 5}),
+    ("--steps 5", {"steps": 5}),
+    ("steps=1_000", {"steps": 1000}),
+    ("steps=5 --steps=6", {"steps": 6}),
+    ("optim.lr=1", {"optim": Optim(lr=1.0)}),
+    ("--optim.lr 1e-4", {"optim": Optim(lr=1e-4)}),
+    ("--optim.decay=inf --seed -1", {"optim": Optim(decay=float("inf")), "seed": -1}),
+    ("model.dim=512", {"model": Model(dim=512, heads=8)}),
+    ("model={dim=512}", {"model": Model(dim=512, heads=8)}),
+    ("draft.dim=16", {"draft": Model(dim=16)}),
+    ("compile=true name=bf16", {"compile": True, "name": "bf16"}),
+    ('name="5"', {"name": "5"}),
+    ("name= ", {"name": ""}),
+    ("name=a=b", {"name": "a=b"}),
+    ("out=runs/b", {"out": Path("runs/b")}),
+    ("out=~/b", {"out": Path.home() / "b"}),
+    ("precision=bf16 width=2", {"precision": "bf16", "width": 2}),
+    ("optim.warmup=none", {"optim": Optim(warmup=None)}),
+    ("resume=none", {"resume": None}),
+    ("resume=a", {"resume": Path("a")}),
+    ("note=none", {"note": "none"}),
+    ("remat=none", {"remat": "none"}),
+    ("draft.dim=16 draft=none", {"draft": None}),
+    ("draft=none draft.dim=16", {"draft": Model(dim=16)}),
+    ("limit=5", {"limit": 5}),
+    ("limit=all", {"limit": "all"}),
+    ("layers=[3]", {"layers": [3]}),
+    ('tags=["a"]', {"tags": ("a",)}),
+    ("optim.betas=[0,1]", {"optim": Optim(betas=(0.0, 1.0))}),
+    ("sources.prose=0.3", {"sources": {"code": 0.7, "prose": 0.3}}),
+    ("phases=[{start=5,weights={a=1}}]", {"phases": (Phase(5, {"a": 1.0}),)}),
+]
+
+
+@pytest.mark.parametrize(("line", "changes"), ACCEPTED)
+def test_an_override_changes_its_key_and_no_other(line, changes):
+    arguments = [argument.strip() for argument in line.split(" ") if argument]
+    loaded = load_config(Config, arguments)
+    expected = attrs.evolve(Config(), **changes)
+    expected = attrs.evolve(expected, doubled=2 * expected.steps)
+    assert loaded == expected
+    assert repr(loaded) == repr(expected)  # 1 == 1.0 == True, but they do not look the same
+
+
+REFUSED = [
+    ("model.dmi=5", "model.dmi: unknown key; the nearest is model.dim."),
+    ("modle.dim=5", "modle: unknown key; the nearest is model."),
+    ("lr=1.0", "lr: unknown key; the nearest is optim.lr."),
+    ("model.decay=1", "model.decay: unknown key; the nearest is optim.decay."),
+    ("maxseqlen=1", "maxseqlen: unknown key; the nearest is model.max_seq_len."),
+    ("model.max-seq-len=1", "model.max-seq-len: unknown key; the nearest is model.max_seq_len."),
+    ("qqq=1", "qqq: unknown key; no key resembles it."),
+    ("steps=7.9", "steps: expected int, read 7.9 (float)."),
+    ("steps=1e3", "steps: expected int, read 1000.0 (float)."),
+    ("steps=true", "steps: expected int, read true (bool)."),
+    ("steps=five", 'steps: expected int, read "five" (str).'),
+    ("steps=none", 'steps: expected int, read "none" (str).'),
+    ("steps=5#3", 'steps: expected int, read "5#3" (str).'),
+    ("steps=5,seed=3", 'steps: expected int, read "5,seed=3" (str).'),
+    ("steps=5}\nb={inner=1", 'steps: expected int, read "5}\\nb={inner=1" (str).'),
+    ("steps=[5]", "steps: expected int, read [5] (list)."),
+    ("steps={a=5}", "steps: expected int, read {a = 5} (table)."),
+    ("steps.a=5", "steps: expected int, read {a = 5} (table)."),
+    ("compile=1", "compile: expected bool, read 1 (int)."),
+    ("compile=True", 'compile: expected bool, read "True" (str); write true or false.'),
+    ("optim.lr=fast", 'optim.lr: expected float, read "fast" (str).'),
+    ("optim.lr=true", "optim.lr: expected float, read true (bool)."),
+    ("name=5", "name: expected str, read 5 (int); quotes make it text: '\"5\"'."),
+    ("out=7", "out: expected Path, read 7 (int); quotes make it text: '\"7\"'."),
+    (
+        "precision=bf61",
+        'precision: expected one of fp32, bf16, fp16, read "bf61" (str); the nearest is bf16.',
+    ),
+    ("width=true", "width: expected one of 1, 2, read true (bool)."),
+    ("optim.warmup=x", 'optim.warmup: expected int, read "x" (str).'),
+    ("limit=1.5", "limit: expected int | str, read 1.5 (float)."),
+    (
+        "layers=abc",
+        'layers: expected list[int], read "abc" (str); '
+        """write TOML, such as '[1, 2]' or '["a", "b"]'.""",
+    ),
+    ('layers=[1,"a",2.5]', 'layers[1]: expected int, read "a" (str).'),
+    ('layers=[1,"a",2.5]', "layers[2]: expected int, read 2.5 (float)."),
+    ("tags=[1]", "tags[0]: expected str, read 1 (int); quotes make it text: '\"1\"'."),
+    (
+        "optim.betas=[1]",
+        "optim.betas: expected 2 values for tuple[float, float], read [1].",
+    ),
+    ("sources.code=a", 'sources.code: expected float, read "a" (str).'),
+    ("sources=3", "sources: expected dict[str, float], read 3 (int)."),
+    ("phases=[{strat=1}]", "phases[0].strat: unknown key; the nearest is phases[].start."),
+    ("phases=[{strat=1}]", "phases[0].start: required, but not given; expected int."),
+    ("phases=[3]", "phases[0]: expected Phase, read 3 (int)."),
+    ("model=3", "model: expected Model, read 3 (int)."),
+    ("model=3 model.dim=4", "model.dim: model was set to 3, which has no keys."),
+    ("draft.heads=2", "draft.dim: required, but not given; expected int."),
+    ("model.heads=5", "model: dim 64 is not divisible by heads 5."),
+    ("optim.lr=-1.0", "optim.lr: 'lr' must be > 0: -1.0."),
+    ("steps", "steps: no value; write steps=VALUE."),
+    ("--compile steps=5", "--compile: no value; write --compile=VALUE."),
+    ("steps=5 --compile", "--compile: no value; write --compile=VALUE."),
+    ("-x", "-x: unknown argument; write KEY=VALUE, --KEY=VALUE or --config FILE.toml."),
+    ("-x=1", "-x=1: unknown argument; write KEY=VALUE, --KEY=VALUE or --config FILE.toml."),
+    ("=1", "=1: unknown argument; write KEY=VALUE, --KEY=VALUE or --config FILE.toml."),
+    ("model..dim=1", "model..dim=1: unknown argument; write KEY=VALUE, --KEY=VALUE or"),
+    ("a.toml", "a.toml: unknown argument; a file is given as --config a.toml."),
+    ("--config", "--config: no value; write --config=VALUE."),
+    ("--config no.toml", "--config: cannot read no.toml (No such file or directory)."),
+    (
+        "--config a.toml --config=b.toml",
+        "--config: given 2 times, but one file is read; merge them.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), REFUSED)
+def test_a_mistake_is_named_with_its_path(line, sentence, capsys):
+    sentences = refused(line.split(" "), capsys)
+    assert any(found.startswith(sentence) for found in sentences), sentences
+
+
+def test_long_values_are_cut(capsys):
+    (sentence,) = refused([f"steps={'x' * 200}"], capsys)
+    assert sentence == f'steps: expected int, read "{"x" * 56}... (str).'
+
+
+def test_every_mistake_is_named_at_once(tmp_path, capsys):
+    file = tmp_path / "a.toml"
+    file.write_text("seed = 1.5\n[model]\nheads = 5\n[optim]\nlr = 0\ndecay = -1\n")
+    arguments = ["--config", str(file), "stpes=1", "compile", "precision=fp8", "phases=[{}]"]
+    assert refused(arguments, capsys) == [
+        "compile: no value; write compile=VALUE.",
+        "stpes: unknown key; the nearest is steps.",
+        'precision: expected one of fp32, bf16, fp16, read "fp8" (str); the nearest is fp32.',
+        "phases[0].start: required, but not given; expected int.",
+        "seed: expected int, read 1.5 (float).",
+        "model: dim 64 is not divisible by heads 5.",
+        "optim.lr: 'lr' must be > 0: 0.0.",
+        "optim.decay: 'decay' must be >= 0: -1.0.",
+    ]
+
+
+def test_missing_keys_are_named_inside_a_missing_section(capsys):
+    assert refused([], capsys, Needy) == [
+        "vocab: required, but not given; expected int.",
+        "model.dim: required, but not given; expected int.",
+    ]
+
+
+def test_an_unreadable_file_does_not_blame_the_keys_it_may_have_held(tmp_path, capsys):
+    file = tmp_path / "a.toml"
+    file.write_text("vocab = 3\nmodel = = 4\n")
+    first, *others = refused(["--config", str(file), "vocab=1.5", "x.y=1"], capsys, Needy)
+    assert first.startswith(f"--config: {file} is not valid TOML: Invalid value (at line 2, ")
+    assert others == [
+        "x: unknown key; no key resembles it.",
+        "vocab: expected int, read 1.5 (float).",
+    ]
+
+
+def test_a_file_lies_between_defaults_and_overrides(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('steps = 7\nseed = 8\nresume = "none"\n[model]\ndim = 24\n[sources]\nlaw = 1\n')
+    config = load_config(Config, ["seed=9", f"--config={file}", "model.max_seq_len=6"])
+    assert (config.steps, config.seed, config.resume) == (7, 9, None)
+    assert config.model == Model(dim=24, heads=8, max_seq_len=6)
+    assert config.sources == {"code": 0.7, "law": 1.0}
+
+
+def test_a_default_of_a_subclass_stays_one_and_lends_its_keys(capsys):
+    @attrs.frozen
+    class Muon(Optim):
+        """Optim, orthogonal.
+
+        Attributes:
+            decay: Now decoupled.
+        """
+
+        momentum: float = 0.95
+        nesterov: bool = True
+
+    @attrs.frozen
+    class Run:
+        optim: Optim = Muon(momentum=0.8)
+
+    built = structure(Run, {"optim": {"lr": 1, "nesterov": False}})
+    assert built.optim == Muon(lr=1.0, momentum=0.8, nesterov=False)
+    with pytest.raises(SystemExit):
+        load_config(Run, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "optim.lr float 0.0003 Peak learning rate, reached" in shown
+    assert "optim.decay float 0.1 Now decoupled." in shown
+    assert "optim.momentum float 0.8" in shown
+
+
+def test_the_arguments_of_the_process_are_the_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "steps=3"])
+    assert load_config(Config).steps == 3
+
+
+def test_a_validator_that_compares_fields_runs_when_both_are_there():
+    @attrs.frozen
+    class Span:
+        low: int
+        high: int = attrs.field()
+
+        @high.validator
+        def _check(self, attribute: Any, value: int) -> None:
+            if value < self.low:
+                raise ValueError(f"high {value} is below low {self.low}")
+
+    assert structure(Span, {"low": 1, "high": 2}) == Span(1, 2)
+    with pytest.raises(ConfigError, match=r"^high: high 1 is below low 2\.$"):
+        structure(Span, {"low": 2, "high": 1})
+    with pytest.raises(ConfigError, match=r"^low: required, but not given; expected int\.$"):
+        structure(Span, {"high": 1})
+
+
+def test_a_validator_reads_what_a_converter_made():
+    @attrs.frozen
+    class Run:
+        name: str = attrs.field(converter=str.lower, validator=attrs.validators.in_(["a"]))
+
+    assert structure(Run, {"name": "A"}) == Run("a")
+    with pytest.raises(ConfigError, match=r"^'name' must be in \['a'\] \(got 'b'\)\.$"):
+        structure(Run, {"name": "B"})
+
+
+def test_errors_come_one_by_one_for_a_program():
+    with pytest.raises(ConfigError, match=r"steps: expected int, read 0\.5") as caught:
+        structure(Config, {"steps": 0.5, "seeds": 1})
+    assert caught.value.errors == [
+        "seeds: unknown key; the nearest is seed.",
+        "steps: expected int, read 0.5 (float).",
+    ]
+
+
+def test_a_type_that_toml_cannot_hold_is_a_mistake_in_the_class():
+    @attrs.frozen
+    class Run:
+        size: complex = 0j
+
+    assert structure(Run, {}) == Run()
+    with pytest.raises(TypeError, match=r"cannot have a field of type complex; use int, float"):
+        structure(Run, {"size": 1})
+
+
+def test_a_configuration_survives_json():
+    arguments = ["draft.dim=16", "phases=[{start=5,weights={a=1}}]", "resume=a", 'tags=["x"]']
+    config = load_config(Config, arguments)
+    plain = json.loads(json.dumps(to_dict(config)))
+    assert plain["model"] == {"dim": 64, "heads": 8, "max_seq_len": 128}
+    assert plain["resume"] == "a"
+    assert structure(Config, plain) == config
+
+
+def test_help_lists_every_key_with_type_default_and_description(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        load_config(Config, ["steps=x", "--help"], program="train.py")
+    assert stop.value.code == 0
+    usage, _, *table = capsys.readouterr().out.splitlines()
+    assert usage == "usage: train.py [--config FILE.toml] [KEY=VALUE | --KEY=VALUE ...]"
+    rows = {row.split()[0]: " ".join(row.split()) for row in table[1:]}
+    leaves = [field.name for field in attrs.fields(Config) if field.name not in ("model", "optim")]
+    leaves += [f"model.{field.name}" for field in attrs.fields(Model)]
+    leaves += [f"draft.{field.name}" for field in attrs.fields(Model)]
+    leaves += [f"optim.{field.name}" for field in attrs.fields(Optim)]
+    leaves += [f"phases[].{field.name}" for field in attrs.fields(Phase)]
+    assert sorted(rows) == sorted(leaves)
+    assert rows["out"] == 'out Path "runs/a" Folder of the run.'
+    assert rows["precision"] == 'precision fp32 | bf16 | fp16 "fp32"'
+    assert rows["compile"] == "compile bool false"
+    assert rows["doubled"] == "doubled int computed"
+    assert rows["seed"] == "seed int 0 Seed of everything."
+    assert rows["model.dim"] == "model.dim int 64 Width of the residual stream."
+    assert rows["draft"] == "draft Model | none none"
+    assert rows["draft.dim"] == "draft.dim int required Width of the residual stream."
+    assert rows["optim.lr"] == (
+        "optim.lr float 0.0003 Peak learning rate, reached after `warmup` steps."
+    )
+    assert rows["optim.decay"] == "optim.decay float 0.1 Pull towards zero."
+    assert rows["optim.betas"] == "optim.betas tuple[float, float] [0.9, 0.95]"
+    assert rows["optim.warmup"] == "optim.warmup int | none 10"
+    starts = {row.index(row.split()[1]) for row in table if row.split()[0] in ("steps", "seed")}
+    assert len(starts) == 1, "types stand in one column"
+
+
+def test_a_script_with_a_wrong_configuration_exits_with_2(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import attrs\n"
+        "from forgekit.config import load_config\n\n"
+        "@attrs.frozen\n"
+        "class Config:\n"
+        "    steps: int = 1\n\n"
+        "print(load_config(Config))\n"
+    )
+    command = [sys.executable, str(script), "--step=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "train.py: the configuration was refused.\n  step: unknown key; " in done.stderr
+    assert "Traceback" not in done.stderr
