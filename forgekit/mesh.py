@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["MeshSpec", "build_mesh", "data_ranks", "shutdown"]
+__all__ = ["MeshSpec", "build_mesh", "data_ranks", "process_rank", "shutdown"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
@@ -150,6 +150,11 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
         size = mesh[name].size()
         rank, world = rank * size + mesh.get_local_rank(name), world * size
     return rank, world
+
+
+def process_rank() -> int:
+    """This process's global rank: 0 for the one that writes, also before ``build_mesh``."""
+    return dist.get_rank() if dist.is_initialized() else _identity(os.environ)[0]
 
 
 def shutdown() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -195,10 +195,10 @@ class Loader:
         self.close()
 
     def _next(self) -> TensorDict:
-        if self._stream is None:
-            self._stream = self._open()
         began = time.perf_counter()
         try:
+            if self._stream is None:
+                self._stream = self._open()
             return self._stream.take()
         except BaseException:
             self.close()
@@ -207,10 +207,8 @@ class Loader:
             self.wait_seconds += time.perf_counter() - began
 
     def _open(self) -> Stream:
-        ends = self._plan.stop is not None
-        numbers = (
-            range(self._position, len(self._plan)) if ends else itertools.count(self._position)
-        )
+        at = self._position
+        numbers = itertools.count(at) if self.is_endless else range(at, len(self))
         stream = Stream(self._plan, numbers, workers=self._workers, processes=self._processes)
         # Also at the interpreter's exit, before it takes the modules apart under the threads.
         self._close_stream = weakref.finalize(self, stream.close)
@@ -218,7 +216,7 @@ class Loader:
 
 
 def _check_dataset(dataset: Any) -> None:
-    if not isinstance(dataset, Sequence) and not hasattr(type(dataset), "__len__"):
+    if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"the dataset is a {type(dataset).__name__} without a length; a loader reads rows by "
             "number. Pass an endless stream of micro-batches to forgekit.groups directly."

@@ -115,21 +115,28 @@ def warmup(schedule: Schedule, steps: int) -> Schedule:
 
 
 def warmup_linear(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
-    """Warm up to ``peak``, then fall in a straight line to ``final`` at step ``total``."""
-    _check_warmup(warmup, total)
-    return _warmed(_decay(peak, final, start=warmup, total=total, shape="linear"), warmup)
+    """Warm up to ``peak``, then fall in a straight line to ``final`` at step ``total``.
+
+    A run that is shorter than its warm-up ends while the rate still rises.
+    """
+    return _warmed(
+        _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="linear"), warmup
+    )
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
     """Warm up to ``peak``, then fall along half a cosine to ``final`` at step ``total``.
+
+    A run that is shorter than its warm-up ends while the rate still rises.
 
     Examples:
         >>> schedule = warmup_cosine(peak=1.0, warmup=2, total=6)
         >>> [round(schedule(step), 3) for step in (0, 1, 2, 4, 6, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    _check_warmup(warmup, total)
-    return _warmed(_decay(peak, final, start=warmup, total=total, shape="cosine"), warmup)
+    return _warmed(
+        _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="cosine"), warmup
+    )
 
 
 _SHAPES: dict[Decay, Callable[[float], float]] = {
@@ -142,7 +149,7 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
 def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
     if shape not in _SHAPES:
         raise ValueError(f"shape is {shape!r}; it is one of {', '.join(get_args(Decay))}.")
-    if total <= start:
+    if not 0 <= start < total:
         raise ValueError(f"total {total} must be above {start}, the step at which decay starts.")
 
     def schedule(step: int) -> float:
@@ -156,8 +163,3 @@ def _warmed(schedule: Schedule, steps: int) -> Schedule:
     if steps < 0:
         raise ValueError(f"warmup is {steps} steps; it must not be negative.")
     return lambda step: schedule(step) * min((step + 1) / steps, 1.0) if steps else schedule(step)
-
-
-def _check_warmup(warmup: int, total: int) -> None:
-    if not 0 <= warmup < total:
-        raise ValueError(f"warmup {warmup} must be at least 0 and below total {total}.")

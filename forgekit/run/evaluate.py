@@ -24,6 +24,7 @@ def evaluate(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     *,
+    name: str | None = None,
     bytes_per_token: float | None = None,
 ) -> TensorDict:
     """Measure the mean loss over every target of a data set, without dropout.
@@ -36,6 +37,7 @@ def evaluate(
         batches: This rank's share; every rank brings the same number of micro-batches, filled up
             with masked ones (``make_loader(..., epochs=1)`` does so).
         loss_fn: ``loss_fn(model, batch) -> Loss``; leave regularisers such as a z-loss out.
+        name: Name of the set, to give the results their full metric names: ``eval/<name>/loss``.
         bytes_per_token: Mean bytes of text behind a target, to report bits per byte: comparable
             between tokenizers, as the loss per token is not.
 
@@ -60,9 +62,10 @@ def evaluate(
     result = {"loss": loss, "targets": totals["targets"]}
     if bytes_per_token is not None:
         result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
-    for name, pair in totals.sums["metrics"].items():
-        result[name] = pair["sum"] / pair["count"]
-    return TensorDict(result, [])
+    for metric, pair in totals.sums["metrics"].items():
+        result[metric] = pair["sum"] / pair["count"]
+    prefix = f"eval/{name}/" if name else ""
+    return TensorDict({prefix + metric: value for metric, value in result.items()}, [])
 
 
 @contextmanager

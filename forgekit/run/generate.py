@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from forgekit.mesh import process_rank
 from forgekit.run.evaluate import evaluating
+from forgekit.run.resilience import write_atomic
+from forgekit.state import TrainState
 
-__all__ = ["generate"]
+__all__ = ["generate", "write_sample"]
 
 
 @torch.no_grad()
@@ -62,6 +69,32 @@ def generate(
             if eos_id is not None and bool(ended.all()):
                 break
     return ids
+
+
+def write_sample(
+    state: TrainState, out: str | os.PathLike[str], tokenizer: Any, prompt: str, **options: Any
+) -> str:
+    """Continue a text and keep it as ``samples/step_00000100.txt`` in the run directory.
+
+    Every rank calls it; the first one writes.
+
+    Args:
+        state: The state.
+        out: The run directory.
+        tokenizer: Has ``encode(text).ids`` and ``decode(ids)``, as those of ``tokenizers``.
+        prompt: The text to continue.
+        **options: As for ``generate``.
+
+    Returns:
+        The prompt and what the model made of it.
+    """
+    ids = torch.tensor([tokenizer.encode(prompt).ids], device=state.targets.device)
+    text = tokenizer.decode(generate(state.model, ids, **options)[0].tolist())
+    if process_rank() == 0:
+        path = Path(out) / "samples" / f"step_{state.step:08d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    return text
 
 
 def _choose(

@@ -176,11 +176,13 @@ def test_damaged_files_are_refused_with_what_was_read(tmp_path, damage, message)
 
 
 def test_missing_files_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="not a token file: it has no index.json"):
+    with pytest.raises(FileNotFoundError, match=r"not a token file: it has no index.json"):
         open_tokens(tmp_path)
     write(tmp_path / "a")
     (tmp_path / "a" / SHARD).unlink()
-    with pytest.raises(FileNotFoundError, match="shard_00000.bin is missing, but index.json names"):
+    with pytest.raises(
+        FileNotFoundError, match=r"shard_00000.bin is missing, but index.json names"
+    ):
         open_tokens(tmp_path / "a")
 
 
@@ -211,7 +213,7 @@ def test_a_batch_is_its_rows(tmp_path):
     assert batch.batch_size == torch.Size([2])
     for place, row in enumerate((2, 0)):
         assert dataset[row].batch_size == torch.Size([])
-        assert all(batch[key][place].equal(dataset[row][key]) for key in batch.keys())  # noqa: SIM118
+        assert all(column[place].equal(dataset[row][key]) for key, column in batch.items())
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     batch["labels"].zero_()
     assert batch["input_ids"].equal(dataset.__getitems__([2, 0])["input_ids"])

@@ -1,0 +1,155 @@
+"""The frame around a recipe: one run in one directory, ended properly whatever is raised.
+
+``open_run`` is where a run's loose ends are tied: the lock, the resolved configuration, what
+``status.json`` says in the end, saves that are still being written, process groups.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from forgekit.mesh import process_rank, shutdown
+from forgekit.run.checkpoint import wait_for_saves
+from forgekit.run.resilience import RunLockedError, lock_run, write_atomic, write_status
+from forgekit.state import TrainState
+
+__all__ = ["Run", "every", "open_run"]
+
+USAGE_ERRORS = (ValueError, TypeError, FileNotFoundError, ImportError)
+"""What set-up raises when a run was asked for that cannot be."""
+
+
+@attrs.define
+class Run:
+    """A run in its directory.
+
+    Attributes:
+        out: The directory.
+        is_writer: Whether this process writes into it: rank 0.
+    """
+
+    out: Path
+    is_writer: bool
+    _opened: float = attrs.field(factory=time.monotonic)
+    _status: dict[str, Any] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.out / "checkpoints"
+
+    def start(self, state: TrainState) -> str:
+        """Say that set-up is over; what goes wrong from here on is a failure, not a usage error.
+
+        Returns:
+            One line about the start, to be shown.
+        """
+        seconds = time.monotonic() - self._opened
+        parameters = sum(p.numel() for p in state.model.parameters())
+        ranks = 1 if state.mesh is None else state.mesh.size()
+        self._note(state, "running")
+        return (
+            f"{self.out}: ready in {seconds:.1f} s at step {state.step}, sample {state.samples}; "
+            f"{parameters / 1e6:.2f} M parameters, {ranks} rank{'s' if ranks > 1 else ''}"
+        )
+
+    def end(self, state: TrainState, stopped: str | None = None) -> None:
+        """Wait for the last save and say how the run ended.
+
+        Args:
+            state: The last state.
+            stopped: Why it was stopped before its end; None if it is finished.
+
+        Raises:
+            CheckpointError: If the last save failed.
+        """
+        wait_for_saves()
+        self._note(state, "stopped" if stopped else "finished", reason=stopped)
+
+    def _note(self, state: TrainState, status: str, **fields: Any) -> None:
+        self._status = {"step": state.step, "samples": state.samples, **fields}
+        write_status(self.out, status, is_writer=self.is_writer, **self._status)
+
+
+@contextmanager
+def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
+    """Hold a run directory for one run, and leave it in order.
+
+    Args:
+        out: The run directory; made if it does not exist. A second run into it is refused.
+        config: The resolved configuration, for ``config.json``.
+
+    Yields:
+        The ``Run``. Call its ``start`` when set-up is done and ``end`` when the loop has ended.
+
+    Raises:
+        SystemExit: With code 2 if set-up raised a usage error (its message, without a traceback),
+            with code 1 if the directory is in use. Everything else goes on as it is, after
+            ``status.json`` says "failed" and why.
+    """
+    run = Run(Path(out), is_writer=process_rank() == 0)
+    try:
+        with lock_run(out, is_writer=run.is_writer):
+            if run.is_writer:
+                content = json.dumps(config, indent=2, default=str)
+                write_atomic(run.out / "config.json", f"{content}\n".encode())
+            with _closing(run):
+                yield run
+    except RunLockedError as error:
+        _exit(run, error, code=1)
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    try:
+        yield
+        wait_for_saves()
+    except BaseException as error:
+        _drain()
+        reason = f"{type(error).__name__}: {error}"
+        fields = {**(run._status or {}), "reason": reason}
+        write_status(run.out, "failed", is_writer=run.is_writer, **fields)
+        if run._status is None and isinstance(error, USAGE_ERRORS):
+            _exit(run, error, code=2)
+        raise
+    finally:
+        shutdown()
+
+
+def every(steps: int, state: TrainState) -> bool:
+    """Whether something that happens every ``steps`` steps is due; 0 never is.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> state = TrainState.create(model, torch.optim.SGD(model.parameters()))
+        >>> every(1, state), every(0, state)
+        (True, False)
+    """
+    return steps > 0 and state.step % steps == 0
+
+
+def _drain() -> None:
+    """Let a save that is under way end, without hiding the exception that brought us here."""
+    try:
+        wait_for_saves()
+    except Exception as error:
+        _tell(f"the last save failed too: {error}")
+
+
+def _exit(run: Run, error: BaseException, code: int) -> None:
+    if run.is_writer:
+        _tell(f"error: {error}")
+    raise SystemExit(code) from None
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

@@ -1,0 +1,170 @@
+"""Pretrain a language model on token files, on any data-parallel layout; resumes by itself.
+
+forgekit prepare stdlib --out data/stdlib
+python pretrain.py
+torchrun --nproc-per-node 8 pretrain.py mesh.dp_replicate=2 model.dim=1024 precision=bf16
+"""
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+
+import forgekit as fk
+from forgekit.config import load_config, to_dict
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """What to train on.
+
+    Attributes:
+        path: A token file, as `forgekit prepare` makes; its `heldout` is evaluated if it is there.
+        seq_len: Places in a row.
+        workers: Threads that read ahead.
+        doc_ids: Whether attention stays inside documents.
+    """
+
+    path: Path = Path("data/stdlib")
+    seq_len: int = 256
+    workers: int = 2
+    doc_ids: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Optim:
+    """AdamW; its learning rate warms up, then falls along a cosine to a tenth.
+
+    Attributes:
+        lr: Highest learning rate.
+        weight_decay: Decay of the matrices, per unit of learning rate.
+        warmup: Steps until the highest rate.
+    """
+
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: int = 20
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """A small model that learns on two CPU cores.
+
+    Attributes:
+        out: Run directory; a run that is there goes on.
+        seed: Seed of weights, data order and dropout.
+        steps: Optimizer steps of the whole run.
+        global_batch_size: Rows per optimizer step, over all ranks.
+        batch_size: Rows per rank and micro-batch.
+        log_every: Steps between two rows of metrics.
+        eval_every: Steps between two evaluations; 0 evaluates at the end only.
+        save_every: Steps between two checkpoints; 0 saves at the end only.
+        keep: Checkpoints to keep.
+        precision: fp32, or bf16 with float32 masters.
+        compile: Whether each block is compiled.
+        activation_checkpoint: What backward recomputes.
+        max_norm: Upper bound of the gradient norm; inf does not clip.
+        bad_steps: What a step with a non-finite loss or gradient means for the run.
+        device: Where to run; none takes the accelerator where there is one.
+        prompt: What the sample at the end continues.
+    """
+
+    out: Path = Path("runs/pretrain")
+    seed: int = 0
+    steps: int = 400
+    global_batch_size: int = 8
+    batch_size: int = 8
+    log_every: int = 10
+    eval_every: int = 200
+    save_every: int = 100
+    keep: int = 3
+    precision: fk.Precision = "fp32"
+    compile: bool = False
+    activation_checkpoint: fk.ActivationCheckpoint = "none"
+    max_norm: float = 1.0
+    bad_steps: Literal["raise", "warn", "skip"] = "raise"
+    device: Literal["cpu", "cuda"] | None = None
+    prompt: str = "def "
+    data: Data = Data()
+    mesh: fk.MeshSpec = fk.MeshSpec()
+    optim: Optim = Optim()
+    model: fk.TransformerSpec = fk.TransformerSpec(
+        vocab_size=4096,
+        dim=192,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        ffn_dim=512,
+        max_seq_len=256,
+        tied=True,
+    )
+
+
+def loss_fn(model, batch):
+    """Cross-entropy that never holds all logits; documents stay apart where the batch says so."""
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    where = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}
+    return model(batch["input_ids"], **where, head=head)
+
+
+def setup(config):
+    """Build the state, the step and the data; no step is taken."""
+    mesh = fk.build_mesh(config.mesh, device=config.device)
+    dataset = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
+    fk.check_vocabulary(dataset, config.model.vocab_size)
+    with torch.device("meta"):
+        model = fk.Transformer(config.model)
+    model = fk.parallelize(
+        model,
+        mesh,
+        precision=config.precision,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        seed=config.seed,
+    )
+    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+
+    lr, warmup = config.optim.lr, config.optim.warmup
+    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    stop = fk.StopSignal()
+    step = fk.make_step(loss_fn, schedule=schedule, max_norm=config.max_norm, stop=stop)
+    rank, world = fk.data_ranks(mesh)
+    load = partial(fk.make_loader, batch_size=config.batch_size, rank=rank, world=world)
+    loader = load(dataset, seed=state.seed, start=state.samples, workers=config.data.workers)
+    held_out = dataset.held_out()
+    held_out = held_out and load(held_out, shuffle=False, epochs=1)
+    return state, step, loader, held_out, stop
+
+
+def main():
+    """Train, evaluate, save; stop cleanly when asked to."""
+    config = load_config(Config)
+    with fk.open_run(config.out, to_dict(config)) as run:
+        state, step, loader, held_out, stop = setup(config)
+        groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+        check = fk.bad_step_policy(config.bad_steps)
+        run.start(state)
+        log = fk.MetricsLog(run, state, every=config.log_every, total=config.steps, loader=loader)
+        with log, loader, stop:
+            for batches in islice(groups, max(config.steps - state.step, 0)):
+                state, metrics = step(state, batches)
+                check(log(state, metrics))
+                is_last = stop.requested or state.step == config.steps
+                if is_last or fk.every(config.save_every, state):
+                    data = loader.fingerprint
+                    fk.checkpoint_save(state, run.checkpoints, keep=config.keep, fingerprint=data)
+                if stop.requested:
+                    break
+                if held_out and (is_last or fk.every(config.eval_every, state)):
+                    log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout"))
+        run.end(state, stop.reason)
+        fk.wrap_up(run, state, data=config.data.path, prompt=config.prompt)
+
+
+if __name__ == "__main__":
+    main()

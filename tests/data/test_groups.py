@@ -1,0 +1,195 @@
+"""Groups know their length and pull nothing before it is used."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from forgekit.data.groups import groups
+from forgekit.data.loader import make_loader
+
+
+def micro_batch(number):
+    ids = torch.full((2, 3), number)
+    return TensorDict({"input_ids": ids, "labels": ids}, batch_size=[2])
+
+
+def numbers_of(group):
+    """The number of each micro-batch; None for padding."""
+    batches = list(group)
+    masked = [batch["labels"].eq(-100).all().item() for batch in batches]
+    numbers = [batch["input_ids"][0, 0].item() for batch in batches]
+    return [None if mask else number for number, mask in zip(numbers, masked, strict=True)]
+
+
+class Watched:
+    """An iterator that refuses to be pulled beyond what the test allows."""
+
+    def __init__(self, end=None):
+        self.allowed = self.pulled = 0
+        self.end = end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.pulled == self.end:
+            raise StopIteration
+        assert self.pulled < self.allowed, f"pulled {self.pulled + 1}, allowed {self.allowed}"
+        self.pulled += 1
+        return micro_batch(self.pulled - 1)
+
+
+class WatchedWithLength(Watched):
+    def __len__(self):
+        return self.end
+
+
+STREAMS = {
+    "list": lambda n: [micro_batch(i) for i in range(n)],
+    "iterator": lambda n: iter([micro_batch(i) for i in range(n)]),
+    "generator": lambda n: (micro_batch(i) for i in range(n)),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, []),
+        (1, [[0, None, None]]),
+        (3, [[0, 1, 2]]),
+        (5, [[0, 1, 2], [3, 4, None]]),
+        (6, [[0, 1, 2], [3, 4, 5]]),
+    ],
+)
+def test_a_partial_group_is_padded_and_no_group_is_padding_alone(stream, count, expected):
+    assert [numbers_of(group) for group in groups(stream(count), 3)] == expected
+
+
+def test_drop_leaves_out_and_error_refuses_before_anything_is_trained():
+    batches = STREAMS["list"](5)
+    assert [numbers_of(group) for group in groups(batches, 3, partial="drop")] == [[0, 1, 2]]
+    assert list(groups(batches[:2], 3, partial="drop")) == []
+    with pytest.raises(ValueError, match="5 micro-batches make 1 groups of 3 and leave 2"):
+        groups(batches, 3, partial="error")
+    assert len([numbers_of(group) for group in groups(batches, 5, partial="error")]) == 1
+
+
+def test_a_stream_without_a_length_is_refused_late_or_for_drop_at_once():
+    stream = groups(STREAMS["iterator"](5), 3, partial="error")
+    assert numbers_of(next(stream)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="5 micro-batches make 1 groups of 3 and leave 2"):
+        numbers_of(next(stream))
+    with pytest.raises(ValueError, match='partial="drop" needs a stream with a length'):
+        groups(iter([]), 3, partial="drop")
+
+
+def test_a_stream_with_a_length_is_pulled_only_by_use():
+    stream = WatchedWithLength(end=5)
+    grouped = groups(stream, 3)
+    group = next(grouped)
+    assert (len(group), stream.pulled) == (3, 0)
+    batches = iter(group)
+    for count in (1, 2, 3):
+        stream.allowed = count
+        next(batches)
+        assert stream.pulled == count
+    assert len(next(grouped)) == 3
+    assert stream.pulled == 3
+
+
+def test_a_stream_without_a_length_is_looked_ahead_by_one_at_the_start_of_a_group():
+    stream = Watched(end=5)
+    grouped = groups(stream, 2)
+    for start in (0, 2, 4):
+        stream.allowed = start + 1
+        batches = iter(next(grouped))
+        next(batches)
+        assert stream.pulled == start + 1
+        stream.allowed = start + 2
+        next(batches)
+    assert next(grouped, None) is None
+
+
+def test_an_endless_loader_is_never_looked_into():
+    loader = make_loader([micro_batch(0)[0]] * 4, 2)
+    group = next(groups(loader, 2))
+    assert (len(group), loader.samples) == (2, 0)
+    batches = iter(group)
+    assert [loader.samples for _ in batches] == [2, 4]
+
+
+@pytest.mark.parametrize("partial", ["pad", "drop", "error"])
+def test_an_endless_loader_is_never_partial(partial):
+    loader = make_loader([micro_batch(0)[0]] * 4, 2)
+    stream = groups(loader, 3, partial=partial)
+    assert [len(numbers_of(group)) for group in itertools.islice(stream, 2)] == [3, 3]
+    assert loader.samples == 12
+
+
+def test_samples_are_the_rows_of_all_ranks_so_far_without_padding():
+    loader = make_loader([micro_batch(0)[0]] * 7, 2, rank=1, world=2, epochs=1)
+    group = next(groups(loader, 3))
+    assert group.samples == 0
+    assert [group.samples for _ in group] == [4, 7, 7]
+    group = next(groups([micro_batch(0)], 1))
+    assert numbers_of(group) == [0]
+    assert group.samples is None
+
+
+def test_what_a_group_leaves_is_passed_over_and_does_not_count():
+    """So that the groups of all ranks stay side by side."""
+    loader = make_loader([micro_batch(i)[0] for i in range(12)], 2, epochs=1, shuffle=False)
+    grouped = groups(loader, 2)
+    first, second = next(grouped), next(grouped)
+    next(iter(first))
+    assert numbers_of(second) == [4, 6]
+    assert (first.samples, second.samples) == (2, 4)
+    assert [len(group) for group in groups(STREAMS["list"](5), 2)] == [2, 2, 2]
+
+
+def test_a_group_is_used_once_and_in_its_turn():
+    grouped = groups(STREAMS["list"](6), 2)
+    first, second = next(grouped), next(grouped)
+    assert numbers_of(second) == [2, 3]
+    with pytest.raises(RuntimeError, match="micro-batch 0 was passed over: a later group has been"):
+        next(iter(first))
+    with pytest.raises(RuntimeError, match=r"iterated before; .* batches = list\(group\)"):
+        iter(second)
+
+
+BAD = {
+    "count": (lambda: groups([], 0), ValueError, "micro_batches 0 must be at least 1"),
+    "policy": (
+        lambda: groups([], 1, partial="x"),
+        ValueError,
+        'partial \'x\' must be "pad", "drop',
+    ),
+    "kind": (
+        lambda: list(next(groups(["a"], 2))),
+        TypeError,
+        "the last group has 1 of 2 micro-batches and a str cannot be padded",
+    ),
+    "length": (
+        lambda: [list(group) for group in groups(Overstated("a"), 2)],
+        RuntimeError,
+        r"the stream ended after 1 micro-batches, but its length is 2. Its len\(\) must",
+    ),
+}
+
+
+class Overstated(str):
+    __slots__ = ()
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
