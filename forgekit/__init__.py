@@ -3,12 +3,23 @@
 The names that recipes use, in the order in which a run meets them.
 """
 
-from forgekit.mesh import MeshSpec, build_mesh, data_ranks, shutdown
-from forgekit.model.initial import init_weights
+from forgekit.mesh import MeshSpec, build_mesh, data_ranks, process_rank, shutdown
+from forgekit.data.sources import stdlib_documents, text_documents
+from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
+from forgekit.data.prepare import prepare
+from forgekit.data.tokens import open_tokens, write_tokens
+from forgekit.data.windows import check_vocabulary, token_dataset
+from forgekit.data.order import permute, sample_rows
+from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
+from forgekit.data.loader import make_loader
+from forgekit.data.groups import groups
+from forgekit.model.attention import attend_causal, document_mask
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.optim.adamw import adamw
+from forgekit.model.initial import init_weights
 from forgekit.optim.groups import decay_groups
+from forgekit.optim.adamw import adamw
 from forgekit.optim.schedules import (
+    Schedule,
     constant,
     cosine,
     linear,
@@ -17,11 +28,112 @@ from forgekit.optim.schedules import (
     warmup_linear,
     wsd,
 )
-from forgekit.parallel.parallelize import parallelize
+from forgekit.parallel.fsdp import Precision
+from forgekit.parallel.parallelize import ActivationCheckpoint, parallelize
 from forgekit.state import DonatedStateError, TrainState, donate
-from forgekit.steps.accumulate import accumulate, count_ahead
-from forgekit.steps.clip import Correction, clip
 from forgekit.steps.losses import Loss, cross_entropy, linear_cross_entropy
-from forgekit.steps.make_step import make_step, step_metrics
+from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.clip import Correction, clip
 from forgekit.steps.update import update
+from forgekit.steps.make_step import make_step, step_metrics
+from forgekit.run.directory import Run, every, open_run
+from forgekit.run.checkpoint import (
+    PendingSave,
+    checkpoint_load,
+    checkpoint_save,
+    wait_for_saves,
+)
+from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.resilience import (
+    BadStepError,
+    RunLockedError,
+    StopSignal,
+    bad_step_policy,
+    lock_run,
+    write_status,
+)
+from forgekit.run.metrics import MetricsLog, read_metrics
+from forgekit.run.evaluate import evaluate
+from forgekit.run.generate import generate, write_sample
+from forgekit.run.report import plot_losses, wrap_up
+
+__all__ = [
+    "MeshSpec",
+    "build_mesh",
+    "data_ranks",
+    "process_rank",
+    "shutdown",
+    "stdlib_documents",
+    "text_documents",
+    "load_tokenizer",
+    "train_tokenizer",
+    "prepare",
+    "open_tokens",
+    "write_tokens",
+    "check_vocabulary",
+    "token_dataset",
+    "permute",
+    "sample_rows",
+    "check_batch",
+    "collate",
+    "mask_batch",
+    "shift_labels",
+    "make_loader",
+    "groups",
+    "attend_causal",
+    "document_mask",
+    "Transformer",
+    "TransformerSpec",
+    "init_weights",
+    "decay_groups",
+    "adamw",
+    "Schedule",
+    "constant",
+    "cosine",
+    "linear",
+    "warmup",
+    "warmup_cosine",
+    "warmup_linear",
+    "wsd",
+    "Precision",
+    "ActivationCheckpoint",
+    "parallelize",
+    "DonatedStateError",
+    "TrainState",
+    "donate",
+    "Loss",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "accumulate",
+    "count_ahead",
+    "Totals",
+    "reduce_totals",
+    "Correction",
+    "clip",
+    "update",
+    "make_step",
+    "step_metrics",
+    "Run",
+    "every",
+    "open_run",
+    "PendingSave",
+    "checkpoint_load",
+    "checkpoint_save",
+    "wait_for_saves",
+    "CheckpointError",
+    "latest_checkpoint",
+    "BadStepError",
+    "RunLockedError",
+    "StopSignal",
+    "bad_step_policy",
+    "lock_run",
+    "write_status",
+    "MetricsLog",
+    "read_metrics",
+    "evaluate",
+    "generate",
+    "write_sample",
+    "plot_losses",
+    "wrap_up",
+]

@@ -110,6 +110,12 @@ def loss_fn(model, batch):
     return model(batch["input_ids"], **where, head=head)
 
 
+def evaluate(state, held_out):
+    """Held-out loss per target and bits per byte of text."""
+    bytes_per_token = held_out.dataset.bytes_per_token
+    return fk.evaluate(state, held_out, loss_fn, name="heldout", bytes_per_token=bytes_per_token)
+
+
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
@@ -147,23 +153,23 @@ def main():
     with fk.open_run(config.out, to_dict(config)) as run:
         state, step, loader, held_out, stop = setup(config)
         groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+        save = partial(fk.checkpoint_save, keep=config.keep, fingerprint=loader.dataset.fingerprint)
         check = fk.bad_step_policy(config.bad_steps)
-        run.start(state)
-        log = fk.MetricsLog(run, state, every=config.log_every, total=config.steps, loader=loader)
+        log = run.start(state, every=config.log_every, total=config.steps, loader=loader)
         with log, loader, stop:
             for batches in islice(groups, max(config.steps - state.step, 0)):
                 state, metrics = step(state, batches)
                 check(log(state, metrics))
                 is_last = stop.requested or state.step == config.steps
                 if is_last or fk.every(config.save_every, state):
-                    data = loader.fingerprint
-                    fk.checkpoint_save(state, run.checkpoints, keep=config.keep, fingerprint=data)
+                    save(state, run.checkpoints)
                 if stop.requested:
                     break
                 if held_out and (is_last or fk.every(config.eval_every, state)):
-                    log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout"))
-        run.end(state, stop.reason)
-        fk.wrap_up(run, state, data=config.data.path, prompt=config.prompt)
+                    log.event(state, evaluate(state, held_out))
+            run.end(state, stop.reason if stop.requested else None)
+            if not stop.requested:
+                log.message(fk.wrap_up(state, run.out, config.data.path, prompt=config.prompt))
 
 
 if __name__ == "__main__":

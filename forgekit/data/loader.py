@@ -151,6 +151,34 @@ class Loader:
         self._stream: Stream | None = None
 
     @property
+    def dataset(self) -> Any:
+        """What the rows come from."""
+        return self._plan.dataset
+
+    def micro_batches(self, global_batch_size: int) -> int:
+        """Count the micro-batches per optimizer step that make a global batch.
+
+        Args:
+            global_batch_size: Rows per optimizer step, over all ranks.
+
+        Returns:
+            ``global_batch_size / (batch_size * world)``.
+
+        Raises:
+            ValueError: If that is not a whole number of at least 1.
+        """
+        rows, world = self._plan.batch_size, self._plan.world
+        at_once = rows * world
+        if global_batch_size < 1 or global_batch_size % at_once:
+            lower = global_batch_size // at_once * at_once
+            nearest = [str(size) for size in (lower, lower + at_once) if size > 0]
+            raise ValueError(
+                f"global_batch_size {global_batch_size} must be divisible by batch_size {rows} * "
+                f"{world} data-parallel ranks = {at_once}; the nearest are {' and '.join(nearest)}."
+            )
+        return global_batch_size // at_once
+
+    @property
     def samples(self) -> int:
         """Rows that all ranks have consumed, padding left out, after the last micro-batch."""
         return self._plan.consumed(self._position)

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from forgekit.data.batch import IGNORED
 from forgekit.data.tokens import TokenFile, open_tokens
 
-__all__ = ["TokenDataset", "token_dataset"]
+__all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
 
 
 def token_dataset(
@@ -59,6 +59,23 @@ def token_dataset(
     return TokenDataset(file, seq_len, doc_ids)
 
 
+def check_vocabulary(dataset: TokenDataset, vocab_size: int) -> None:
+    """Refuse a model whose vocabulary is too small for a dataset.
+
+    Args:
+        dataset: The dataset.
+        vocab_size: Number of token ids that the model knows.
+
+    Raises:
+        ValueError: If the dataset may hold larger ids: an embedding would fail on the first one.
+    """
+    if vocab_size < dataset.vocab_size:
+        raise ValueError(
+            f"vocab_size {vocab_size} of the model is below the {dataset.vocab_size} of "
+            f"{dataset.file.path}; set model.vocab_size={dataset.vocab_size} or more."
+        )
+
+
 @attrs.frozen(eq=False)
 class TokenDataset:
     """Windows over a token file; ``token_dataset`` makes one.
@@ -95,6 +112,15 @@ class TokenDataset:
         return hashlib.sha256(
             f"{self.file.fingerprint} windows {self.seq_len}".encode()
         ).hexdigest()
+
+    def held_out(self) -> TokenDataset | None:
+        """Open the held-out documents that ``forgekit prepare`` put beside these, if it did.
+
+        Returns:
+            Their windows, cut like these; None if the token file has no ``heldout`` folder.
+        """
+        path = self.file.path / "heldout"
+        return attrs.evolve(self, file=open_tokens(path)) if path.is_dir() else None
 
     def __len__(self) -> int:
         return -(-(self.file.tokens - 1) // self.seq_len)

@@ -18,6 +18,7 @@ import attrs
 
 from forgekit.mesh import process_rank, shutdown
 from forgekit.run.checkpoint import wait_for_saves
+from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import RunLockedError, lock_run, write_atomic, write_status
 from forgekit.state import TrainState
 
@@ -46,20 +47,33 @@ class Run:
         """Where the checkpoints are."""
         return self.out / "checkpoints"
 
-    def start(self, state: TrainState) -> str:
-        """Say that set-up is over; what goes wrong from here on is a failure, not a usage error.
+    def start(
+        self, state: TrainState, *, every: int, total: int | None = None, loader: Any = None
+    ) -> MetricsLog:
+        """Say that set-up is over and open the run's log, which continues that of a resumed run.
+
+        What goes wrong from here on is a failure, not a usage error.
+
+        Args:
+            state: The state to start from.
+            every: Steps per row of metrics.
+            total: The last step, which always gets a row.
+            loader: Measures how long the loop waits for data.
 
         Returns:
-            One line about the start, to be shown.
+            The log, to be used in ``with``.
         """
-        seconds = time.monotonic() - self._opened
-        parameters = sum(p.numel() for p in state.model.parameters())
-        ranks = 1 if state.mesh is None else state.mesh.size()
-        self._note(state, "running")
-        return (
-            f"{self.out}: ready in {seconds:.1f} s at step {state.step}, sample {state.samples}; "
-            f"{parameters / 1e6:.2f} M parameters, {ranks} rank{'s' if ranks > 1 else ''}"
+        log = MetricsLog(
+            self.out,
+            start_step=state.step,
+            every=every,
+            total=total,
+            is_writer=self.is_writer,
+            loader=loader,
         )
+        self._note(state, "running")
+        log.message(self._greeting(state))
+        return log
 
     def end(self, state: TrainState, stopped: str | None = None) -> None:
         """Wait for the last save and say how the run ended.
@@ -73,6 +87,15 @@ class Run:
         """
         wait_for_saves()
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
+
+    def _greeting(self, state: TrainState) -> str:
+        seconds = time.monotonic() - self._opened
+        parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
+        ranks = 1 if state.mesh is None else state.mesh.size()
+        return (
+            f"{self.out}: step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "
+            f"on {ranks} rank{'s' if ranks > 1 else ''}, set up in {seconds:.1f} s"
+        )
 
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
         self._status = {"step": state.step, "samples": state.samples, **fields}

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forgekit.data.tokenizer import load_tokenizer
+from forgekit.mesh import process_rank
+from forgekit.run.generate import write_sample
 from forgekit.run.metrics import read_metrics
 from forgekit.run.resilience import write_atomic
+from forgekit.state import TrainState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_losses"]
+__all__ = ["plot_losses", "wrap_up"]
 
 BLUE, GREY = "#1f5fa8", "#5f6670"
 EVALUATIONS = ("#d1495b", "#2a9d8f", "#e08e0b", "#7b4fa3", "#8a5a44")
@@ -74,6 +78,45 @@ def plot_losses(
     Path(png_path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(png_path, picture.getvalue())
     return Path(png_path)
+
+
+def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
+    """Look at a finished run: its last losses, a sample, its loss curve; each in a file.
+
+    What an optional package is missing for is said and left out: a run that has ended well must
+    not fail over a picture. Every rank calls it; the first one writes.
+
+    Args:
+        state: The last state.
+        out: The run directory; ``samples/`` and ``loss.png`` are written.
+        tokens: The token file, with its ``tokenizer.json`` if there is to be a sample.
+        prompt: The text that the sample continues.
+
+    Returns:
+        What to show, some lines of text.
+    """
+    out = Path(out)
+    parts = [_last_losses(out / "metrics.jsonl")]
+    try:
+        if (tokens / "tokenizer.json").exists():
+            tokenizer = load_tokenizer(tokens)
+            text = write_sample(state, out, tokenizer, prompt, temperature=0.8, top_k=50)
+            parts += [f"sample ({out / 'samples'}):", text]
+        if process_rank() == 0:
+            parts.append(f"loss curve: {plot_losses(out / 'metrics.jsonl', out / 'loss.png')}")
+    except ImportError as error:
+        parts.append(str(error))
+    return "\n".join(parts)
+
+
+def _last_losses(path: Path) -> str:
+    """The newest value of each loss in the metrics, as one line."""
+    newest: dict[str, Any] = {}
+    for row in read_metrics(path):
+        newest |= row
+    names = sorted(name for name in newest if name.endswith(("/loss", "/bits_per_byte")))
+    shown = "  ".join(f"{name} {newest[name]:.4f}" for name in names if newest[name] is not None)
+    return f"{path}: {shown}"
 
 
 def _draw(figure: Figure, rows: Sequence[dict[str, Any]], title: str) -> None:

@@ -289,3 +289,13 @@ BAD = {
 def test_bad_arguments_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         make_loader(**{"dataset": Rows(3), **options})
+
+
+def test_micro_batches_of_a_global_batch_divide_exactly():
+    loader = make_loader(Rows(8), batch_size=2, world=3)
+    assert loader.micro_batches(12) == 2
+    message = r"global_batch_size 10 must be divisible by batch_size 2 \* 3 data-parallel ranks = 6"
+    with pytest.raises(ValueError, match=message + "; the nearest are 6 and 12"):
+        loader.micro_batches(10)
+    with pytest.raises(ValueError, match=r"global_batch_size 2 .* the nearest are 6\."):
+        loader.micro_batches(2)
