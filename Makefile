@@ -1,0 +1,58 @@
+# `make` prints the targets. Everything is installed into .venv; nothing else is touched.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+OUT ?= runs/stdlib
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train test bench lint docs format clean
+
+help: ## print this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# Not file targets: make deletes those when it is interrupted, and Ctrl-C is how a run is stopped.
+train: .venv/run ## train a small model on the standard library's sources; goes on where it stopped
+	$(BIN)/forgekit prepare stdlib --out data/stdlib --vocab 4096
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/pretrain.py data.path=data/stdlib out=$(OUT) $(ARGS)
+
+test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
+	$(BIN)/pytest $(ARGS)
+
+bench: .venv/dev ## run the benchmarks, each beside its baseline, and check their targets
+	$(BIN)/pytest benchmarks $(ARGS)
+
+lint: .venv/dev ## check style, types and the floors of the package
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: .venv/dev ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/docs ## build the documentation into docs/_build
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+	@echo "open docs/_build/index.html"
+
+clean: ## remove builds and caches; data, runs and .venv stay
+	rm -rf build dist docs/_build .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+
+# torch first, at the version of constraints.txt: anything else pulls another build of it.
+.venv/torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	@touch $@
+
+.venv/run: .venv/torch pyproject.toml
+	$(BIN)/pip install -q -c constraints.txt -e ".[text,plot]"
+	@touch $@
+
+.venv/dev: .venv/torch pyproject.toml
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@ .venv/run
+
+.venv/docs: .venv/torch pyproject.toml
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@

@@ -1,0 +1,19 @@
+"""Sphinx configuration."""
+
+from importlib.metadata import version as version_of
+
+project = "forgekit"
+author = "The forgekit authors"
+copyright = "2026, the forgekit authors"
+release = version = version_of("forgekit")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+html_theme = "furo"
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_use_ivar = True
+suppress_warnings = ["ref.python"]  # names that several modules use, such as `Totals.sums`
