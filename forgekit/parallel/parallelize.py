@@ -27,6 +27,10 @@ from forgekit.parallel.fsdp import Precision, shard
 __all__ = ["ActivationCheckpoint", "parallelize"]
 
 ActivationCheckpoint = Literal["none", "full", "selective"]
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
+]
+ContextParallel = Literal["ring", "ulysses", "both"]
 
 
 def parallelize(
@@ -36,6 +40,8 @@ def parallelize(
     precision: Precision = "fp32",
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
+    pipeline_schedule: PipelineSchedule = "1f1b",
+    context_parallel: ContextParallel = "ring",
     blocks: str | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -52,6 +58,8 @@ def parallelize(
         activation_checkpoint: What the backward pass recomputes: ``"none"``, ``"full"`` blocks,
             or ``"selective"``: everything but matrix products and attention.
         compile: Whether each block is compiled.
+        pipeline_schedule: Order of work between pipeline stages; without effect on one stage.
+        context_parallel: How a sequence is shared; without effect where each rank holds it whole.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
         seed: Seed of the initial weights of parameters that are on meta.
 
@@ -64,6 +72,8 @@ def parallelize(
     """
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("activation_checkpoint", activation_checkpoint, get_args(ActivationCheckpoint))
+    _check_choice("pipeline_schedule", pipeline_schedule, get_args(PipelineSchedule))
+    _check_choice("context_parallel", context_parallel, get_args(ContextParallel))
     _check_mesh(mesh)
     layers = _blocks(model, blocks)
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}

@@ -41,6 +41,7 @@ class Run:
     is_writer: bool
     _opened: float = attrs.field(factory=time.monotonic)
     _status: dict[str, Any] | None = None
+    _log: MetricsLog | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -73,6 +74,7 @@ class Run:
         )
         self._note(state, "running")
         log.message(self._greeting(state))
+        self._log = log
         return log
 
     def end(self, state: TrainState, stopped: str | None = None) -> None:
@@ -87,6 +89,11 @@ class Run:
         """
         wait_for_saves()
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
+        if stopped and self._log is not None:
+            self._log.message(
+                f"{self.out}: stopped by {stopped} after step {state.step}, saved; "
+                "the same command goes on from there"
+            )
 
     def _greeting(self, state: TrainState) -> str:
         seconds = time.monotonic() - self._opened
