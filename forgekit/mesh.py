@@ -73,7 +73,7 @@ def build_mesh(
         process group that exists is used as it is.
 
     Raises:
-        ValueError: If the sizes do not fit the number of ranks.
+        ValueError: If the sizes do not fit the number of ranks, or the device is not there.
 
     Examples:
         >>> mesh = build_mesh(MeshSpec(), device="cpu")
@@ -83,6 +83,8 @@ def build_mesh(
     """
     spec = spec or MeshSpec()
     kind = torch.device(device).type if device is not None else _default_device()
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda' and torch finds no CUDA device here; use device='cpu'.")
     rank, world, local = _identity(os.environ)
     sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
     if kind == "cuda":

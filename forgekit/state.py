@@ -158,6 +158,9 @@ def donate(state: StateT, **changes: Any) -> StateT:
         DonatedStateError: If ``state`` was donated before.
     """
     new = attrs.evolve(state, **changes)
+    for field in attrs.fields(type(state)):
+        if not field.init and field.name != "_donated_at":  # evolve passes these over
+            object.__setattr__(new, field.name, getattr(state, field.name))
     object.__setattr__(state, "_donated_at", _caller())
     for field in attrs.fields(type(state)):
         if field.name != "_donated_at":
@@ -182,6 +185,10 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def _ranks_of(parameter: nn.Parameter) -> int:
+    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+
+
 def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -192,6 +199,11 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh |
                     "model does not. Build the optimizer from the model after parallelize: "
                     "forgekit.adamw(model)."
                 )
+    if mesh is None and (ranks := max(map(_ranks_of, names), default=1)) > 1:
+        raise ValueError(
+            f"the model is sharded over {ranks} ranks and the state got no mesh, so nothing would "
+            "be added up over them. Use TrainState.create(model, optimizer, mesh=mesh)."
+        )
     plain = [name for parameter, name in names.items() if not isinstance(parameter, DTensor)]
     if mesh is not None and mesh.size() > 1 and plain:
         raise ValueError(

@@ -80,7 +80,7 @@ class Config:
     log_every: int = 10
     eval_every: int = 200
     save_every: int = 100
-    keep: int = 3
+    keep: int = attrs.field(default=3, validator=attrs.validators.ge(1))
     precision: fk.Precision = "fp32"
     compile: bool = False
     activation_checkpoint: fk.ActivationCheckpoint = "none"
@@ -160,15 +160,16 @@ def main():
             for batches in islice(groups, max(config.steps - state.step, 0)):
                 state, metrics = step(state, batches)
                 check(log(state, metrics))
-                is_last = stop.requested or state.step == config.steps
-                if is_last or fk.every(config.save_every, state):
+                is_done = state.step == config.steps
+                if is_done or stop.requested or fk.every(config.save_every, state):
                     save(state, run.checkpoints)
-                if stop.requested:
+                if stop.requested and not is_done:
                     break
-                if held_out and (is_last or fk.every(config.eval_every, state)):
+                if held_out and (is_done or fk.every(config.eval_every, state)):
                     log.event(state, evaluate(state, held_out))
-            run.end(state, stop.reason if stop.requested else None)
-            if not stop.requested:
+            is_done = state.step >= config.steps
+            run.end(state, stopped=None if is_done else stop.reason)
+            if is_done:
                 log.message(fk.wrap_up(state, run.out, config.data.path, prompt=config.prompt))
 
 

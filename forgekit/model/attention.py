@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["Attend", "attend_causal"]
+__all__ = ["Attend", "attend_causal", "document_mask"]
 
 CALL_COST = 30_000
 """Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""

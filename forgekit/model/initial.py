@@ -35,8 +35,10 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
         ValueError: If a parameter belongs to a module that has neither ``initial_std`` above it
             nor ``reset_parameters``.
     """
+    # A shared parameter is listed, and filled, under the first of its names only.
+    names = {name for name, _ in model.named_parameters() if only is None or name in only}
     for name, parameter, full in _initial_values(model, "", seed, None):
-        if only is None or name in only:
+        if name in names:
             _copy_full(parameter, full())
 
 
@@ -82,7 +84,7 @@ def _reset_values(
         leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
         for leaf, p in parameters.items()
     }
-    twin._parameters = dict(empty)
+    twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
     devices = {p.device for p in parameters.values() if p.is_cuda}
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(_mix(seed, prefix))

@@ -149,7 +149,9 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
 def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
     if shape not in _SHAPES:
         raise ValueError(f"shape is {shape!r}; it is one of {', '.join(get_args(Decay))}.")
-    if not 0 <= start < total:
+    if start < 0:
+        raise ValueError(f"warmup is {start} steps; it must not be negative.")
+    if start >= total:
         raise ValueError(f"total {total} must be above {start}, the step at which decay starts.")
 
     def schedule(step: int) -> float:

@@ -1,9 +1,8 @@
 """Sharded data parallelism through FSDP2, with sums in place of averages.
 
 FSDP divides gradients by the number of ranks. A step's one factor divides by the number of
-targets instead, so the collectives have to sum: ``set_gradient_divide_factor(1.0)`` together with
-``set_force_sum_reduction_for_comms(True)``, on every wrapped module, since the setters do not
-recurse.
+targets instead, so the collectives have to sum. ``accumulate`` asks for that on every wrapped
+module, whoever wrapped it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["Precision", "shard"]
+from forgekit.model.layers import Block
+
+__all__ = ["Precision", "shard", "sum_gradients"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -36,21 +37,31 @@ def shard(
         mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     )
     for block in blocks:
-        fully_shard(block, mesh=data, mp_policy=_block_policy(precision))
+        fully_shard(block, mesh=data, mp_policy=_block_policy(precision, block))
     fully_shard(model, mesh=data, mp_policy=_root_policy(precision))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
-def _block_policy(precision: Precision) -> MixedPrecisionPolicy:
+def sum_gradients(module: FSDPModule) -> None:
+    """Make one FSDP module add gradients up over ranks as they are, in place.
+
+    Its children keep what they have: torch's setters do not recurse.
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        # Else a parameter that one rank does not use shifts all others in the reduced buffer.
+        module.set_reduce_scatter_unused_params(True)
+
+
+def _block_policy(precision: Precision, block: nn.Module) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    # Inputs are not cast: hidden states arrive in bfloat16 already, and the cosines and sines of
-    # rotary embedding must stay in float32 (bfloat16 has 8 bits for an angle).
+    # Inputs of our own blocks are not cast: hidden states arrive in bfloat16 already, and the
+    # cosines and sines of rotary embedding must stay in float32 (bfloat16 has 8 bits for an angle).
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=not isinstance(block, Block),
     )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import (
@@ -68,7 +69,8 @@ def parallelize(
 
     Raises:
         ValueError: If an option is unknown, the mesh has dimensions beyond data parallelism, the
-            blocks are not found, or a buffer is on meta (only its module knows its values).
+            blocks are not found, a buffer is on meta (only its module knows its values), or a
+            parameter on meta is shared by two modules.
     """
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("activation_checkpoint", activation_checkpoint, get_args(ActivationCheckpoint))
@@ -76,10 +78,17 @@ def parallelize(
     _check_choice("context_parallel", context_parallel, get_args(ContextParallel))
     _check_mesh(mesh)
     layers = _blocks(model, blocks)
+    if not layers and (compile or activation_checkpoint != "none"):
+        raise ValueError(
+            f"{type(model).__name__} has no list 'layers' to compile or recompute; name its list "
+            f"of repeated layers with blocks=; {_lists(model)}"
+        )
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     _check_buffers(model)
+    _check_shared(model)
     if not on_meta:
         model.to(mesh.device_type)
+        _copy_from_first_rank(model, mesh)
     for layer in layers:
         _recompute(layer, activation_checkpoint)
         if compile:
@@ -102,13 +111,26 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
     for part in (name or "layers").split("."):
         found = getattr(found, part, None)
     if isinstance(found, nn.ModuleList | nn.Sequential):
-        return list(found)
+        return list(dict.fromkeys(found))  # a layer that is used twice is wrapped once
     if name is None:
         return []
-    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     raise ValueError(
-        f"blocks={name!r} is no list of layers of {type(model).__name__}; its lists are {lists}."
+        f"blocks={name!r} is no list of layers of {type(model).__name__}; {_lists(model)}"
     )
+
+
+def _lists(model: nn.Module) -> str:
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    return f"its lists are {lists}."
+
+
+@torch.no_grad()
+def _copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every rank start from rank 0's values: FSDP would glue shards of different models."""
+    if mesh.size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            is_bool = tensor.dtype == torch.bool  # gloo has no broadcast of those
+            dist.broadcast(tensor.view(torch.uint8) if is_bool else tensor, src=0)
 
 
 def _recompute(layer: nn.Module, what: ActivationCheckpoint) -> None:
@@ -150,3 +172,14 @@ def _check_buffers(model: nn.Module) -> None:
             f"the buffers {lost} are on meta and only their modules know their values. Build the "
             "model on the CPU, or compute them in forward."
         )
+
+
+def _check_shared(model: nn.Module) -> None:
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter, name)
+        if known != name and parameter.is_meta:
+            raise ValueError(
+                f"{name!r} is the same parameter as {known!r} and on meta; filling it there would "
+                "make two of one. Build the model on the CPU."
+            )

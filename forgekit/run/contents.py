@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
+from torch.optim import Optimizer
 
 from forgekit.state import TrainState
 
@@ -148,9 +149,10 @@ def prepare(state: TrainState, manifest: dict[str, Any]) -> Restoration:
             optimizer[parameter] = {
                 key: _decode(node, before.get(key), tensors, make) for key, node in entries.items()
             }
-    make = partial(_field_tensor, specs)
     fields = {
-        name: _decode(manifest["fields"][name], _value(state, name), tensors, make)
+        name: _decode(
+            manifest["fields"][name], _value(state, name), tensors, _field_maker(state, name, specs)
+        )
         for name in saved_fields(state)
     }
     return Restoration(tensors, optimizer, fields)
@@ -300,6 +302,24 @@ def _optimizer_tensor(
             shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
         )
     return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _field_maker(
+    state: TrainState, name: str, specs: dict[str, Any]
+) -> Callable[[str, Any], Tensor]:
+    """How to make the tensors of a field; those of an optimizer follow its parameters."""
+    field = getattr(state, name)
+    if not isinstance(field, Optimizer):
+        return partial(_field_tensor, specs)
+    held = [(p, group) for group in field.param_groups for p in group["params"]]
+
+    def make(key: str, now: Any) -> Tensor:
+        index = key.removeprefix(f"state.{name}.state.").split(".")[0]
+        if not index.isdigit():  # not the state of a parameter
+            return _field_tensor(specs, key, now)
+        return _optimizer_tensor(specs, *held[int(index)], key, now)
+
+    return make
 
 
 def _field_tensor(specs: dict[str, Any], key: str, now: Any) -> Tensor:

@@ -34,10 +34,12 @@ class Run:
 
     Attributes:
         out: The directory.
+        config: The resolved configuration; ``start`` keeps it as ``config.json``.
         is_writer: Whether this process writes into it: rank 0.
     """
 
     out: Path
+    config: Mapping[str, Any]
     is_writer: bool
     _opened: float = attrs.field(factory=time.monotonic)
     _status: dict[str, Any] | None = None
@@ -63,7 +65,12 @@ class Run:
 
         Returns:
             The log, to be used in ``with``.
+
+        Raises:
+            ValueError: If ``every`` is less than 1, or the loader's dataset has a ``seq_len`` that
+                is longer than the ``spec.max_seq_len`` of the model.
         """
+        _check_places(state, getattr(loader, "dataset", None))
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -72,6 +79,9 @@ class Run:
             is_writer=self.is_writer,
             loader=loader,
         )
+        if self.is_writer:
+            content = json.dumps(self.config, indent=2, default=str)
+            write_atomic(self.out / "config.json", f"{content}\n".encode())
         self._note(state, "running")
         log.message(self._greeting(state))
         self._log = log
@@ -94,6 +104,13 @@ class Run:
                 f"{self.out}: stopped by {stopped} after step {state.step}, saved; "
                 "the same command goes on from there"
             )
+
+    def _fail(self, reason: str) -> None:
+        """Say why the run failed, and after which step."""
+        fields = {**(self._status or {}), "reason": reason}
+        if self._log is not None:
+            fields["step"] = self._log.step
+        write_status(self.out, "failed", is_writer=self.is_writer, **fields)
 
     def _greeting(self, state: TrainState) -> str:
         seconds = time.monotonic() - self._opened
@@ -125,14 +142,10 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
             with code 1 if the directory is in use. Everything else goes on as it is, after
             ``status.json`` says "failed" and why.
     """
-    run = Run(Path(out), is_writer=process_rank() == 0)
+    run = Run(Path(out), config, is_writer=process_rank() == 0)
     try:
-        with lock_run(out, is_writer=run.is_writer):
-            if run.is_writer:
-                content = json.dumps(config, indent=2, default=str)
-                write_atomic(run.out / "config.json", f"{content}\n".encode())
-            with _closing(run):
-                yield run
+        with lock_run(out, is_writer=run.is_writer), _closing(run):
+            yield run
     except RunLockedError as error:
         _exit(run, error, code=1)
 
@@ -144,9 +157,7 @@ def _closing(run: Run) -> Iterator[None]:
         wait_for_saves()
     except BaseException as error:
         _drain()
-        reason = f"{type(error).__name__}: {error}"
-        fields = {**(run._status or {}), "reason": reason}
-        write_status(run.out, "failed", is_writer=run.is_writer, **fields)
+        run._fail(f"{type(error).__name__}: {error}")
         if run._status is None and isinstance(error, USAGE_ERRORS):
             _exit(run, error, code=2)
         raise
@@ -165,6 +176,17 @@ def every(steps: int, state: TrainState) -> bool:
         (True, False)
     """
     return steps > 0 and state.step % steps == 0
+
+
+def _check_places(state: TrainState, dataset: Any) -> None:
+    """Refuse rows that the model will not take, before the first one is read."""
+    places = getattr(dataset, "seq_len", 0)
+    limit = getattr(getattr(state.model, "spec", None), "max_seq_len", places)
+    if places > limit:
+        raise ValueError(
+            f"seq_len {places} of the data is above max_seq_len {limit} of the model; set "
+            f"data.seq_len={limit} or less, or model.max_seq_len={places} or more."
+        )
 
 
 def _drain() -> None:

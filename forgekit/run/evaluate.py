@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn
-from forgekit.steps.totals import LossSums, sum_over_ranks
+from forgekit.steps.totals import LossSums, compare_ranks, sum_over_ranks
 
 __all__ = ["evaluate", "evaluating"]
 
@@ -57,7 +57,9 @@ def evaluate(
     if not sums.rows:
         raise ValueError("evaluate got no micro-batch; every rank must bring at least one.")
     world = state.mesh.size() if state.mesh is not None else 1
-    totals = sum_over_ranks(sums.totals(state.loss_scale, samples=0), world)
+    totals = sums.totals(state.loss_scale, samples=0)
+    compare_ranks(totals, world)
+    totals = sum_over_ranks(totals, world)
     loss = totals["loss"] / totals["targets"]
     result = {"loss": loss, "targets": totals["targets"]}
     if bytes_per_token is not None:
@@ -70,12 +72,14 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation, and back to what it was, whatever is raised."""
-    was_training = model.training
+    """Switch a model to evaluation, and each module back to what it was, whatever is raised."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # a forward without a backward leaves the root gathered
+        for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
+            module.training = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves the root gathered

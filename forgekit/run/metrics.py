@@ -61,6 +61,9 @@ class MetricsLog:
       by the clock since the last row, without an evaluation whose result followed that row;
     - ``memory/peak_gib`` of this process: of the device on CUDA, else resident.
 
+    Attributes:
+        step: The last step that was logged.
+
     Args:
         out: The run directory; made if it does not exist.
         start_step: The step that the run starts from, ``state.step`` after loading a checkpoint.
@@ -96,6 +99,7 @@ class MetricsLog:
         if every < 1:
             raise ValueError(f"every {every} must be at least 1 step per row.")
         self._every, self._start, self._total = every, start_step, total
+        self.step = start_step
         self._loader = loader
         self._file = _RowFile(Path(out) / "metrics.jsonl", start_step) if is_writer else None
         self._display: _Lines | _Bar | None = _Lines(sys.stderr, total) if is_writer else None
@@ -129,6 +133,7 @@ class MetricsLog:
         Raises:
             ValueError: If a metric is not 0-d.
         """
+        self.step = state.step
         self._steps += 1
         self._targets = self._targets + metrics["targets"]
         self._skipped = self._skipped + metrics["skipped"]

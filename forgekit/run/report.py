@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +83,9 @@ def plot_losses(
 def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
     """Look at a finished run: its last losses, a sample, its loss curve; each in a file.
 
-    What an optional package is missing for is said and left out: a run that has ended well must
-    not fail over a picture. Every rank calls it; the first one writes.
+    What cannot be made, for want of an optional package or of a loss to draw, is said and left
+    out: a run that has ended well must not fail over a picture. Every rank calls it; the first one
+    writes.
 
     Args:
         state: The last state.
@@ -97,16 +98,29 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
     """
     out = Path(out)
     parts = [_last_losses(out / "metrics.jsonl")]
-    try:
-        if (tokens / "tokenizer.json").exists():
-            tokenizer = load_tokenizer(tokens)
-            text = write_sample(state, out, tokenizer, prompt, temperature=0.8, top_k=50)
-            parts += [f"sample ({out / 'samples'}):", text]
-        if process_rank() == 0:
-            parts.append(f"loss curve: {plot_losses(out / 'metrics.jsonl', out / 'loss.png')}")
-    except ImportError as error:
-        parts.append(str(error))
+    if (tokens / "tokenizer.json").exists():
+        parts.append(_said(lambda: _sample(state, out, tokens, prompt)))
+    if process_rank() == 0:
+        parts.append(_said(lambda: _curve(out)))
     return "\n".join(parts)
+
+
+def _said(look: Callable[[], str]) -> str:
+    """What ``look`` returns, or why it could not."""
+    try:
+        return look()
+    except (ImportError, ValueError) as error:
+        return str(error)
+
+
+def _sample(state: TrainState, out: Path, tokens: Path, prompt: str) -> str:
+    tokenizer = load_tokenizer(tokens)
+    text = write_sample(state, out, tokenizer, prompt, temperature=0.8, top_k=50)
+    return f"sample ({out / 'samples'}):\n{text}"
+
+
+def _curve(out: Path) -> str:
+    return f"loss curve: {plot_losses(out / 'metrics.jsonl', out / 'loss.png')}"
 
 
 def _last_losses(path: Path) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forgekit.mesh import data_ranks
+from forgekit.parallel.fsdp import sum_gradients
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 from forgekit.steps.totals import LossSums, Totals
@@ -78,14 +79,17 @@ def accumulate(
             sums.add(loss, rows=batch.batch_size[0])
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
+        samples = getattr(batches, "samples", None)
+        if samples is None:
+            samples = sums.rows * data_ranks(state.mesh)[1]
+        return sums.totals(state.loss_scale, samples)
     except BaseException:
-        if isinstance(state.model, FSDPModule):
-            reset_iteration(state.model)
+        for module in sharded:
+            # None before the first forward, when there is nothing to reset yet.
+            if module._get_fsdp_state()._is_root:
+                reset_iteration(module)
         _clear_gradients(state.model, sharded)
         raise
-    samples = getattr(batches, "samples", None)
-    world = data_ranks(state.mesh)[1]
-    return sums.totals(state.loss_scale, sums.rows * world if samples is None else samples)
 
 
 def count_ahead(
@@ -108,7 +112,8 @@ def count_ahead(
         The micro-batches as a list for ``accumulate``, and each name's ``[]`` float64 count over
         all micro-batches and ranks.
     """
-    pulled = list(batches)
+    pulled = _Pulled(batches)
+    pulled.samples = getattr(batches, "samples", None)
     device = state.targets.device
     counts = torch.zeros(len(counters), dtype=torch.float64, device=device)
     for batch in pulled:
@@ -119,12 +124,24 @@ def count_ahead(
     return pulled, dict(zip(counters, counts.unbind(), strict=True))
 
 
+class _Pulled(list[TensorDictBase]):
+    """Micro-batches that were pulled ahead; keeps what their group counted."""
+
+    samples: int | None = None
+
+
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
     """Each micro-batch with whether it is the last; pulls ahead only where the size is unknown."""
-    size = len(batches) if hasattr(batches, "__len__") else None  # pyright: ignore[reportArgumentType]
+    size = _length(batches)
     if size is not None:
-        for index, batch in enumerate(batches):
-            yield _checked_batch(batch), index == size - 1
+        count = 0
+        for count, batch in enumerate(batches, start=1):
+            yield _checked_batch(batch), count == size
+        if count != size:
+            raise ValueError(
+                f"{type(batches).__name__} has a len() of {size} and yielded {count}; len() must "
+                "count the micro-batches that it yields, or gradients would not be reduced."
+            )
         return
     iterator = iter(batches)
     for batch in iterator:
@@ -135,12 +152,19 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         yield _checked_batch(previous), True
 
 
+def _length(batches: Iterable[TensorDictBase]) -> int | None:
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # also what a DataLoader over a stream answers
+        return None
+
+
 def _checked_batch(batch: Any) -> TensorDictBase:
-    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size or batch.is_empty():
         raise TypeError(
             f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
-            "[b]. Use TensorDict(tensors, batch_size=[b])."
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
+            "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
         )
     return batch
 
@@ -205,6 +229,7 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 def _set_sync(sharded: list[Any], sync: Sync, is_last: bool) -> None:
     for module in sharded:
+        sum_gradients(module)
         module.set_requires_gradient_sync(is_last or sync != "last", recurse=False)
         if sync == "hsdp_last":
             module.set_requires_all_reduce(is_last, recurse=False)
@@ -219,6 +244,8 @@ def _clear_gradients(model: nn.Module, sharded: list[Any]) -> None:
                 parameter.grad = None
     for module in sharded:
         for parameter in _fsdp_parameters(module):
+            # While a module is gathered, its sharded parameters are not those of the module.
+            parameter.sharded_param.grad = None
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

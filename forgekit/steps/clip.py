@@ -52,13 +52,18 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
         >>> clip(totals, max_norm=0.25).grad_norm
         tensor(4., dtype=torch.float64)
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive. inf does not clip.")
+    check_max_norm(max_norm)
     targets, grad_sq = totals["targets"], totals["grad_sq"]
     finite = torch.isfinite(grad_sq) & (targets > 0)
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
         finite = finite & torch.isfinite(totals["loss"])
-    normalise = 1.0 / (totals["loss_scale"] * targets.clamp(min=1))
+    normalise = 1.0 / (totals["loss_scale"] * torch.where(targets > 0, targets, 1.0))
     grad_norm = normalise * grad_sq.sqrt()
     factor = normalise * (max_norm / (grad_norm + EPS)).clamp(max=1.0)
     return Correction(torch.where(finite, factor, 0.0), grad_norm, finite)
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Refuse a bound that would turn every gradient around or into nothing."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be positive. inf does not clip.")

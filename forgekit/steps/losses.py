@@ -79,6 +79,10 @@ class Loss:
             rows = (self.rows[0] + other.rows[0], self.rows[1])
         return Loss(self.sum + other.sum, self.count, {**self.metrics, **other.metrics}, rows)
 
+    def __radd__(self, other: int) -> Loss:
+        """Let ``sum`` add losses, which starts from 0."""
+        return self if other == 0 else NotImplemented
+
     def with_mean(self, aux: Tensor, weight: float) -> Loss:
         """Add a mean over this micro-batch, weighted by its number of targets.
 
@@ -117,7 +121,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
     _check_shapes("logits", logits, labels)
-    labels = labels.reshape(-1)
+    labels = labels.reshape(-1).long()
     flat = logits.reshape(-1, logits.shape[-1]).to(_wide(logits.dtype))
     flat: Tensor = _DropNan.apply(flat)  # pyright: ignore[reportAssignmentType]
     total = F.cross_entropy(flat, labels, ignore_index=IGNORE, reduction="sum")
@@ -157,7 +161,9 @@ def linear_cross_entropy(
         )
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     flat = rearrange(hidden, "... d -> (...) d")
-    total = _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), z_loss, backward)
+    weight, labels = weight.to(hidden.dtype), labels.reshape(-1).long()
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = _LinearCrossEntropy.apply(flat, weight, labels, z_loss, backward)
     return Loss(total, _count(labels))  # pyright: ignore[reportArgumentType]
 
 
@@ -196,7 +202,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del logits
                 gradient = _gradient(log_p, log_z, labels[rows], z_loss).to(hidden.dtype)
                 torch.mm(gradient, weight, out=grad_hidden[rows])
-                _add_product(grad_weight, gradient, hidden[rows])
+                is_target = (labels[rows] != IGNORE)[:, None]
+                _add_product(grad_weight, gradient, torch.where(is_target, hidden[rows], 0.0))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return total

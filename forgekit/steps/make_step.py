@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
-from forgekit.steps.clip import Correction, clip
+from forgekit.steps.clip import Correction, check_max_norm, clip
 from forgekit.steps.totals import Totals, reduce_totals
 from forgekit.steps.update import update
 
@@ -55,7 +55,11 @@ def make_step(
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
         TensorDict of ``[]`` float64 on the device.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
     """
+    check_max_norm(max_norm)
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
         totals = accumulate(state, batches, loss_fn, sync=sync)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossSums", "Totals", "reduce_totals", "sum_over_ranks"]
+__all__ = ["LossSums", "Totals", "compare_ranks", "reduce_totals", "sum_over_ranks"]
 
-_agreed: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 @attrs.frozen
@@ -81,7 +81,7 @@ class LossSums:
         self.losses.append(loss.sum.detach())
         self.counts.append(loss.count)
         for name, metric in loss.metrics.items():
-            pair = metric if isinstance(metric, tuple) else (metric, 1)
+            pair = metric if isinstance(metric, tuple | list) else (metric, 1)
             for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
                 values.append(value)
 
@@ -102,6 +102,11 @@ class LossSums:
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
         values = list(values)
         tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+        if shapes := [tuple(tensor.shape) for tensor in tensors if tensor.ndim]:
+            raise ValueError(
+                f"a loss has a sum, count or metric of shape {shapes[0]}; each is a number or a "
+                "0-d tensor. Sum it first."
+            )
         numbers = sum(value for value in values if not isinstance(value, Tensor))
         total = torch.stack(tensors).sum() if tensors else 0.0
         return torch.zeros((), dtype=torch.float64, device=self.device) + total + numbers
@@ -127,9 +132,9 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
     world = state.mesh.size() if state.mesh is not None else 1
     sums = totals.sums.copy()
     sums["grad_sq"] = _gradient_square(state.optimizer, world, state.targets.device)
-    names = tuple(sorted(".".join(k) if isinstance(k, tuple) else k for k in sums.keys(True, True)))
-    _agree(names, state.model, world)
-    return sum_over_ranks(attrs.evolve(totals, sums=sums), world)
+    totals = attrs.evolve(totals, sums=sums)
+    _agree(totals, state.model, world)
+    return sum_over_ranks(totals, world)
 
 
 def sum_over_ranks(totals: Totals, world: int) -> Totals:
@@ -137,15 +142,40 @@ def sum_over_ranks(totals: Totals, world: int) -> Totals:
     if world == 1:
         return totals
     sums = totals.sums.copy()
-    keys = sorted(
-        (key for key in sums.keys(True, True) if key != "loss_scale"),
-        key=lambda key: key if isinstance(key, tuple) else (key,),
-    )
+    keys = _summed_keys(totals)
     vector = torch.stack([sums[key] for key in keys])
     dist.all_reduce(vector)
     for key, value in zip(keys, vector.unbind(), strict=True):
         sums[key] = value
     return attrs.evolve(totals, sums=sums)
+
+
+def compare_ranks(totals: Totals, world: int) -> None:
+    """Make sure that all ranks are about to add up the same things; a collective of objects.
+
+    Raises:
+        ValueError: On every rank, if names or numbers of rows differ.
+    """
+    mine = _summed_keys(totals), totals.samples
+    everyone: list[Any] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(everyone, mine)
+    for rank, (keys, samples) in enumerate(everyone):
+        if keys != everyone[0][0]:
+            raise ValueError(
+                f"rank {rank} reports other sums than rank 0: {_difference(everyone[0][0], keys)}. "
+                "Report the same metrics on every rank; use (0.0, 0) without observations."
+            )
+        if samples != everyone[0][1]:
+            raise ValueError(
+                f"rank {rank} counts {samples} samples in a step and rank 0 {everyone[0][1]}; "
+                "every rank must bring as many rows. Fill up with rows whose labels are -100."
+            )
+
+
+def _summed_keys(totals: Totals) -> list[Any]:
+    keys = (key for key in totals.sums.keys(True, True) if key != "loss_scale")
+    return sorted(keys, key=lambda key: key if isinstance(key, tuple) else (key,))
 
 
 def _gradient_square(optimizer: Optimizer, world: int, device: torch.device) -> Tensor:
@@ -174,24 +204,28 @@ def _shard_and_owners(gradient: Tensor, world: int) -> tuple[Tensor, int]:
     return gradient.to_local(), owners
 
 
-def _agree(names: tuple[str, ...], model: nn.Module, world: int) -> None:
-    """Compare the names with the other ranks' at the first step, with our own ones later."""
+def _agree(totals: Totals, model: nn.Module, world: int) -> None:
+    """Compare with the other ranks at a model's first step, and with that step later."""
+    keys = _summed_keys(totals)
     known = _agreed.get(model)
     if known is None:
-        everyone: list[Any] = [None] * world
+        compare_ranks(totals, world)
+        _agreed[model] = keys
+    elif known != keys:
         if world > 1:
-            dist.all_gather_object(everyone, names)
-        for rank, theirs in enumerate(everyone):
-            if theirs is not None and set(theirs) != set(names):
-                raise ValueError(f"rank {rank} reports other sums: {_difference(names, theirs)}.")
-        _agreed[model] = names
-    elif known != names:
+            # The others are on their way into the collective: meet them there, with NaN, so that
+            # they end with a bad step instead of waiting for this rank.
+            dist.all_reduce(totals["targets"].new_full((len(known),), torch.nan))
         raise ValueError(
-            f"the names of a step's sums changed: {_difference(known, names)}. Report the same "
+            f"the names of a step's sums changed: {_difference(known, keys)}. Report the same "
             "metrics in every step; use (0.0, 0) for a metric without observations."
         )
 
 
-def _difference(mine: Iterable[str], theirs: Iterable[str]) -> str:
-    mine, theirs = set(mine), set(theirs)
-    return f"missing {sorted(mine - theirs)}, new {sorted(theirs - mine)}"
+def _difference(known: Iterable[Any], new: Iterable[Any]) -> str:
+    before, now = {_name(key) for key in known}, {_name(key) for key in new}
+    return f"missing {sorted(before - now)}, new {sorted(now - before)}"
+
+
+def _name(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else ".".join(key)

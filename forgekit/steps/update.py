@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import torch
@@ -34,7 +35,14 @@ def update(state: StateT, correction: Correction, *, lr: float, totals: Totals) 
 
     Returns:
         The state with ``step``, ``samples``, ``targets`` and ``skipped`` advanced.
+
+    Raises:
+        ValueError: If ``lr`` is negative or not finite, before anything is changed.
     """
+    if not 0 <= lr < math.inf:
+        raise ValueError(
+            f"the learning rate of step {state.step} is {lr}; it must be finite and not negative."
+        )
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     if skips_on_device(state.optimizer):
@@ -59,7 +67,18 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     set ``_step_supports_amp_scaling``; foreach ones would assert, Muon would ignore it silently.
     """
     marked = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(marked) and all(group.get("fused", True) for group in optimizer.param_groups)
+    fused = bool(marked) and all(group.get("fused", True) for group in optimizer.param_groups)
+    return fused and not _lacks_momentum(optimizer)
+
+
+def _lacks_momentum(optimizer: Optimizer) -> bool:
+    """Whether fused SGD is about to make its momentum: from memory that a skip leaves unwritten."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
 
 
 def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
@@ -77,7 +96,8 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
 
 def _is_double(optimizer: Optimizer) -> bool:
     """Whether a float32 ``grad_scale`` would round the factor more than the gradients."""
-    return optimizer.param_groups[0]["params"][0].dtype == torch.float64
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next(parameters).dtype == torch.float64
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
@@ -89,4 +109,5 @@ def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 by_dtype.setdefault(local.dtype, []).append(local)
     for dtype, gradients in by_dtype.items():
-        torch._foreach_mul_(gradients, factor.to(dtype))
+        # At least float32: a factor near 1 in bfloat16 is 1.
+        torch._foreach_mul_(gradients, factor.to(torch.promote_types(dtype, torch.float32)))

@@ -1,0 +1,316 @@
+"""The model against a second writing of the same mathematics, in float64 and complex numbers."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import SPEC
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.model import attention
+from forgekit.model.layers import rotary_angles, rotate
+
+IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
+DOC_IDS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [4] * 2 + [7] * 9 + [-1]])
+
+
+def build(seed: int = 0, **changes) -> fk.Transformer:
+    """A model in float64 with weights large enough for every part to matter."""
+    model = fk.Transformer(attrs.evolve(SPEC, **changes), seed=seed).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(15 if parameter.ndim > 1 else 1)
+            if parameter.ndim == 1:
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)) * (len(name) % 3 + 1))
+    return model
+
+
+# A second writing
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Channels i and i + c/2 are the parts of a complex number, which turns."""
+    half = x.shape[-1] // 2
+    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = positions.double()[..., None, None] * frequencies
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihc,bjhc->bhij", q, k) / math.sqrt(q.shape[-1])
+    allowed = torch.ones(q.shape[1], q.shape[1]).tril().bool()[None]
+    if doc_ids is not None:
+        allowed = allowed & (doc_ids[:, :, None] == doc_ids[:, None, :])
+    weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bhij,bjhc->bihc", weights, v)
+
+
+def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Tensor | None):
+    spec, w = model.spec, dict(model.named_parameters())
+    b, s = ids.shape
+    x = w["embedding.weight"][ids]
+    for i in range(spec.layers):
+        p = f"layers.{i}.attention"
+        h = _normed(x, w[f"{p}_norm.weight"], spec.norm_eps)
+        q = (h @ w[f"{p}.query.weight"].T).view(b, s, spec.heads, -1)
+        k = (h @ w[f"{p}.key.weight"].T).view(b, s, spec.kv_heads, -1)
+        v = (h @ w[f"{p}.value.weight"].T).view(b, s, spec.kv_heads, -1)
+        if spec.qk_norm:
+            q = _normed(q, w[f"{p}.query_norm.weight"], spec.norm_eps)
+            k = _normed(k, w[f"{p}.key_norm.weight"], spec.norm_eps)
+        q, k = _turned(q, positions, spec.rope_theta), _turned(k, positions, spec.rope_theta)
+        x = x + _attended(q, k, v, doc_ids).reshape(b, s, -1) @ w[f"{p}.output.weight"].T
+        p = f"layers.{i}.feed_forward"
+        h = _normed(x, w[f"{p}_norm.weight"], spec.norm_eps)
+        gate = h @ w[f"{p}.gate.weight"].T
+        up = h @ w[f"{p}.up.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ w[f"{p}.down.weight"].T
+    x = _normed(x, w["norm.weight"], spec.norm_eps)
+    return x @ w["embedding.weight" if spec.tied else "output.weight"].T
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**12], ids=["one by one", "mask"])
+@pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["no documents", "documents"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": False}, {"tied": True}, {"rope_theta": 50.0}, {"norm_eps": 0.1}],
+    ids=lambda changes: ", ".join(changes) or "as it is",
+)
+def test_the_model_equals_its_second_writing(monkeypatch, changes, doc_ids, call_cost):
+    monkeypatch.setattr(attention, "CALL_COST", call_cost)
+    model = build(**changes)
+    positions = torch.stack([torch.arange(12), torch.arange(12).flip(0) * 3])
+    found = model(IDS, position_ids=positions, doc_ids=doc_ids)
+    expected = reference(model, IDS, positions, doc_ids)
+    upstream = torch.randn(found.shape, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-11)
+    parameters = list(model.parameters())
+    mine = torch.autograd.grad((found * upstream).sum(), parameters)
+    theirs = torch.autograd.grad((expected * upstream).sum(), parameters)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
+
+
+class _Dtypes(TorchDispatchMode):
+    """The floating dtypes of everything that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.found.add(tensor.dtype)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["no documents", "documents"])
+def test_a_float64_model_computes_nothing_in_less(dtype, doc_ids):
+    model = build().to(dtype)
+    with _Dtypes() as seen:
+        loss = fk.cross_entropy(model(IDS, doc_ids=doc_ids), IDS, z_loss=0.1)
+        loss.sum.backward()
+    wanted = {torch.float64} if dtype == torch.float64 else {torch.float32, torch.float64}
+    assert seen.found == wanted  # a float32 model has its rotary angles in float64
+
+
+# Order, documents, positions
+
+
+def test_a_later_token_does_not_change_earlier_logits():
+    model = fk.Transformer(SPEC)
+    before = model(IDS)
+    for place in range(1, 12):
+        ids = IDS.clone()
+        ids[:, place] = (ids[:, place] + 1) % SPEC.vocab_size
+        after = model(ids)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place], before[:, place])
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**12], ids=["one by one", "mask"])
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_changed_document_leaves_the_logits_of_others_bit_equal(
+    monkeypatch, changed, restart, call_cost
+):
+    monkeypatch.setattr(attention, "CALL_COST", call_cost)
+    doc_ids = DOC_IDS[:1]
+    positions = torch.tensor([[*range(5), *range(4), *range(3)]]) if restart else None
+    model = fk.Transformer(SPEC)
+    ids = torch.where(doc_ids == changed, (IDS[:1] + 5) % SPEC.vocab_size, IDS[:1])
+    before, after = (model(x, position_ids=positions, doc_ids=doc_ids) for x in (IDS[:1], ids))
+    others = doc_ids != changed
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[~others], after[~others])
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**12], ids=["one by one", "mask"])
+def test_a_document_in_a_packed_row_is_as_if_alone(monkeypatch, call_cost):
+    """Whether its positions restart or not: rotary embedding is relative."""
+    monkeypatch.setattr(attention, "CALL_COST", call_cost)
+    model = build()
+    alone = torch.cat([model(IDS[:1, :5]), model(IDS[:1, 5:9]), model(IDS[:1, 9:])], 1)
+    restarting = torch.tensor([[*range(5), *range(4), *range(3)]])
+    for positions in (None, restarting):
+        packed = model(IDS[:1], position_ids=positions, doc_ids=DOC_IDS[:1])
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-10)
+
+
+def test_rotary_embedding_is_relative():
+    model = build()
+    positions = torch.arange(12)
+    before = model(IDS, position_ids=positions)
+    torch.testing.assert_close(model(IDS, position_ids=positions + 5000), before, rtol=0, atol=1e-9)
+    assert (model(IDS, position_ids=positions * 2) - before).abs().max() > 0.1
+
+
+def test_rotary_angles_are_exact_at_far_positions():
+    """A float32 angle is off by 4e-3 at position 100,000."""
+    angles = rotary_angles(torch.tensor([0, 100_001]), 8, 10_000.0)
+    expected = [100_001 * 10_000.0 ** (-i / 8) for i in (0, 2, 4, 6)]
+    assert angles.dtype == torch.float64
+    assert angles[1].tolist() == pytest.approx(expected, rel=1e-15)
+    assert angles[0].tolist() == [0.0] * 4
+
+
+def test_a_rotation_equals_a_complex_product_and_keeps_the_dtype():
+    x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
+    positions = torch.arange(14).view(2, 7)
+    angles = rotary_angles(positions, 8, 100.0)
+    found = rotate(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(found, _turned(x, positions, 100.0), rtol=0, atol=1e-13)
+    assert rotate(x.bfloat16(), angles.cos(), angles.sin()).dtype == torch.bfloat16
+
+
+# Options
+
+
+def test_tied_weights_are_one_parameter_with_the_gradient_of_both_uses():
+    tied, untied = build(tied=True), build()
+    names = dict(tied.named_parameters()).keys()
+    assert names == dict(untied.named_parameters()).keys() - {"output.weight"}
+    untied.load_state_dict({**tied.state_dict(), "output.weight": tied.embedding.weight})
+    for model in (tied, untied):
+        fk.cross_entropy(model(IDS), IDS).sum.backward()
+    both = untied.embedding.weight.grad + untied.output.weight.grad
+    torch.testing.assert_close(tied.embedding.weight.grad, both, rtol=1e-12, atol=1e-12)
+    assert untied.output.weight.grad.abs().max() > 1e-3
+    assert untied.embedding.weight.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_sees_the_hidden_states_and_the_output_weight(tied):
+    model = build(tied=tied)
+    weights = []
+
+    def head(hidden, weight):
+        weights.append(weight)
+        return {"logits": F.linear(hidden, weight)}
+
+    assert torch.equal(model(IDS, head=head)["logits"], model(IDS))
+    assert weights[0] is (model.embedding.weight if tied else model.output.weight)
+
+
+def test_dropout_acts_in_training_alone():
+    plain, model = fk.Transformer(SPEC), fk.Transformer(attrs.evolve(SPEC, dropout=0.4))
+    torch.manual_seed(0)
+    first, second = model(IDS), model(IDS)
+    torch.manual_seed(0)
+    assert torch.equal(model(IDS), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(model.eval()(IDS), plain(IDS))
+
+
+def test_dropout_acts_on_the_embedding_and_on_both_branches_of_each_block():
+    model = fk.Transformer(attrs.evolve(SPEC, dropout=0.25))
+    dropped = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, __, out: dropped.append((out == 0).double()))
+    model(IDS.repeat(20, 1))
+    assert len(dropped) == 1 + 2 * SPEC.layers
+    assert all(0.2 < share.mean() < 0.3 for share in dropped)
+
+
+@pytest.mark.parametrize("places", [16, 17])
+def test_max_seq_len_is_the_longest_that_is_accepted(places):
+    model, ids = fk.Transformer(SPEC), torch.zeros(1, places, dtype=torch.int64)
+    if places == 16:
+        assert model(ids).shape == (1, 16, SPEC.vocab_size)
+        return
+    with pytest.raises(ValueError, match=r"input_ids has 17 places; max_seq_len is 16\. Shorten"):
+        model(ids)
+
+
+SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({name: 0}, rf"^{name} is 0; it must be at least 1\.$") for name in SIZES]
+    + [
+        (
+            {"dim": 30},
+            r"^dim 30 must be divisible by 2 \* heads = 12, so .*; the nearest are 24 and 36\.$",
+        ),
+        ({"dim": 5}, r"the nearest are 12 and 24\.$"),
+        ({"kv_heads": 4}, r"^kv_heads 4 must divide heads 6; it can be one of \[1, 2, 3, 6\]\.$"),
+        ({"dropout": 1.0}, r"^dropout 1.0 must be at least 0 and below 1\.$"),
+        ({"dropout": -0.1}, r"^dropout -0.1 must be"),
+        ({"dropout": float("nan")}, r"^dropout nan must be"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        attrs.evolve(SPEC, **changes)
+
+
+# Sockets
+
+
+def test_attend_is_a_socket():
+    model = fk.Transformer(SPEC)
+    expected = model(IDS, doc_ids=DOC_IDS)
+    calls = []
+
+    def attend(q, k, v, *, doc_ids):
+        calls.append((q.shape, k.shape, v.shape, doc_ids))
+        return fk.attend_causal(q, k, v, doc_ids=doc_ids)
+
+    for layer in model.layers:
+        layer.attention.attend = attend
+    assert torch.equal(model(IDS, doc_ids=DOC_IDS), expected)
+    assert calls == [((2, 12, 6, 4), (2, 12, 2, 4), (2, 12, 2, 4), DOC_IDS)] * SPEC.layers
+    for layer in model.layers:
+        layer.attention.attend = lambda q, k, v, *, doc_ids: torch.zeros_like(q)
+    assert not torch.equal(model(IDS, doc_ids=DOC_IDS), expected)
+
+
+def test_locate_is_a_socket():
+    model = build()
+    places = torch.tensor([0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23])
+    expected = model(IDS, position_ids=places)
+    assert not torch.allclose(model(IDS), expected)
+    calls = []
+    model.locate = lambda s, device: (calls.append((s, device)), places)[1]
+    assert torch.equal(model(IDS), expected)
+    assert calls == [(12, torch.device("cpu"))]
+    model(IDS, position_ids=places)
+    assert len(calls) == 1

@@ -1,0 +1,126 @@
+"""Learning rates against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import forgekit as fk
+
+HALF = math.sqrt(0.5)
+
+TABLE = [
+    ("constant", fk.constant(0.3), {0: 0.3, 5: 0.3, 10**9: 0.3}),
+    ("linear", fk.linear(2.0, 8), {0: 2.0, 2: 1.5, 6: 0.5, 8: 0.0, 9: 0.0, 10**9: 0.0}),
+    ("linear, final", fk.linear(2.0, 8, final=1.0), {0: 2.0, 4: 1.5, 8: 1.0, 99: 1.0}),
+    ("linear, rising", fk.linear(1.0, 4, final=3.0), {0: 1.0, 1: 1.5, 4: 3.0, 5: 3.0}),
+    ("cosine", fk.cosine(2.0, 8), {0: 2.0, 2: 1 + HALF, 4: 1.0, 6: 1 - HALF, 8: 0.0, 9: 0.0}),
+    ("cosine, final", fk.cosine(2.0, 8, final=0.5), {0: 2.0, 4: 1.25, 8: 0.5, 100: 0.5}),
+    (
+        "wsd, sqrt",
+        fk.wsd(1.0, warmup=4, decay=4, total=16),
+        {0: 0.25, 3: 1.0, 4: 1.0, 12: 1.0, 13: 0.5, 14: 1 - HALF, 16: 0.0, 20: 0.0},
+    ),
+    (
+        "wsd, linear",
+        fk.wsd(2.0, warmup=2, decay=4, total=10, shape="linear", final=1.0),
+        {0: 1.0, 1: 2.0, 6: 2.0, 7: 1.75, 9: 1.25, 10: 1.0, 11: 1.0},
+    ),
+    (
+        "wsd, cosine",
+        fk.wsd(2.0, warmup=0, decay=4, total=8, shape="cosine"),
+        {0: 2.0, 4: 2.0, 5: 1 + HALF, 6: 1.0, 8: 0.0},
+    ),
+    (
+        "wsd, no plateau",
+        fk.wsd(1.0, warmup=4, decay=4, total=8, shape="linear"),
+        {3: 1.0, 4: 1.0, 5: 0.75},
+    ),
+    (
+        "warmup of a constant",
+        fk.warmup(fk.constant(4.0), 4),
+        {0: 1.0, 1: 2.0, 3: 4.0, 4: 4.0, 9: 4.0},
+    ),
+    (
+        "warmup of a decay, which starts after it",
+        fk.warmup(fk.linear(1.0, 4), 2),
+        {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 6: 0.0, 7: 0.0},
+    ),
+    ("warmup of nothing", fk.warmup(fk.linear(1.0, 4), 0), {0: 1.0, 1: 0.75, 4: 0.0}),
+    (
+        "warmup_linear",
+        fk.warmup_linear(peak=1.0, warmup=2, total=6, final=0.2),
+        {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.6, 6: 0.2, 7: 0.2},
+    ),
+    (
+        "warmup_cosine",
+        fk.warmup_cosine(peak=2.0, warmup=4, total=12),
+        {0: 0.5, 1: 1.0, 3: 2.0, 4: 2.0, 6: 1 + HALF, 8: 1.0, 12: 0.0, 13: 0.0},
+    ),
+    (
+        "warmup_cosine, no warmup",
+        fk.warmup_cosine(peak=2.0, warmup=0, total=8),
+        {0: 2.0, 4: 1.0, 8: 0.0},
+    ),
+    (
+        "warmup_cosine, longer than the run",
+        fk.warmup_cosine(peak=1.0, warmup=10, total=4),
+        {0: 0.1, 3: 0.4, 9: 1.0, 10: 1.0, 11: 0.0},
+    ),
+    (
+        "warmup_linear, as long as the run",
+        fk.warmup_linear(peak=1.0, warmup=4, total=4),
+        {0: 0.25, 3: 1.0, 4: 1.0, 5: 0.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE]
+)
+def test_rates_equal_those_worked_out_by_hand(schedule, expected):
+    for step, rate in expected.items():
+        assert schedule(step) == pytest.approx(rate, abs=1e-12), step
+
+
+@pytest.mark.parametrize("schedule", [row[1] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_the_first_step_changes_something(schedule):
+    assert schedule(0) > 0
+
+
+@pytest.mark.parametrize("schedule", [row[1] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_a_rate_depends_on_the_step_alone(schedule):
+    forward = [schedule(step) for step in range(20)]
+    assert [schedule(step) for step in reversed(range(20))] == forward[::-1]
+    assert all(isinstance(rate, float) for rate in forward)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: fk.linear(1.0, 0), r"^total 0 must be above 0, the step at which decay starts\.$"),
+        (lambda: fk.cosine(1.0, -3), r"^total -3 must be above 0"),
+        (lambda: fk.warmup(fk.constant(1.0), -1), r"^warmup is -1 steps; it must not be negative"),
+        (
+            lambda: fk.wsd(1.0, warmup=5, decay=6, total=10),
+            r"^warmup 5 \+ decay 6 = 11 must fit into total 10, with a decay of at least 1 step\.$",
+        ),
+        (lambda: fk.wsd(1.0, warmup=5, decay=0, total=10), r"decay 0 = 5 must fit .* at least 1"),
+        (
+            lambda: fk.wsd(1.0, warmup=0, decay=2, total=4, shape="exp"),
+            r"^shape is 'exp'; it is one of linear, cosine, sqrt\.$",
+        ),
+        (
+            lambda: fk.wsd(1.0, warmup=-1, decay=2, total=4),
+            r"^warmup is -1 steps; it must not be negative",
+        ),
+        (
+            lambda: fk.warmup_cosine(1.0, warmup=-1, total=4),
+            r"^warmup is -1 steps; it must not be negative",
+        ),
+    ],
+)
+def test_what_cannot_be_a_schedule_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,342 @@
+"""One model laid out over ranks: options, precision, foreign models, compilation, errors."""
+
+from __future__ import annotations
+
+import warnings
+
+import attrs
+import pytest
+import torch
+from oracle import SPEC, full_tensors, logits_loss, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import forgekit as fk
+
+IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
+LAYOUTS = [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
+
+
+@pytest.fixture
+def mesh():
+    yield fk.build_mesh(device="cpu")
+    fk.shutdown()
+
+
+class Foreign(nn.Module):
+    """A model of somebody else, its layers two names down."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(SPEC.vocab_size, 8)
+        self.net = nn.Module()
+        self.net.body = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8, bias=i > 0), nn.GELU()) for i in range(3))
+        )
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input_ids):
+        return self.norm(self.net.body(self.embed(input_ids))) @ self.embed.weight.T
+
+
+def gradients(model, ids=IDS):
+    """The summed loss and its full gradients."""
+    loss = fk.cross_entropy(model(ids), ids.roll(-1, 1)).sum
+    loss.backward()
+    return loss.detach(), full_tensors(model, gradients=True)
+
+
+def _laid_out(sizes, build, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    return fk.parallelize(build(), mesh, **options)
+
+
+def _transformer():
+    return fk.Transformer(SPEC)
+
+
+def _foreign():
+    with torch.device("meta"):
+        model = Foreign()
+    fk.init_weights(model.to_empty(device="cpu"), 0)
+    return model
+
+
+# Foreign models
+
+
+def _foreign_gradients(rank, world, sizes, options):
+    model = _laid_out(sizes, _foreign, blocks="net.body", **options)
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    share = IDS.chunk(world)[rank]
+    return gradients(model, share)[1], wrapped
+
+
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+@pytest.mark.parametrize("what", ["none", "full", "selective"])
+def test_a_foreign_model_has_the_gradient_of_one_process(world, sizes, what):
+    model = _foreign()
+    fk.cross_entropy(model(IDS), IDS.roll(-1, 1)).sum.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    options = {"activation_checkpoint": what}
+    for found, wrapped in run_ranks(_foreign_gradients, world, sizes, options):
+        assert relative_error(found, expected) < 1e-6
+        names = ["", "net.body.0", "net.body.1", "net.body.2"]
+        assert wrapped == (names if world > 1 else [])
+
+
+def _sharded(rank, world, sizes):
+    parameters = list(_laid_out(sizes, _transformer).parameters())
+    local = sum(p.to_local().numel() for p in parameters)
+    return all(isinstance(p, DTensor) for p in parameters), local
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "copies"),
+    [
+        (2, {}, 1),
+        (4, {}, 1),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, 2),
+        (2, {"dp_replicate": 2, "dp_shard": 1}, 2),
+    ],
+)
+def test_each_parameter_is_spread_over_the_shards(world, sizes, copies):
+    total = sum(p.numel() for p in _transformer().parameters())
+    results = run_ranks(_sharded, world, sizes)
+    assert all(is_sharded for is_sharded, _ in results)
+    assert sum(local for _, local in results) == total * copies
+
+
+# Precision
+
+
+def _bf16(rank, world, sizes):
+    model = _laid_out(sizes, _transformer, precision="bf16")
+    seen = {}
+    block = model.layers[1].attention
+    block.register_forward_pre_hook(lambda _, args: seen.update(enumerate(args[:3])))
+    block.query.register_forward_hook(lambda m, _, out: seen.update(out=out, weight=m.weight))
+    logits = model(IDS)
+    dtypes = {name: tensor.dtype for name, tensor in seen.items()}
+    loss = fk.cross_entropy(logits, IDS.roll(-1, 1)).sum
+    loss.backward()
+    masters = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+    exact = seen[1].double() if rank == 0 else None
+    return logits.detach(), loss.item(), dtypes, masters, exact, full_tensors(model, gradients=True)
+
+
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+def test_bf16_computes_in_bfloat16_and_keeps_float32(world, sizes):
+    """Masters, gradients and logits are float32, and so are the cosines and sines."""
+    reference = _transformer()
+    logits = reference(IDS).detach()
+    loss, expected = gradients(reference)
+    angles = torch.arange(12.0, dtype=torch.float64)[:, None] * 10_000.0 ** -torch.tensor([0, 0.5])
+    for found, value, dtypes, masters, cos, grads in run_ranks(_bf16, world, sizes):
+        assert dtypes == {
+            0: torch.bfloat16,
+            1: torch.float32,
+            2: torch.float32,
+            "out": torch.bfloat16,
+            "weight": torch.bfloat16,
+        }
+        assert masters == {torch.float32}
+        assert found.dtype == torch.float32
+        assert not torch.equal(found, logits)
+        assert (found - logits).abs().max() < 2e-2 * logits.abs().max()
+        assert value == pytest.approx(loss.item(), rel=2e-2)
+        assert relative_error({n: g / world for n, g in grads.items()}, expected) < 5e-2
+        if cos is not None:
+            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-7)
+
+
+def test_bf16_trains_on_one_rank(mesh):
+    model = fk.parallelize(_transformer(), mesh, precision="bf16")
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    batch = TensorDict({"input_ids": IDS, "labels": IDS.roll(-1, 1)}, [4])
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    losses = []
+    for _ in range(10):
+        state, metrics = step(state, [batch])
+        losses.append(metrics["loss"].item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in state.model.parameters()} == {torch.float32}
+
+
+# Recomputation and compilation
+
+
+def _kept(model):
+    """Bytes that the forward pass keeps for the backward pass, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = fk.cross_entropy(model(IDS), IDS).sum
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_recomputation_keeps_less_and_gives_the_same_gradient(mesh):
+    kept, found = {}, {}
+    for what in ("none", "full", "selective"):
+        model = fk.parallelize(_transformer(), mesh, activation_checkpoint=what)
+        kept[what] = _kept(model)
+        found[what] = gradients(model)[1]
+    assert kept["full"] < 0.5 * kept["none"]
+    for what in ("full", "selective"):
+        assert relative_error(found[what], found["none"]) < 1e-6
+
+
+class _Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products and attention calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "bmm")
+        self.attention += "flash_attention_for_cpu" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_repeats_no_product_and_no_attention(mesh):
+    counts = {}
+    for what in ("none", "full", "selective"):
+        model = fk.parallelize(_transformer(), mesh, activation_checkpoint=what)
+        with _Products() as seen:
+            gradients(model)
+        counts[what] = (seen.products, seen.attention)
+    assert counts["selective"] == counts["none"]
+    assert counts["none"][1] == SPEC.layers
+    assert counts["full"][1] == 2 * SPEC.layers
+    assert counts["full"][0] > counts["none"][0]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_gradient_of_plain_ones(mesh):
+    spec = attrs.evolve(SPEC, layers=1)
+    expected = gradients(fk.Transformer(spec))[1]
+    with warnings.catch_warnings():
+        # torch's own compiler does both, at import and while it traces.
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+        model = fk.parallelize(fk.Transformer(spec), mesh, compile=True)
+        compiled = gradients(model)[1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert relative_error(compiled, expected) < 1e-5
+
+
+# Errors
+
+
+class _WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("table", torch.arange(4))
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (
+            _transformer,
+            {"precision": "fp8"},
+            r"^precision is 'fp8'; it is one of 'fp32', 'bf16'\.$",
+        ),
+        (
+            _transformer,
+            {"activation_checkpoint": "all"},
+            r"^activation_checkpoint is 'all'; it is one of 'none', 'full', 'selective'\.$",
+        ),
+        (
+            Foreign,
+            {"blocks": "net.layers"},
+            r"^blocks='net.layers' is no list of layers of Foreign; its lists are \['net.body', ",
+        ),
+        (Foreign, {"blocks": "embed"}, r"^blocks='embed' is no list of layers of Foreign"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(mesh, build, options, message):
+    with pytest.raises(ValueError, match=message):
+        fk.parallelize(build(), mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_WithBuffer, r"^the buffers \['table'\] are on meta and only their modules know"),
+        (_Tied, r"^'head.weight' is the same parameter as 'embed.weight' and on meta"),
+    ],
+)
+def test_what_meta_cannot_keep_is_refused(mesh, build, message):
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(ValueError, match=message + r".*Build the model on the CPU"):
+        fk.parallelize(model, mesh)
+    fk.parallelize(build(), mesh)
+
+
+def _refused(rank, world, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with pytest.raises(ValueError, match=r"over dp_replicate and dp_shard") as error:
+        fk.parallelize(_transformer(), mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_meshes_beyond_data_parallelism_are_refused(name):
+    for message in run_ranks(_refused, 2, {name: 2}):
+        assert f"this mesh has {{'{name}': 2}}" in message
+        assert message.endswith("leave the others at 1.")
+
+
+def test_a_mesh_without_our_names_is_refused(mesh):
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    with pytest.raises(ValueError, match=r"this mesh has \('data',\). Build it with forgekit.bui"):
+        fk.parallelize(_transformer(), other)
+
+
+def _tied(rank, world):
+    model = _laid_out({}, _filled_tied)
+    assert model.head.weight is model.embed.weight
+    return gradients(model, TIED_IDS.chunk(world)[rank])[1]
+
+
+def _filled_tied():
+    model = _Tied()
+    fk.init_weights(model, 0)
+    return model
+
+
+TIED_IDS = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]])
+
+
+def test_shared_parameters_stay_shared_on_ranks():
+    expected = gradients(_filled_tied(), TIED_IDS)[1]
+    assert list(expected) == ["embed.weight"]
+    for found in run_ranks(_tied, 2):
+        assert relative_error(found, expected) < 1e-6

@@ -1,0 +1,24 @@
+"""Data for tiny runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import forgekit as fk
+
+pytest.register_assert_rewrite("runs")
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A token file and its held-out part, without a tokenizer: counting, from random starts."""
+    path = tmp_path_factory.mktemp("data") / "tokens"
+    draw = np.random.default_rng(0)
+    for folder, count in ((path, 60), (path / "heldout", 5)):
+        documents = [
+            (draw.integers(63) + np.arange(draw.integers(20, 60))) % 63 for _ in range(count)
+        ]
+        size = {"text_bytes": 2 * sum(map(len, documents))}
+        fk.write_tokens(folder, documents, vocab_size=64, eos_id=63, metadata=size)
+    return path

@@ -1,0 +1,236 @@
+"""Real processes and real signals: what is stopped or killed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import (
+    arguments,
+    assert_same_run,
+    last_step,
+    launch,
+    load_recipe,
+    results,
+    rows_of,
+    run_here,
+    saved_step,
+    status_of,
+)
+
+import forgekit as fk
+from forgekit.config import structure, to_dict
+
+STEPS = 100
+AHEAD = 8
+"""Steps to watch before a signal: more than ``save_every``, so that each part commits a save."""
+
+
+def command_line(out, tokens, **settings):
+    return arguments(out=out, data__path=tokens, steps=STEPS, model__dropout=0.1, **settings)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens, tmp_path_factory):
+    """The run directory of one process that nobody disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_here("pretrain", command_line(out, tokens))
+    return out
+
+
+def _train(rank, world, folder, tokens):
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    run_here("pretrain", command_line(folder / "run", tokens))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(tokens, tmp_path_factory):
+    """The run directory of two ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("pair")
+    run_ranks(_train, 2, folder, tokens, group=False)
+    return folder / "run"
+
+
+def go_on(job, out, start):
+    """Wait until a run has done some steps beyond ``start`` and committed a checkpoint of one."""
+    job.wait_for(
+        lambda: last_step(out) >= start + AHEAD and saved_step(out) > start,
+        f"step {start + AHEAD} and a checkpoint after step {start}",
+    )
+
+
+def assert_stopped(job, out, reason):
+    """Check that a run ended cleanly: all agree on the step, and it is saved."""
+    status = status_of(out)
+    assert (status["status"], status["reason"]) == ("stopped", reason), job.output
+    assert status["step"] == saved_step(out) == last_step(out) < STEPS
+    assert status["samples"] == 8 * status["step"]
+
+
+def test_one_process_resumes_bitwise_after_each_signal(tmp_path, tokens, undisturbed):
+    out, log = tmp_path / "run", tmp_path / "log"
+    start = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        with launch("pretrain", command_line(out, tokens), log=log) as job:
+            go_on(job, out, start)
+            job.process.send_signal(number)
+            code = job.end()
+            assert f"step {start}, sample {8 * start};" in job.output
+        if number == signal.SIGKILL:
+            assert code == -signal.SIGKILL
+            assert status_of(out)["status"] == "running"
+        else:
+            assert code == 0, job.output
+            assert_stopped(job, out, signal.Signals(number).name)
+        start = saved_step(out)
+    with launch("pretrain", command_line(out, tokens), log=log) as job:
+        assert job.end() == 0, job.output
+        assert f"step {start}, sample {8 * start};" in job.output
+    assert status_of(out)["status"] == "finished"
+    assert_same_run(out, undisturbed)
+
+
+def test_two_ranks_resume_bitwise_after_each_signal(tmp_path, tokens, undisturbed_pair):
+    out, log = tmp_path / "run", tmp_path / "log"
+    start = 0
+    for disturb, reason in (
+        (lambda job: job.process.send_signal(signal.SIGTERM), "SIGTERM"),
+        (lambda job: job.process.send_signal(signal.SIGINT), "SIGINT"),
+        (lambda job: job.process.kill(), "launcher is gone"),
+        (lambda job: job.kill(), None),
+    ):
+        with launch("pretrain", command_line(out, tokens), log=log, ranks=2) as job:
+            go_on(job, out, start)
+            disturb(job)
+            job.end()  # torchrun's own code says nothing: it is 1 also after a clean stop
+            assert f"step {start}, sample {8 * start};" in job.output
+        if reason is None:
+            assert status_of(out)["status"] == "running"
+        else:
+            assert_stopped(job, out, reason)
+        start = saved_step(out)
+    with launch("pretrain", command_line(out, tokens), log=log, ranks=2) as job:
+        assert job.end() == 0, job.output
+    assert status_of(out)["status"] == "finished"
+    assert_same_run(out, undisturbed_pair)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path, tokens):
+    out = tmp_path / "run"
+    with launch("pretrain", command_line(out, tokens), log=tmp_path / "first") as first:
+        go_on(first, out, start=0)
+        first.process.send_signal(signal.SIGSTOP)
+        before = {name: (out / name).read_bytes() for name in ("config.json", "status.json")}
+        again = command_line(out, tokens, seed=1)
+        with launch("pretrain", again, log=tmp_path / "second") as second:
+            assert second.end() == 1
+        holder = f"error: {out} is in use by pid {first.process.pid} on host "
+        assert second.output.startswith(holder), "a message and no traceback"
+        assert {name: (out / name).read_bytes() for name in before} == before
+        first.process.send_signal(signal.SIGUSR1)
+        first.process.send_signal(signal.SIGCONT)
+        assert first.end() == 0, first.output
+    assert_stopped(first, out, "SIGUSR1")
+
+
+def test_a_run_directory_holds_what_happened(undisturbed):
+    names = {path.name for path in undisturbed.iterdir()} - {".lock"}
+    assert names == {"config.json", "metrics.jsonl", "status.json", "checkpoints", "loss.png"}
+    saved = {path.name for path in (undisturbed / "checkpoints").iterdir()}
+    assert saved == {f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)} | {"latest"}
+    assert (undisturbed / "checkpoints" / "latest").readlink().name == f"step_{STEPS:08d}"
+    config = json.loads((undisturbed / "config.json").read_text())
+    recipe = load_recipe("pretrain")
+    assert to_dict(structure(recipe.Config, config)) == config
+    assert (config["steps"], config["model"]["dropout"]) == (STEPS, 0.1)
+    assert status_of(undisturbed)["status"] == "finished"
+
+
+def test_held_out_text_is_measured_in_bits_per_byte(undisturbed, tokens):
+    *others, last = results(undisturbed)
+    assert not any("eval/heldout/loss" in row for row in others)
+    held_out = fk.open_tokens(tokens / "heldout")
+    assert last["eval/heldout/targets"] == held_out.tokens - 1
+    bits = last["eval/heldout/loss"] * held_out.tokens / held_out.metadata["text_bytes"]
+    assert last["eval/heldout/bits_per_byte"] == pytest.approx(bits / math.log(2), rel=1e-12)
+    first = rows_of(undisturbed)[0]["train/loss"]
+    assert last["eval/heldout/loss"] < 0.5 * first, "it has learned nothing"
+
+
+REFUSED = {
+    "a fraction for an integer": (["steps=7.9"], "steps: expected int, read 7.9 (float)."),
+    "a truth value for an integer": (["keep=true"], "keep: expected int, read true (bool)."),
+    "an integer for a truth value": (["compile=1"], "compile: expected bool, read 1 (int)."),
+    "text for a number": (["optim.lr=high"], 'optim.lr: expected float, read "high" (str).'),
+    "a list for a section": (["model=[1]"], "model: expected TransformerSpec, read [1] (list)."),
+    "an unknown key": (["optim.wd=0.1"], "optim.wd: unknown key; "),
+    "a mistyped key": (["model.layer=2"], "model.layer: unknown key; the nearest is model.layers."),
+    "a key of another section": (
+        ["seq_len=8"],
+        "seq_len: unknown key; the nearest is data.seq_len.",
+    ),
+    "an unknown argument": (["fast"], "fast: "),
+    "a precision that is none": (
+        ["precision=fp8"],
+        'precision: expected one of fp32, bf16, read "fp8" (str)',
+    ),
+    "heads that do not divide": (["model.heads=5"], "model: dim 32 must be divisible by 2 * heads"),
+    "a mesh of nothing": (["mesh.dp_replicate=0"], "mesh: dp_replicate is 0; a mesh dimension is"),
+    "two mistakes": (["steps=a", "seed=b"], 'seed: expected int, read "b" (str).'),
+    "too many ranks": (["mesh.dp_shard=3"], "error: dp_shard 3 = 3 does not fit 1 ranks; "),
+    "tensor parallel": (["mesh.tp=2", "mesh.dp_shard=1"], "error: tp 2 = 2 does not fit 1 ranks; "),
+    "a global batch that does not divide": (
+        ["global_batch_size=10"],
+        "error: global_batch_size 10 must be divisible by batch_size 4 * 1 data-parallel ranks = 4;"
+        " the nearest are 8 and 12.",
+    ),
+    "a batch of nothing": (["batch_size=0"], "error: batch_size 0 must be at least 1."),
+    "a vocabulary that is too small": (
+        ["model.vocab_size=63"],
+        "error: vocab_size 63 of the model is below the 64 of ",
+    ),
+    "data that is not there": (
+        ["data.path=nowhere"],
+        "error: nowhere is not a token file: it has no index.json. ",
+    ),
+    "rows of nothing": (["data.seq_len=0"], "error: seq_len 0 must be at least 1."),
+    "rows longer than the model takes": (
+        ["data.seq_len=17"],
+        "error: seq_len 17 of the data is above max_seq_len 16 of the model; set data.seq_len=16",
+    ),
+    "rows of metrics every 0 steps": (["log_every=0"], "error: every 0 must be at least 1"),
+    "checkpoints that are not kept": (["keep=0"], "keep: 'keep' must be >= 1: 0."),
+    "a decay that grows": (["optim.weight_decay=-1"], "error: weight_decay is -1.0; it must not"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_that_cannot_be_is_refused_before_it_starts(case, tmp_path, tokens, capsys):
+    given, sentence = REFUSED[case]
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as exit_:
+        run_here("pretrain", [*arguments(out=out, data__path=tokens, steps=20), *given])
+    shown = capsys.readouterr().err
+    assert exit_.value.code == 2, shown
+    assert any(line.strip().startswith(sentence) for line in shown.splitlines()), shown
+    assert not (out / "metrics.jsonl").exists()
+    assert not (out / "checkpoints").exists()
+
+
+def test_a_run_of_no_steps_ends_well(tmp_path, tokens, capsys):
+    run_here("pretrain", arguments(out=tmp_path, data__path=tokens, steps=0))
+    assert "no finite loss in them" in capsys.readouterr().err
+    assert status_of(tmp_path)["status"] == "finished"
+
+
+def test_a_refusal_is_exit_code_2_and_a_sentence(tmp_path, tokens):
+    given = arguments(out=tmp_path / "run", data__path=tokens, global_batch_size=10)
+    with launch("pretrain", given, log=tmp_path / "log") as job:
+        assert job.end() == 2
+    assert len(job.output.splitlines()) == 1
+    assert status_of(tmp_path / "run")["status"] == "failed"

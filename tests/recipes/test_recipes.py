@@ -1,0 +1,82 @@
+"""Each recipe, copied into a folder of its own and run from another one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from runs import arguments, launch, rows_of, status_of
+
+import forgekit as fk
+from forgekit.cli import main, recipes_folder
+
+TEXT = "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return add(a, a)\n\n\n"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Token files with a tokenizer and a held-out part, as ``forgekit prepare`` makes them."""
+    folder = tmp_path_factory.mktemp("prepared")
+    for number in range(12):
+        (folder / f"{number}.py").write_text(TEXT.replace("a", f"a{number}") * 10)
+    path = folder / "tokens"
+    fk.prepare([folder], path, vocab_size=300, held_out_every=4)
+    return path
+
+
+def minimal(out, data):
+    return []
+
+
+def pretrain(out, data):
+    size = fk.open_tokens(data).vocab_size
+    return arguments(out=out, data__path=data, steps=12, model__vocab_size=size, prompt="def ")
+
+
+def check_minimal(out, output):
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert not out.exists()
+
+
+def check_pretrain(out, output):
+    names = {path.name for path in out.iterdir()} - {".lock"}
+    assert names == {
+        *("config.json", "metrics.jsonl", "status.json", "checkpoints", "samples", "loss.png")
+    }
+    assert status_of(out)["status"] == "finished"
+    assert rows_of(out)[-1]["eval/heldout/bits_per_byte"] > 0
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (out / "samples" / "step_00000012.txt").read_text()
+    assert sample.startswith("def ")
+    assert f"sample ({out / 'samples'}):\n{sample}\n" in output
+
+
+RECIPES = {"minimal": (minimal, check_minimal), "pretrain": (pretrain, check_pretrain)}
+
+
+def test_each_recipe_has_a_row():
+    assert {path.stem for path in recipes_folder().glob("*.py")} == RECIPES.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_copy_runs_from_another_folder(name, tmp_path, prepared):
+    command_line, check = RECIPES[name]
+    home, elsewhere, out = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "out"
+    home.mkdir()
+    elsewhere.mkdir()
+    copy = home / "mine.py"
+    assert main(["cp", name, str(copy)]) == 0
+    header = rf"# Copied from forgekit \S+ recipes/{name}\.py \(sha256 [0-9a-f]{{8}}\)\."
+    assert re.match(header, copy.read_text())
+    given = command_line(out, prepared)
+    with launch(copy, given, log=tmp_path / "log", cwd=elsewhere) as job:
+        assert job.end() == 0, job.output
+    check(out, job.output)
+    assert [path.name for path in elsewhere.iterdir()] == []
+
+
+def test_a_recipe_runs_without_a_copy(tmp_path, capsys):
+    assert main(["run", "minimal"]) == 0
+    check_minimal(tmp_path / "out", capsys.readouterr().out)

@@ -1,0 +1,156 @@
+"""However a run ends, its directory says so and nothing is left open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import forgekit as fk
+
+
+def create(step=0):
+    model = nn.Linear(2, 2)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    return fk.donate(state, step=step, samples=8 * step)
+
+
+def status(out):
+    return json.loads((out / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("stopped", "expected"), [(None, "finished"), ("SIGTERM", "stopped"), ("budget", "stopped")]
+)
+def test_a_run_that_ended_says_where_and_why(tmp_path, capsys, stopped, expected):
+    out = tmp_path / "deep" / "run"
+    with fk.open_run(out, {}) as run:
+        assert (run.out, run.checkpoints, run.is_writer) == (out, out / "checkpoints", True)
+        with run.start(create(), every=1) as log:
+            assert isinstance(log, fk.MetricsLog)
+            assert status(out).items() >= {"status": "running", "step": 0}.items()
+        run.end(create(step=5), stopped)
+    found = status(out)
+    assert found.pop("time")
+    assert found == {"status": expected, "step": 5, "samples": 40, "reason": stopped}
+    assert (
+        f"{out}: step 0, sample 0; 0.00 M parameters on 1 rank, set up" in capsys.readouterr().err
+    )
+
+
+class Unexpected(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("oh"), ValueError("oh"), Unexpected("oh"), KeyboardInterrupt("oh")]
+)
+def test_what_goes_wrong_in_the_loop_goes_on_as_it_is(tmp_path, error):
+    """A ValueError too: set-up is over, so it is a failure."""
+    with pytest.raises(type(error)) as raised, fk.open_run(tmp_path, {}) as run:  # noqa: PT012
+        run.start(create(step=3), every=1).close()
+        raise error
+    assert raised.value is error
+    found = status(tmp_path)
+    assert found["status"] == "failed"
+    assert found["reason"] == f"{type(error).__name__}: oh"
+    assert (found["step"], found["samples"]) == (3, 24)
+
+
+USAGE = [
+    ValueError("dim 30 must be divisible"),
+    TypeError("no"),
+    FileNotFoundError(2, "No such file", "data/x"),
+    ImportError("pip install"),
+]
+
+
+@pytest.mark.parametrize("error", USAGE, ids=lambda error: type(error).__name__)
+def test_what_set_up_refuses_exits_2_with_its_message_alone(tmp_path, capsys, error):
+    with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
+        raise error
+    assert raised.value.code == 2
+    assert raised.value.__suppress_context__
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert status(tmp_path)["status"] == "failed"
+    assert status(tmp_path)["reason"] == f"{type(error).__name__}: {error}"
+
+
+def test_an_unexpected_error_of_set_up_keeps_its_traceback(tmp_path, capsys):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}):
+        raise Unexpected("bug")
+    assert status(tmp_path)["reason"] == "Unexpected: bug"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_directory_in_use_exits_1_and_is_left_as_it_is(tmp_path, capsys):
+    with fk.open_run(tmp_path, {"first": True}) as run:
+        run.start(create(), every=1).close()
+        before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+        with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {"first": False}):
+            raise AssertionError("two runs in one directory")
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+        run.end(create(step=1))
+    assert raised.value.code == 1
+    assert f"error: {tmp_path} is in use by pid" in capsys.readouterr().err
+    with fk.open_run(tmp_path, {"first": False}):
+        pass
+
+
+def test_the_configuration_is_kept(tmp_path):
+    config = {"model": {"dim": 8}, "out": Path("runs/a"), "rates": [0.1, None], "name": "é"}
+    with fk.open_run(tmp_path, config) as run:
+        assert not (tmp_path / "config.json").exists(), "a refused run must not replace it"
+        run.start(create(), every=1).close()
+        found = json.loads((tmp_path / "config.json").read_text())
+    assert found == config | {"out": "runs/a"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_process_groups_are_destroyed(tmp_path, fails):
+    try:
+        with fk.open_run(tmp_path, {}):
+            fk.build_mesh(device="cpu")
+            assert dist.is_initialized()
+            if fails:
+                raise Unexpected
+    except Unexpected:
+        assert fails
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_under_way_is_waited_for(tmp_path, fails):
+    try:
+        with fk.open_run(tmp_path, {}) as run:
+            fk.checkpoint_save(create(step=4), run.checkpoints)
+            if fails:
+                raise Unexpected
+    except Unexpected:
+        assert fails
+    assert fk.latest_checkpoint(tmp_path / "checkpoints").name == "step_00000004"
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with fk.open_run(tmp_path, {}) as run:
+        assert not run.is_writer
+        run.start(create(), every=1).close()
+        run.end(create(step=1))
+    with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
+        raise ValueError("refused")
+    assert raised.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, []), (0, []), (-1, [])]
+)
+def test_every_so_many_steps(steps, due):
+    assert [step for step in range(1, 7) if fk.every(steps, create(step))] == due

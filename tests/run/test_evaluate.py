@@ -1,0 +1,184 @@
+"""Evaluation is the mean over all targets, in any split and on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    build_state,
+    full_tensors,
+    global_batch,
+    head_loss,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from tensordict import TensorDict
+
+import forgekit as fk
+
+
+def held_out():
+    """Nine rows of ragged targets, one row without any."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, SPEC.vocab_size, (9, 13), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(9):
+        labels[row, row + 2 :] = -100
+    labels[4] = -100
+    return TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [9])
+
+
+def by_hand(batch, model=None):
+    """Mean over the targets, each row by itself, in float64."""
+    model = (model or fk.Transformer(SPEC)).double().eval()
+    losses = []
+    for row in batch:
+        log_p = model(row["input_ids"][None])[0].log_softmax(-1)
+        losses += [-log_p[i, y].item() for i, y in enumerate(row["labels"].tolist()) if y >= 0]
+    return sum(losses) / len(losses), len(losses)
+
+
+def dropout_state():
+    model = fk.Transformer(attrs.evolve(SPEC, dropout=0.5))
+    return fk.TrainState.create(model, fk.adamw(model))
+
+
+@pytest.mark.parametrize("split", [[9], [1] * 9, [4, 1, 4], [3, 2, 4]])
+@pytest.mark.parametrize("loss_fn", [logits_loss, head_loss])
+def test_the_mean_is_over_targets_whatever_the_split(split, loss_fn):
+    """Without dropout, and with a micro-batch that has no target."""
+    loss, targets = by_hand(held_out())
+    found = fk.evaluate(dropout_state(), iter(held_out().split(split)), loss_fn)
+    assert sorted(found.keys()) == ["loss", "targets"]
+    assert found["loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert found["targets"].item() == targets
+    assert all(v.dtype == torch.float64 and v.shape == () for v in found.values())
+
+
+def _on_ranks(rank, world, layout, options):
+    state = build_state(layout, world, **options)
+    rows = held_out()
+    empty = rows[:1].clone()
+    empty["labels"][:] = -100
+    mine = [rows[i : i + 1] if i < 9 else empty for i in range(rank, 12, world)]
+    found = fk.evaluate(state, mine, logits_loss, name="set", bytes_per_token=4.0)
+    return {name: value.item() for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "options"),
+    [
+        (2, {}, {}),
+        (2, {"dp_replicate": 2, "dp_shard": 1}, {}),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpoint": "full"}),
+    ],
+)
+def test_ranks_agree_with_one_process(world, layout, options):
+    loss, targets = by_hand(held_out())
+    for found in run_ranks(_on_ranks, world, layout, options):
+        assert found == {
+            "eval/set/loss": pytest.approx(loss, rel=1e-6),
+            "eval/set/targets": targets,
+            "eval/set/bits_per_byte": pytest.approx(loss / math.log(2) / 4, rel=1e-6),
+        }
+
+
+def test_own_metrics_are_sums_over_counts_under_the_set_s_name():
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        hits = (model(batch["input_ids"]).argmax(-1) == batch["labels"]).sum()
+        return fk.Loss(loss.sum, loss.count, {"accuracy": (hits, loss.count)})
+
+    batch, state = held_out(), dropout_state()
+    logits = state.model.eval()(batch["input_ids"])
+    hits = (logits.argmax(-1) == batch["labels"]).sum().item()
+    found = fk.evaluate(state, batch.split([5, 4]), loss_fn, name="books")
+    assert found["eval/books/accuracy"].item() == pytest.approx(hits / by_hand(batch)[1])
+
+
+def test_nothing_in_the_state_changes():
+    state = dropout_state()
+    before, noise = full_tensors(state.model), torch.get_rng_state()
+    state.model.embedding.weight.grad = torch.ones_like(state.model.embedding.weight)
+    grads = []
+
+    def loss_fn(model, batch):
+        grads.append(torch.is_grad_enabled())
+        return logits_loss(model, batch)
+
+    fk.evaluate(state, [held_out()], loss_fn)
+    assert grads == [False]
+    assert state.step == state.samples == 0
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before.values(), full_tensors(state.model).values(), strict=True)
+    )
+    assert torch.equal(
+        state.model.embedding.weight.grad, torch.ones_like(state.model.embedding.weight)
+    )
+    assert torch.equal(torch.get_rng_state(), noise)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_module_returns_to_the_mode_it_was_in(fails):
+    """A part that is frozen in evaluation mode stays so."""
+    state = dropout_state()
+    state.model.layers[0].eval()
+    before = [module.training for module in state.model.modules()]
+    assert len(set(before)) == 2
+    inside = []
+
+    def loss_fn(model, batch):
+        inside.extend(module.training for module in model.modules())
+        if fails:
+            raise RuntimeError("the batch is broken")
+        return logits_loss(model, batch)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="the batch is broken"):
+            fk.evaluate(state, [held_out()], loss_fn)
+    else:
+        fk.evaluate(state, [held_out()], loss_fn)
+    assert not any(inside)
+    assert [module.training for module in state.model.modules()] == before
+
+
+def test_without_micro_batches_there_is_no_loss():
+    with pytest.raises(ValueError, match=r"^evaluate got no micro-batch; every rank must bring"):
+        fk.evaluate(dropout_state(), [], logits_loss)
+
+
+def _gradient_after(rank, world, layout, fails):
+    state = build_state(layout, world, dtype=torch.float64)
+
+    def broken(model, batch):
+        model(batch["input_ids"])
+        raise RuntimeError("broken")
+
+    batches = [row[rank] for row in global_batch(world)]
+    if fails:
+        with pytest.raises(RuntimeError, match="broken"):
+            fk.evaluate(state, batches, broken)
+    else:
+        fk.evaluate(state, batches, logits_loss)
+    resharded = all(hasattr(p, "placements") for p in state.model.parameters())
+    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    factor = fk.clip(totals).factor
+    gradients = full_tensors(state.model, gradients=True)
+    return {name: g * factor for name, g in gradients.items()}, resharded
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("world", "layout"), [(2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})])
+def test_a_step_after_an_evaluation_has_the_right_gradient(world, layout, fails):
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
+    for found, resharded in run_ranks(_gradient_after, world, layout, fails):
+        assert resharded
+        assert relative_error(found, expected) < 1e-10

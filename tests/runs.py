@@ -1,0 +1,211 @@
+"""Runs of recipes on next to nothing: in this process or in real ones, and what they left behind.
+
+Real processes are only ever watched through what they write: a test waits for a step or a file, not
+for the clock, so that a busy machine makes it slower and not wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import forgekit as fk
+from forgekit.cli import recipes_folder
+
+PATIENCE_S = 60
+POLL_S = 0.005
+TINY = {
+    "device": "cpu",
+    "log_every": 1,
+    "save_every": 5,
+    "eval_every": 0,
+    "global_batch_size": 8,
+    "batch_size": 4,
+    "optim.warmup": 5,
+    "data.seq_len": 16,
+    "data.workers": 1,
+    "model.vocab_size": 64,
+    "model.dim": 32,
+    "model.layers": 2,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.ffn_dim": 64,
+    "model.max_seq_len": 16,
+}
+
+
+def arguments(**settings: Any) -> list[str]:
+    """Settings as the command line takes them, on top of ``TINY``; ``__`` stands for a dot."""
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    return [f"{name}={value}" for name, value in (TINY | given).items()]
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Import a recipe from its file."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", recipes_folder() / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(name: str, command_line: Sequence[str]) -> None:
+    """Run a recipe's ``main`` in this process; signal handlers are as before in the end."""
+    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in heard}
+    try:
+        with mock.patch.object(sys, "argv", [f"{name}.py", *command_line]):
+            load_recipe(name).main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Job:
+    """A command and all processes that it starts, whatever sessions they put themselves into.
+
+    Attributes:
+        process: The process of the command itself.
+    """
+
+    def __init__(self, command: Sequence[str], *, log: Path, cwd: Path | None = None) -> None:
+        self._log = log
+        self._mark = uuid.uuid4().hex
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "FORGEKIT_TEST_JOB": self._mark}
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=cwd
+            )
+
+    @property
+    def output(self) -> str:
+        """What its processes have written so far."""
+        return self._log.read_text(errors="replace")
+
+    def members(self) -> list[int]:
+        """Its processes that are alive, found by a variable that they all inherit."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if self._mark.encode() in environment:
+                found.append(int(folder.name))
+        return found
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until ``condition()``; fail with the output if the job ends or it takes too long."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self._is_over() and not condition():
+                raise AssertionError(f"the job ended before {what}:\n{self.output}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {what} in {PATIENCE_S} s:\n{self.output}")
+            time.sleep(POLL_S)
+
+    def end(self) -> int:
+        """Wait until no process is left; return the exit code of the command itself."""
+        self.wait_for(self._is_over, "end")
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """Kill all of its processes, and those that they start meanwhile."""
+        while members := self.members():
+            for pid in members:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.poll()
+        self.process.wait()
+
+    def _is_over(self) -> bool:
+        return self.process.poll() is not None and not self.members()
+
+
+@contextmanager
+def launch(
+    recipe: str | Path, command_line: Sequence[str], *, log: Path, ranks: int = 1, **options: Any
+) -> Iterator[Job]:
+    """Start a recipe, under torchrun for several ranks; nothing of it survives the block."""
+    path = recipe if isinstance(recipe, Path) else recipes_folder() / f"{recipe}.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = torchrun if ranks > 1 else []
+    job = Job([sys.executable, *launcher, str(path), *command_line], log=log, **options)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Rows of ``metrics.jsonl``; none if it is not there yet."""
+    path = out / "metrics.jsonl"
+    return fk.read_metrics(path) if path.exists() else []
+
+
+def last_step(out: Path) -> int:
+    """The newest step in ``metrics.jsonl``."""
+    return max((row["step"] for row in rows_of(out)), default=0)
+
+
+def saved_step(out: Path) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    path = fk.latest_checkpoint(out / "checkpoints")
+    return 0 if path is None else int(path.name.removeprefix("step_"))
+
+
+def status_of(out: Path) -> dict[str, Any]:
+    """What ``status.json`` says."""
+    return json.loads((out / "status.json").read_text())
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    """What must be bitwise the same in two runs: each row without clock and memory."""
+    measured = ("perf/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows_of(out)]
+
+
+def tensors_of(out: Path) -> Mapping[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, whole, however many ranks wrote it."""
+    path = fk.latest_checkpoint(out / "checkpoints")
+    assert path is not None
+    specs = json.loads((path / "manifest.json").read_text())["tensors"]
+    tensors = {
+        name: torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]))
+        for name, spec in specs.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+def assert_same_run(out: Path, expected: Path) -> None:
+    """Compare two runs bit by bit: each step once, each loss, and what was saved at the end."""
+    assert [row["step"] for row in rows_of(out)] == [row["step"] for row in rows_of(expected)]
+    for found, row in zip(results(out), results(expected), strict=True):
+        assert found == row
+    assert saved_step(out) == saved_step(expected)
+    found, wanted = tensors_of(out), tensors_of(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)

@@ -1,0 +1,310 @@
+"""Both losses against torch's cross-entropy and the formula of the z-loss, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.steps import losses
+
+ROWS, PLACES, VOCAB, DIM = 3, 5, 11, 7
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+LABELS = torch.randint(0, VOCAB, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
+LABELS[0, 2:] = -100
+LABELS[2, 1] = -100
+MASKED = LABELS == -100
+
+
+def reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """From the targets' rows alone."""
+    rows, labels = logits[labels != -100].double(), labels[labels != -100]
+    squares = torch.stack([row.exp().sum().log().square() for row in rows])
+    return F.cross_entropy(rows, labels, reduction="sum") + z_loss * squares.sum()
+
+
+@pytest.fixture(params=["logits", "linear"])
+def loss_of(request):
+    """``loss_of(hidden, weight, labels, z_loss)`` by one of the two functions."""
+    if request.param == "linear":
+        return fk.linear_cross_entropy
+    return lambda hidden, weight, *rest: fk.cross_entropy(hidden @ weight.T, *rest)
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_cross_entropy_equals_torch(z_loss):
+    logits = draw(ROWS, PLACES, VOCAB).requires_grad_()
+    loss = fk.cross_entropy(logits, LABELS, z_loss)
+    expected = reference(logits, LABELS, z_loss)
+    assert loss.sum.dtype == torch.float64
+    torch.testing.assert_close(loss.sum, expected, rtol=1e-13, atol=0)
+    assert int(loss.count) == int((~MASKED).sum()) == 11
+    (gradient,) = torch.autograd.grad(loss.sum, logits)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-13)
+    assert torch.equal(gradient[MASKED], torch.zeros_like(gradient[MASKED]))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 15, 16, 1000])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(monkeypatch, z_loss, chunk):
+    monkeypatch.setattr(losses, "_chunk_rows", lambda weight: chunk)
+    hidden, weight = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = fk.linear_cross_entropy(*inputs, LABELS, z_loss)
+    expected = reference(hidden @ weight.T, LABELS, z_loss)
+    torch.testing.assert_close(loss.sum, expected, rtol=1e-13, atol=0)
+    assert int(loss.count) == 11
+    upstream = 0.125
+    found = torch.autograd.grad(loss.sum * upstream, inputs)
+    for mine, theirs in zip(found, torch.autograd.grad(expected * upstream, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert torch.equal(found[0][MASKED], torch.zeros_like(found[0][MASKED]))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
+def test_gradients_equal_finite_differences(loss_of, needed, z_loss):
+    inputs = [
+        draw(ROWS, PLACES, DIM).requires_grad_(needed[0]),
+        (draw(VOCAB, DIM, seed=2) / 3).requires_grad_(needed[1]),
+    ]
+    assert torch.autograd.gradcheck(lambda h, w: loss_of(h, w, LABELS, z_loss).sum, inputs)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_sixteen_bit_inputs_have_a_float32_loss(loss_of, z_loss):
+    inputs = [
+        draw(ROWS, PLACES, DIM, dtype=torch.bfloat16).requires_grad_(),
+        (draw(VOCAB, DIM, seed=2) / 3).bfloat16().requires_grad_(),
+    ]
+    loss = loss_of(*inputs, LABELS, z_loss)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = reference(wide[0] @ wide[1].T, LABELS, z_loss)
+    assert loss.sum.dtype == torch.float32
+    assert loss.sum.item() == pytest.approx(expected.item(), rel=5e-3)
+    found = torch.autograd.grad(loss.sum, inputs)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, wide), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+def test_bfloat16_logits_lose_nothing_in_the_loss():
+    """The sum over 4,000 targets would be off by percents if it were done in bfloat16."""
+    logits = draw(4000, VOCAB, dtype=torch.bfloat16)
+    labels = torch.arange(4000) % VOCAB
+    found = fk.cross_entropy(logits, labels).sum
+    assert found.item() == pytest.approx(reference(logits, labels, 0.0).item(), rel=1e-6)
+
+
+def test_without_gradients_the_value_is_the_same(loss_of):
+    hidden, weight = draw(ROWS, PLACES, DIM).requires_grad_(), draw(VOCAB, DIM).requires_grad_()
+    with torch.no_grad():
+        quiet = loss_of(hidden, weight, LABELS, 0.1)
+    assert not quiet.sum.requires_grad
+    loud = loss_of(hidden, weight, LABELS, 0.1)
+    assert loud.sum.requires_grad
+    assert torch.equal(quiet.sum, loud.sum)
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.found = max(self.found, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize(("rows", "vocab", "chunk"), [(200, 90, 10), (50, 2**19, None)])
+def test_all_logits_are_never_held(monkeypatch, rows, vocab, chunk):
+    """By itself it takes 16 rows of half a million logits at a time."""
+    if chunk is not None:
+        monkeypatch.setattr(losses, "_chunk_rows", lambda weight: chunk)
+    hidden, weight = torch.ones(rows, 1), torch.ones(vocab, 1)
+    with _Largest() as seen:
+        labels = torch.arange(rows) % vocab
+        fk.linear_cross_entropy(hidden.requires_grad_(), weight, labels, z_loss=0.1).sum.backward()
+    assert seen.found == (chunk or 16) * vocab
+
+
+# Masked places
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_without_targets_the_loss_and_its_gradient_are_zero(loss_of, z_loss):
+    inputs = [draw(ROWS, PLACES, DIM).requires_grad_(), draw(VOCAB, DIM).requires_grad_()]
+    loss = loss_of(*inputs, torch.full_like(LABELS, -100), z_loss)
+    assert (loss.sum.item(), int(loss.count)) == (0.0, 0)
+    for gradient in torch.autograd.grad(loss.sum, inputs):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_what_stands_in_masked_logits_does_not_matter(z_loss, value):
+    clean = draw(ROWS, PLACES, VOCAB)
+    for place in (slice(None), 0):
+        dirty = clean.clone()
+        dirty[..., place] = torch.where(MASKED[..., None], value, dirty)[..., place]
+        dirty.requires_grad_()
+        loss = fk.cross_entropy(dirty, LABELS, z_loss)
+        assert torch.equal(loss.sum, fk.cross_entropy(clean, LABELS, z_loss).sum)
+        (gradient,) = torch.autograd.grad(loss.sum, dirty)
+        wanted = torch.autograd.functional.vjp(lambda x: reference(x, LABELS, z_loss), clean)[1]
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-13)
+        assert torch.equal(gradient[MASKED], torch.zeros_like(gradient[MASKED]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_what_stands_in_masked_hidden_states_does_not_matter(z_loss, value):
+    clean, weight = draw(ROWS, PLACES, DIM), (draw(VOCAB, DIM) / 3).requires_grad_()
+    dirty = torch.where(MASKED[..., None], value, clean).requires_grad_()
+    loss = fk.linear_cross_entropy(dirty, weight, LABELS, z_loss)
+    expected = reference(clean @ weight.T, LABELS, z_loss)
+    torch.testing.assert_close(loss.sum, expected, rtol=1e-13, atol=0)
+    hidden_grad, weight_grad = torch.autograd.grad(loss.sum, [dirty, weight])
+    assert torch.equal(hidden_grad[MASKED], torch.zeros_like(hidden_grad[MASKED]))
+    (wanted,) = torch.autograd.grad(expected, weight)
+    torch.testing.assert_close(weight_grad, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_nan_at_a_target_makes_the_loss_nan(loss_of, z_loss):
+    """So that the step is a bad one: a gradient alone could hide it."""
+    hidden, weight = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM)
+    hidden[1, 1, 0] = float("nan")
+    assert loss_of(hidden, weight, LABELS, z_loss).sum.isnan()
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, -99])
+def test_a_label_outside_the_vocabulary_raises(loss_of, label):
+    labels = LABELS.clone()
+    labels[1, 0] = label
+    with pytest.raises((IndexError, RuntimeError), match=rf"{label} is out of bounds"):
+        loss_of(draw(ROWS, PLACES, DIM), draw(VOCAB, DIM), labels, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: fk.cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()),
+            r"^logits has shape \(2, 3, 4\) and labels \(2, 4\); labels must have the shape of log",
+        ),
+        (
+            lambda: fk.linear_cross_entropy(
+                torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long()
+            ),
+            r"^hidden has shape \(2, 3, 4\) and labels \(6,\)",
+        ),
+        (
+            lambda: fk.linear_cross_entropy(
+                torch.zeros(2, 3, 4), torch.zeros(4, 5), torch.zeros(2, 3).long()
+            ),
+            r"^weight has shape \(4, 5\) and hidden \(2, 3, 4\); weight must be \[v d\]",
+        ),
+        (
+            lambda: fk.linear_cross_entropy(
+                torch.zeros(2, 3, 4), torch.zeros(4), torch.zeros(2, 3).long()
+            ),
+            r"^weight has shape \(4,\)",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Loss
+
+
+def test_losses_over_the_same_targets_add_up():
+    count = torch.tensor(3)
+    first = fk.Loss(torch.tensor(2.0), count, {"a": (1.0, 2)}, (torch.tensor([2.0]), count[None]))
+    second = fk.Loss(torch.tensor(5.0), count, {"b": 4.0}, (torch.tensor([5.0]), count[None]))
+    both = first + second
+    assert both.sum.item() == 7.0
+    assert both.count is count
+    assert both.metrics == {"a": (1.0, 2), "b": 4.0}
+    assert both.rows[0].tolist() == [7.0]
+    assert both.rows[1].tolist() == [3]
+    assert (first + fk.Loss(torch.tensor(1.0), 3)).rows is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fits"),
+    [
+        (3, 3, True),
+        (torch.tensor(3), 3, True),
+        (torch.tensor(3), torch.tensor(3), True),
+        (3, 4, False),
+        (torch.tensor(3), torch.tensor(4), False),
+        (3, torch.tensor(4), False),
+    ],
+)
+def test_losses_of_different_counts_are_refused_with_both_ways_out(a, b, fits):
+    first, second = fk.Loss(torch.tensor(1.0), a), fk.Loss(torch.tensor(2.0), b)
+    if fits:
+        assert (first + second).sum.item() == 3.0
+        return
+    message = r"^cannot add losses with counts 3 and 4: .*token_weighted.*forgekit\.count_ahead"
+    with pytest.raises(ValueError, match=message):
+        first + second
+
+
+def test_one_name_for_two_metrics_is_refused():
+    loss = fk.Loss(torch.tensor(1.0), 3, {"a": 1.0, "b": 1.0})
+    with pytest.raises(ValueError, match=r"^both losses report \['b'\]; rename one of each\.$"):
+        loss + fk.Loss(torch.tensor(1.0), 3, {"b": 2.0})
+
+
+@pytest.mark.parametrize("split", [[8], [3, 5], [1] * 8])
+def test_with_mean_weights_micro_batch_means_by_their_targets(split):
+    """Over a split: sum of (targets * weight * mean), divided by all targets once."""
+    weight = draw(VOCAB, DIM).requires_grad_()
+    hidden, labels = draw(8, DIM, seed=4), torch.arange(8) % VOCAB
+    labels[[1, 6]] = -100
+    total = torch.zeros((), dtype=torch.float64)
+    by_hand = torch.zeros((), dtype=torch.float64)
+    for h, y in zip(hidden.split(split), labels.split(split), strict=True):
+        logits = h @ weight.T
+        mean = logits.square().mean()
+        base = fk.cross_entropy(logits, y)
+        loss = base.with_mean(mean, weight=0.2)
+        assert loss.count is base.count
+        total = total + loss.sum
+        targets = int((y != -100).sum())
+        by_hand = by_hand + reference(logits, y, 0.0) / 6 if targets else by_hand
+        by_hand = by_hand + 0.2 * mean * targets / 6
+    (found,) = torch.autograd.grad(total / 6, weight, retain_graph=True)
+    (expected,) = torch.autograd.grad(by_hand, weight)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_with_mean_keeps_metrics_and_rows():
+    rows = (torch.tensor([1.0]), torch.tensor([3]))
+    loss = fk.Loss(torch.tensor(1.0), 3, {"a": 1.0}, rows).with_mean(torch.tensor(2.0), 0.5)
+    assert loss.sum.item() == 1.0 + 0.5 * 2.0 * 3
+    assert loss.metrics == {"a": 1.0}
+    assert loss.rows is rows

@@ -1,0 +1,341 @@
+"""The step on models and habits that are not ours: what users bring must not break the gradient."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    build_state,
+    full_tensors,
+    global_batch,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import forgekit as fk
+
+
+def _corrected(state, batches, loss_fn=logits_loss):
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _batches(rank, world, seed=0):
+    return [row[rank] for row in global_batch(world, seed=seed)]
+
+
+def _peek(rank, world):
+    state = build_state({}, world, dtype=torch.float64)
+    fk.reduce_totals(fk.accumulate(state, _batches(rank, world, seed=1), logits_loss), state)
+    with torch.no_grad():
+        state.model(_batches(rank, world)[0]["input_ids"])
+    return _corrected(state, _batches(rank, world))
+
+
+def test_a_look_at_the_outputs_between_steps_leaves_no_stale_gradient():
+    """A forward without backward leaves FSDP's root gathered; its old shards keep gradients."""
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
+    for found in run_ranks(_peek, 2):
+        assert relative_error(found, expected) < 1e-10
+
+
+def _first_error(rank, world):
+    state = build_state({}, world, dtype=torch.float64)
+    with pytest.raises(KeyError, match="labls"):
+        fk.accumulate(state, _batches(rank, world), lambda model, batch: batch["labls"])
+    with pytest.raises(ValueError, match="a step got no micro-batch"):
+        fk.accumulate(state, [], logits_loss)
+    return _corrected(state, _batches(rank, world))
+
+
+def test_the_first_error_of_a_run_reaches_the_user():
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
+    for found in run_ranks(_first_error, 2):
+        assert relative_error(found, expected) < 1e-10
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x, head):
+        return (self.a if head == 0 else self.b)(self.body(x))
+
+
+def _two_heads_loss(model, batch):
+    return fk.Loss(model(batch["x"], int(batch["head"][0])).square().sum(), len(batch))
+
+
+def _head_batch(rank):
+    x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3) + rank
+    return TensorDict({"x": x, "head": torch.full((2,), rank)}, [2])
+
+
+def _different_heads(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(_TwoHeads().double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return _corrected(state, [_head_batch(rank)], _two_heads_loss)
+
+
+def test_parameters_that_one_rank_does_not_use_get_their_own_gradient():
+    model = _TwoHeads().double()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    expected = _corrected(state, [_head_batch(0), _head_batch(1)], _two_heads_loss)
+    for found in run_ranks(_different_heads, 2):
+        assert relative_error(found, expected) < 1e-12
+
+
+def _seeded_by_rank(rank, world, layout):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(rank)
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    model = fk.parallelize(model, mesh)
+    return full_tensors(model), model[1].running_mean
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_ranks_that_built_different_models_start_from_the_first_ones(layout):
+    torch.manual_seed(0)
+    first = dict(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).named_parameters())
+    for found, mean in run_ranks(_seeded_by_rank, 2, layout):
+        assert all(torch.equal(found[name], first[name]) for name in first)
+        assert mean.eq(0).all()
+
+
+def _wrapped_by_the_user(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    model = fully_shard(fk.Transformer(SPEC).double(), mesh=mesh["dp_shard"])
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return _corrected(state, _batches(rank, world))
+
+
+def test_a_model_that_the_user_wrapped_in_fsdp_sums_too():
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
+    for found in run_ranks(_wrapped_by_the_user, 2):
+        assert relative_error(found, expected) < 1e-10
+
+
+def _forgotten_mesh(rank, world):
+    model = fk.parallelize(fk.Transformer(SPEC), fk.build_mesh(device="cpu"))
+    with pytest.raises(ValueError, match=r"sharded over 2 ranks and the state got no mesh"):
+        fk.TrainState.create(model, fk.adamw(model))
+
+
+def test_a_forgotten_mesh_is_noticed():
+    run_ranks(_forgotten_mesh, 2)
+
+
+def test_the_first_step_of_fused_momentum_may_be_bad():
+    """The buffer is made from unwritten memory, and a skip leaves it so."""
+    results = []
+    for fused in (True, False):
+        model = fk.Transformer(SPEC)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=fused)
+        state = fk.TrainState.create(model, optimizer)
+        bad = fk.make_step(
+            lambda m, b: fk.Loss(logits_loss(m, b).sum * float("nan"), 1),
+            schedule=fk.constant(0.1),
+        )
+        step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
+        state, _ = bad(state, _batches(0, 1))
+        for _ in range(3):
+            state, _ = step(state, _batches(0, 1))
+        results.append(full_tensors(state.model))
+    assert relative_error(*results) < 1e-6
+
+
+def _lost_metric(rank, world):
+    state = build_state({}, world)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        if rank == 1 and state.step == 1:
+            return loss
+        return fk.Loss(loss.sum, loss.count, {"extra": (1.0, 1)})
+
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
+    state, _ = step(state, _batches(rank, world))
+    if rank == 1:
+        with pytest.raises(ValueError, match=r"changed: missing \['metrics.extra.count'"):
+            step(state, _batches(rank, world))
+        return None
+    state, metrics = step(state, _batches(rank, world))
+    return metrics["skipped"].item()
+
+
+def test_a_metric_that_is_lost_on_one_rank_makes_no_other_rank_wait():
+    assert run_ranks(_lost_metric, 2, timeout_s=20) == [1.0, None]
+
+
+def _other_evaluation_names(rank, world):
+    state = build_state({}, world)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return fk.Loss(loss.sum, loss.count, {f"source {rank}": (1.0, 1)})
+
+    with pytest.raises(ValueError, match="rank 1 reports other sums than rank 0"):
+        fk.evaluate(state, _batches(rank, world), loss_fn)
+
+
+def test_evaluation_refuses_ranks_with_different_metrics():
+    run_ranks(_other_evaluation_names, 2)
+
+
+def _uneven_rows(rank, world):
+    state = build_state({}, world)
+    batches = [batch[: 1 + rank] for batch in _batches(rank, world)]
+    with pytest.raises(ValueError, match=r"rank 1 counts 12 samples in a step and rank 0 6"):
+        fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+
+
+def test_ranks_with_different_numbers_of_rows_are_refused():
+    run_ranks(_uneven_rows, 2)
+
+
+class _Lying(list):
+    def __len__(self):
+        return 4
+
+
+def test_a_length_that_is_not_kept_is_refused():
+    with pytest.raises(ValueError, match=r"_Lying has a len\(\) of 4 and yielded 3"):
+        fk.accumulate(build_state({}, 1), _Lying(_batches(0, 1)), logits_loss)
+
+
+def test_counts_below_one_divide_as_they_are():
+    totals = fk.Totals.of(targets=0.25, grad_sq=1.0, loss_scale=1.0)
+    assert fk.clip(totals).factor.item() == 4.0
+
+
+def test_counting_ahead_keeps_what_padding_counts():
+    padded = fk.groups(fk.make_loader(_Rows(), batch_size=2, epochs=1), 2)
+    state = build_state({}, 1)
+    samples = []
+    for group in padded:
+        batches, _ = fk.count_ahead(state, group, {"rows": len})
+        samples.append(fk.accumulate(state, batches, logits_loss).samples)
+    assert samples == [4, 1]
+
+
+class _Rows:
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, row):
+        ids = torch.arange(4) + row
+        return TensorDict({"input_ids": ids, "labels": ids}, [])
+
+
+def test_a_vector_metric_is_refused_and_leaves_no_gradient():
+    state = build_state({}, 1)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return fk.Loss(loss.sum, loss.count, {"vector": (torch.ones(2), 1)})
+
+    with pytest.raises(ValueError, match=r"metric of shape \(2,\)"):
+        fk.accumulate(state, _batches(0, 1), loss_fn)
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_sixteen_bit_parameters_keep_a_factor_near_one():
+    model = nn.Linear(64, 1, bias=False).bfloat16()
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), loss_scale=1.0)
+    gradient = torch.linspace(0.5, 1.5, 64).bfloat16()[None]
+    model.weight.grad = gradient.clone()
+    before = model.weight.detach().clone()
+    totals = fk.Totals.of(targets=1.0, loss=1.0, grad_sq=0.0, loss_scale=1.0)
+    factor = torch.tensor(0.999, dtype=torch.float64)
+    correction = fk.Correction(factor, factor, torch.tensor(True))
+    fk.update(state, correction, lr=0.0, totals=totals)
+    assert torch.equal(model.weight.grad, (gradient.float() * 0.999).bfloat16())
+    assert torch.equal(model.weight, before)
+
+
+@attrs.frozen(kw_only=True)
+class _Counting(fk.TrainState):
+    seen: int = attrs.field(default=7, init=False)
+
+
+def test_a_field_that_init_does_not_take_survives_a_step():
+    model = nn.Linear(1, 1)
+    state = _Counting.create(model, fk.adamw(model))
+    object.__setattr__(state, "seen", 9)
+    assert fk.donate(state, step=1).seen == 9
+
+
+class _Positions(nn.Module):
+    """Adds a float32 buffer between modules, as many foreign models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(37, 8)
+        self.register_buffer("positions", torch.ones(16, 8))
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU())])
+        self.output = nn.Linear(8, 37)
+
+    def forward(self, ids):
+        h = self.embedding(ids) + self.positions[: ids.shape[1]]
+        for layer in self.layers:
+            h = layer(h)
+        return self.output(h)
+
+
+def _foreign_bf16(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(_Positions(), mesh, precision="bf16")
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    state, metrics = step(state, _batches(rank, world))
+    return metrics["skipped"].item()
+
+
+def test_foreign_models_train_in_bf16():
+    assert run_ranks(_foreign_bf16, 2) == [0.0, 0.0]
+
+
+@attrs.frozen(kw_only=True)
+class _Two(fk.TrainState):
+    critic: nn.Module
+    critic_optimizer: torch.optim.Optimizer
+
+
+def _two_optimizers(rank, world, directory):
+    mesh = fk.build_mesh(device="cpu")
+
+    def build(seed):
+        model, critic = (fk.Transformer(SPEC, seed=s) for s in (seed, seed + 1))
+        model, critic = fk.parallelize(model, mesh), fk.parallelize(critic, mesh)
+        fields = {"critic": critic, "critic_optimizer": fk.adamw(critic)}
+        return _Two.create(model, fk.adamw(model), mesh=mesh, **fields)
+
+    def train_critic(state):
+        for parameter in state.critic.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state.critic_optimizer.step()
+
+    state = build(0)
+    train_critic(state)
+    fk.checkpoint_save(state, directory, blocking=True)
+    resumed = fk.checkpoint_load(build(5), directory)
+    for each in (state, resumed):
+        train_critic(each)
+    a, b = full_tensors(state.critic), full_tensors(resumed.critic)
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_second_optimizer_resumes_on_several_ranks(tmp_path):
+    assert run_ranks(_two_optimizers, 2, str(tmp_path)) == [True, True]

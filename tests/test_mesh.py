@@ -1,0 +1,288 @@
+"""Processes and meshes: every start, every size, and the error texts with their arithmetic."""
+
+from __future__ import annotations
+
+import os
+import socket
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import forgekit as fk
+from forgekit import mesh as meshes
+from forgekit.mesh import resolve_sizes
+
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """``environment(**variables)`` replaces whatever started this process."""
+    for name in STARTERS:
+        monkeypatch.delenv(name, raising=False)
+
+    def put(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "sizes"),
+    [
+        ({}, 1, (1, 1, 1, 1, 1)),
+        ({}, 6, (1, 1, 6, 1, 1)),
+        ({"dp_replicate": 2}, 8, (1, 2, 4, 1, 1)),
+        ({"dp_replicate": -1, "dp_shard": 2}, 8, (1, 4, 2, 1, 1)),
+        ({"dp_replicate": 8, "dp_shard": 1}, 8, (1, 8, 1, 1, 1)),
+        ({"pp": 2, "cp": 3, "tp": 4}, 48, (2, 1, 2, 3, 4)),
+        ({"pp": -1, "dp_shard": 2, "tp": 2}, 12, (3, 1, 2, 1, 2)),
+        ({"cp": -1, "dp_shard": 2}, 6, (1, 1, 2, 3, 1)),
+        ({"tp": -1, "dp_shard": 1}, 5, (1, 1, 1, 1, 5)),
+        ({"cp": 2, "ep": 4}, 8, (1, 1, 4, 2, 1)),
+        ({"ep": 8, "cp": 2}, 8, (1, 1, 4, 2, 1)),
+    ],
+)
+def test_sizes_fill_the_world(spec, world, sizes):
+    assert resolve_sizes(fk.MeshSpec(**spec), world) == sizes
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "message"),
+    [
+        (
+            {"dp_shard": 3},
+            8,
+            "dp_shard 3 = 3 does not fit 8 ranks; the nearest is dp_replicate=1, dp_shard=8.",
+        ),
+        (
+            {"dp_replicate": 3, "dp_shard": 2, "tp": 2},
+            8,
+            "dp_replicate 3 * dp_shard 2 * tp 2 = 12 does not fit 8 ranks; the nearest is "
+            "dp_replicate=2, dp_shard=2.",
+        ),
+        (
+            {"dp_shard": 1},
+            4,
+            "1 = 1 does not fit 4 ranks; the nearest is dp_replicate=1, dp_shard=4.",
+        ),
+        (
+            {"dp_replicate": 3},
+            8,
+            "dp_replicate 3: 8 ranks are not divisible by 3; the nearest is dp_replicate=2, "
+            "dp_shard=4.",
+        ),
+        (
+            {"tp": 3},
+            8,
+            "tp 3: 8 ranks are not divisible by 3; the nearest numbers of ranks are 6 and 9.",
+        ),
+        (
+            {"pp": 2, "cp": 2, "tp": 2},
+            4,
+            "pp 2 * cp 2 * tp 2: 4 ranks are not divisible by 8; the nearest numbers of ranks "
+            "are 8.",
+        ),
+        (
+            {"ep": 3},
+            8,
+            "ep 3 does not divide dp_shard * cp = 8; it can be one of [1, 2, 4, 8].",
+        ),
+        (
+            {"ep": 8, "tp": 2, "cp": 2},
+            8,
+            "ep 8 does not divide dp_shard * cp = 4; it can be one of [1, 2, 4].",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_would(spec, world, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole text is compared)
+        resolve_sizes(fk.MeshSpec(**spec), world)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"tp": 0}, "tp is 0; a mesh dimension is at least 1, or -1 once."),
+        ({"pp": -2}, "pp is -2; a mesh dimension is at least 1, or -1 once."),
+        ({"cp": -1}, "dp_shard and cp are both -1; only one can be what is left."),
+        ({"dp_shard": 1, "ep": -1}, "ep is -1; it is a view over dp_shard * cp, so give its size."),
+    ],
+)
+def test_sizes_that_can_never_fit_are_refused_at_once(spec, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole text is compared)
+        fk.MeshSpec(**spec)
+    assert str(error.value) == message
+
+
+# Who am I
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "world", "local"),
+    [
+        ({}, 0, 1, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 5, 8, 1),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, 5, 8, 5),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, 3, 4, 1),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+            | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
+            1,
+            2,
+            1,
+        ),
+        ({"RANK": "5"}, 0, 1, 0),
+    ],
+    ids=["alone", "torchrun", "no local rank", "srun", "torchrun inside srun", "a stray variable"],
+)
+def test_a_process_learns_its_place_from_what_started_it(
+    environment, variables, rank, world, local
+):
+    environment(**variables)
+    assert fk.process_rank() == rank
+    assert meshes._identity(os.environ) == (rank, world, local)
+    with pytest.raises(ValueError, match=rf"tp 97: {world} ranks are not divisible"):
+        fk.build_mesh(fk.MeshSpec(tp=97), device="cpu")
+    assert not dist.is_initialized()
+
+
+def _free_port():
+    """A port in the range that is derived from a SLURM job's number."""
+    for port in range(20_000 + os.getpid() % 10_000, 40_000):
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")
+
+
+def _started(rank, world, variables, threads):
+    names = {name: str(value[rank]) for name, value in variables.items()}
+    with patch.dict(os.environ, names):
+        for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+            if name not in names:
+                os.environ.pop(name, None)
+        mesh = fk.build_mesh(device="cpu")
+        try:
+            total = torch.tensor(2.0**rank)
+            dist.all_reduce(total)
+            found = (
+                total.item(),
+                fk.data_ranks(mesh),
+                fk.process_rank(),
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                torch.get_num_threads(),
+            )
+        finally:
+            fk.shutdown()
+            torch.set_num_threads(threads)
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "srun"])
+def test_processes_find_each_other(starter):
+    """A job's number gives the port, its first node the address, where nothing else does."""
+    port = _free_port()
+    variables = {
+        "torchrun": {
+            "RANK": (0, 1),
+            "WORLD_SIZE": (2, 2),
+            "LOCAL_RANK": (0, 1),
+            "LOCAL_WORLD_SIZE": (1, 1),
+            "MASTER_ADDR": ("localhost",) * 2,
+            "MASTER_PORT": (port,) * 2,
+        },
+        "srun": {
+            "SLURM_PROCID": (0, 1),
+            "SLURM_NTASKS": (2, 2),
+            "SLURM_LOCALID": (0, 1),
+            "SLURM_NTASKS_PER_NODE": (1, 1),
+            "SLURM_JOB_NODELIST": ("localhost,other[3-5]",) * 2,
+            "SLURM_JOB_ID": (port - 20_000 + 40_000_000,) * 2,
+        },
+    }[starter]
+    results = run_ranks(_started, 2, variables, 1, group=False)
+    for rank, found in enumerate(results):
+        assert found == (3.0, (rank, 2), rank, "localhost", port, os.cpu_count())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[003-007,9],cpu1", "gpu003"),
+        ("gpu[12,14]", "gpu12"),
+        ("a-b-1,a-b-2", "a-b-1"),
+        ("rack2-node[07-09]", "rack2-node07"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert meshes._first_host(nodes) == host
+
+
+# Meshes
+
+
+def test_one_process_builds_a_mesh_and_ends_clean(environment):
+    environment()
+    for _ in range(2):
+        mesh = fk.build_mesh(device="cpu")
+        assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert tuple(mesh.shape) == (1, 1, 1, 1, 1)
+        assert mesh.device_type == "cpu"
+        assert fk.data_ranks(mesh) == (0, 1)
+        assert dist.get_backend() == "gloo"
+        fk.shutdown()
+        assert not dist.is_initialized()
+    fk.shutdown()
+
+
+def test_without_a_mesh_there_is_one_data_rank():
+    assert fk.data_ranks(None) == (0, 1)
+
+
+def _places(rank, world, spec):
+    group = dist.group.WORLD
+    mesh = fk.build_mesh(fk.MeshSpec(**spec), device="cpu")
+    assert dist.group.WORLD is group
+    assert fk.process_rank() == rank
+    return fk.data_ranks(mesh)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"dp_replicate": 2}, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"cp": 2}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ({"tp": 2}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ({"pp": 2}, [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ({"cp": 2, "tp": 2}, [(0, 1)] * 4),
+    ],
+)
+def test_ranks_with_the_same_samples_have_the_same_data_rank(spec, expected):
+    """The default process group that is there already is used as it is."""
+    assert run_ranks(_places, 4, spec) == expected
+
+
+def _wrong_size(rank, world):
+    with pytest.raises(ValueError, match="dp_shard 3 = 3 does not fit 2 ranks"):
+        fk.build_mesh(fk.MeshSpec(dp_shard=3), device="cpu")
+
+
+def test_every_rank_refuses_a_mesh_that_does_not_fit():
+    run_ranks(_wrong_size, 2)

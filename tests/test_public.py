@@ -1,0 +1,153 @@
+"""The public face: what the contract names is there, documented, and cheap to import."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forgekit as fk
+
+ROOT = Path(fk.__file__).parent
+CONTRACT = [
+    "MeshSpec",
+    "build_mesh",
+    "data_ranks",
+    "Transformer",
+    "TransformerSpec",
+    "parallelize",
+    "TrainState",
+    "DonatedStateError",
+    "donate",
+    "adamw",
+    "checkpoint_load",
+    "checkpoint_save",
+    "PendingSave",
+    "latest_checkpoint",
+    "make_step",
+    "accumulate",
+    "reduce_totals",
+    "clip",
+    "Correction",
+    "update",
+    "step_metrics",
+    "Totals",
+    "count_ahead",
+    "warmup_cosine",
+    "wsd",
+    "make_loader",
+    "groups",
+    "Loss",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "StopSignal",
+    "check_batch",
+    "shift_labels",
+    "init_weights",
+    "write_tokens",
+    "token_dataset",
+    "evaluate",
+    "generate",
+]
+OPTIONAL = ("tokenizers", "matplotlib", "transformers", "datasets", "pyarrow", "wandb", "pandas")
+TESTING = ("pytest", "hypothesis", "oracle", "ranks", "tests", "conftest")
+
+
+@pytest.mark.parametrize("name", fk.__all__)
+def test_a_public_name_is_there_and_documented(name):
+    thing = getattr(fk, name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert thing.__module__.startswith("forgekit.")
+        summary = (thing.__doc__ or "").strip().split("\n")[0]
+        assert len(summary) > 15
+        assert not summary.startswith(f"{name}(")  # what dataclasses put where nothing is written
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_contract_is_public(name):
+    assert name in fk.__all__
+
+
+def _imports(path):
+    """Each imported module with the names that are taken from it, at any depth of the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", tuple(alias.name for alias in node.names)
+
+
+def test_all_lists_what_is_imported_in_the_same_order():
+    assert [name for _, names in _imports(ROOT / "__init__.py") for name in names] == fk.__all__
+
+
+def test_all_of_a_module_is_there():
+    """And a name that is public for the package is public for its module."""
+    modules = [sys.modules[m] for m in sys.modules if m.startswith("forgekit.")]
+    for module in modules:
+        for name in getattr(module, "__all__", ()):
+            assert hasattr(module, name), (module.__name__, name)
+    for name in fk.__all__:
+        module = getattr(getattr(fk, name), "__module__", "")
+        if module.startswith("forgekit."):
+            assert name in sys.modules[module].__all__, (module, name)
+
+
+def test_the_package_imports_nothing_of_its_tests():
+    for path in ROOT.rglob("*.py"):
+        for module, _ in _imports(path):
+            assert module.split(".")[0] not in TESTING, path
+
+
+def test_recipes_use_public_names_alone():
+    recipes = sorted((ROOT.parent / "recipes").glob("*.py"))
+    assert recipes
+    for path in recipes:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fk":
+                assert node.attr in fk.__all__, (path.name, node.attr)
+        for module, names in _imports(path):
+            if module.startswith("forgekit"):
+                public = module in ("forgekit", "forgekit.config")
+                assert public, (path.name, module)
+                assert module != "forgekit" or set(names) <= set(fk.__all__), (path.name, names)
+            assert not module.startswith("recipes"), path.name
+
+
+_TIMED = """
+import sys, time
+start = time.perf_counter()
+import torch, tensordict, torch.distributed.fsdp
+between = time.perf_counter()
+import forgekit
+print(time.perf_counter() - between)
+loaded = {name.split(".")[0] for name in sys.modules}
+print(*sorted(loaded))
+"""
+
+
+def _import_once():
+    run = subprocess.run(
+        [sys.executable, "-c", _TIMED], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    seconds, loaded = run.stdout.splitlines()
+    return float(seconds), set(loaded.split()), run.stderr
+
+
+@pytest.mark.slow
+def test_the_import_is_cheap_and_silent():
+    """At most 0.2 s beyond torch, tensordict and FSDP; optional packages wait for their use."""
+    best = float("inf")
+    for _ in range(5):
+        seconds, loaded, errors = _import_once()
+        assert errors == ""
+        assert loaded.isdisjoint(OPTIONAL)
+        assert loaded.isdisjoint(TESTING)
+        best = min(best, seconds)
+        if best < 0.2:
+            return
+    assert best < 0.2

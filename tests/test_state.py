@@ -1,0 +1,167 @@
+"""The state is frozen, passed on, and gone once it was consumed."""
+
+from __future__ import annotations
+
+import sys
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import forgekit as fk
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Extended(fk.TrainState):
+    teacher: nn.Module = attrs.field(metadata={"checkpoint": False}, repr=False)
+    temperature: float = 2.0
+
+
+def create(cls=fk.TrainState, **fields):
+    model = nn.Linear(2, 3)
+    return cls.create(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
+
+
+FIELDS = [field.name for field in attrs.fields(fk.TrainState) if field.name != "_donated_at"]
+
+
+def test_a_new_state_is_at_the_start():
+    state = create(seed=7, loss_scale=0.25)
+    assert (state.step, state.samples, state.seed, state.mesh) == (0, 0, 7, None)
+    for counter, dtype in (
+        (state.targets, torch.int64),
+        (state.skipped, torch.int64),
+        (state.loss_scale, torch.float32),
+    ):
+        assert counter.shape == ()
+        assert counter.dtype == dtype
+        assert counter.device == state.model.weight.device
+    assert (state.targets.item(), state.skipped.item(), state.loss_scale.item()) == (0, 0, 0.25)
+    assert create().loss_scale.item() == 2.0**-12
+
+
+def test_a_state_has_the_fields_of_the_contract():
+    counters = ["step", "samples", "targets", "skipped"]
+    assert ["model", "optimizer", "mesh", *counters, "loss_scale", "seed"] == FIELDS
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 0.75, 3.0, float("inf"), float("nan")])
+def test_a_loss_scale_that_rounds_is_refused(scale):
+    message = rf"^loss_scale {scale} is not a positive power of two; .*for example 2\.0\*\*-12\.$"
+    with pytest.raises(ValueError, match=message):
+        create(loss_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 1.0, 2.0**16])
+def test_powers_of_two_are_accepted(scale):
+    assert create(loss_scale=scale).loss_scale.item() == scale
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"parameter of shape \(3, 2\) that the model does not"):
+        fk.TrainState.create(nn.Linear(2, 3), torch.optim.SGD(nn.Linear(2, 3).parameters()))
+
+
+def test_a_state_is_frozen():
+    state = create()
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        state.step = 1
+    with pytest.raises((attrs.exceptions.FrozenInstanceError, AttributeError)):
+        state.extra = 1
+
+
+def test_donate_returns_a_state_with_changes_and_the_same_parts():
+    state = create(seed=3)
+    model, optimizer = state.model, state.optimizer
+    new = fk.donate(state, step=5, samples=40)
+    assert (new.step, new.samples, new.seed) == (5, 40, 3)
+    assert new.model is model
+    assert new.optimizer is optimizer
+    assert type(new) is fk.TrainState
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_field_of_a_donated_state_can_be_read(name):
+    state = create()
+    line = sys._getframe().f_lineno + 1
+    new = fk.donate(state)
+    with pytest.raises(fk.DonatedStateError) as error:
+        getattr(state, name)
+    assert str(error.value) == (
+        f"read {name!r} of a TrainState that was donated at test_state.py:{line}. "
+        "Keep the state the step returned: state, metrics = step(state, batches)."
+    )
+    getattr(new, name)
+
+
+def test_a_state_can_be_donated_once():
+    state = create()
+    fk.donate(state, step=1)
+    with pytest.raises(fk.DonatedStateError, match=r"donated at test_state.py:\d+"):
+        fk.donate(state, step=2)
+
+
+def test_a_failed_change_donates_nothing():
+    state = create()
+    with pytest.raises(TypeError, match="stepp"):
+        fk.donate(state, stepp=1)
+    assert state.step == 0
+
+
+def test_the_copy_of_a_copy_can_be_donated_in_turn():
+    state = create()
+    for step in range(1, 4):
+        state = fk.donate(state, step=step)
+    assert state.step == 3
+
+
+def test_a_slip_in_a_name_is_a_plain_attribute_error():
+    state = create()
+    with pytest.raises(AttributeError, match=r"^'TrainState' object has no attribute 'stpe'$"):
+        _ = state.stpe
+    assert not hasattr(state, "stpe")
+    fk.donate(state)
+    with pytest.raises(AttributeError, match="no attribute 'stpe'"):
+        _ = state.stpe
+
+
+def test_evolve_changes_a_copy_and_consumes_nothing():
+    state = create()
+    other = attrs.evolve(state, seed=9)
+    assert (state.seed, other.seed) == (0, 9)
+    assert other.model is state.model
+    fk.donate(other)
+    assert state.seed == 0
+
+
+def test_a_state_is_shown_in_one_short_line():
+    state = create(Extended, teacher=nn.Linear(2, 3), seed=4)
+    shown = repr(state)
+    assert shown.startswith("Extended(step=0, samples=0, targets=tensor(0)")
+    assert "seed=4" in shown
+    assert "temperature=2.0" in shown
+    assert "\n" not in shown
+    assert len(shown) < 200
+    assert "Linear" not in shown
+    assert "SGD" not in shown
+
+
+def test_a_subclass_keeps_its_fields_and_loses_them_when_donated():
+    teacher = nn.Linear(2, 3)
+    state = create(Extended, teacher=teacher, temperature=3.0)
+    new = fk.donate(state, step=1)
+    assert type(new) is Extended
+    assert (new.teacher, new.temperature, new.step) == (teacher, 3.0, 1)
+    with pytest.raises(fk.DonatedStateError, match="read 'temperature' of a TrainState"):
+        _ = state.temperature
+    with pytest.raises(AttributeError, match="'Extended' object has no attribute 'temprature'"):
+        _ = new.temprature
+
+
+def test_states_are_compared_by_identity():
+    """Comparing tensors would ask the device."""
+    state = create()
+    twin = attrs.evolve(state)
+    assert state != twin
+    assert {state, twin, state} == {twin, state}
