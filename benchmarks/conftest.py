@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Ratios of single-threaded code depend least on what else the machine does."""
+    """Ratios of single-threaded code depend least on what else runs; yields the number before."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield before

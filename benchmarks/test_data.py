@@ -93,7 +93,7 @@ def batches(tokens) -> Times:
 
 
 @pytest.mark.parametrize("name", [ASKED, AHEAD])
-def test_data_wait(show, waits, name):
+def test_data_wait(show, waits, one_thread, name):
     share = waits.share(name)
     here = ratio(waits.steps, name, ASKED)
     rate = waits.tokens / sorted(waits.steps[name])[WAIT_ROUNDS // 2]
@@ -103,6 +103,7 @@ def test_data_wait(show, waits, name):
         name,
         ratio=here,
         wait_share=share,
+        threads=one_thread,
         tokens_per_second=rate,
     )
     if name == AHEAD:

@@ -1,8 +1,8 @@
 """Sharded data parallelism through FSDP2, with sums in place of averages.
 
 FSDP divides gradients by the number of ranks. A step's one factor divides by the number of
-targets instead, so the collectives have to sum. ``accumulate`` asks for that on every wrapped
-module, whoever wrapped it.
+targets instead, so the collectives have to sum. ``accumulate`` asks for that again at each step,
+for models that were wrapped elsewhere.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def shard(
     for block in blocks:
         fully_shard(block, mesh=data, mp_policy=_block_policy(precision, block))
     fully_shard(model, mesh=data, mp_policy=_root_policy(precision))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(module)
 
 
 def sum_gradients(module: FSDPModule) -> None:

@@ -264,7 +264,7 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 def _chunk_rows(weight: Tensor) -> int:
     """Rows whose logits are large enough to fill the device and small beside the weight."""
-    places = 2**23 if weight.device.type == "cpu" else 2**27
+    places = 2**21 if weight.device.type == "cpu" else 2**27
     return max(16, places // weight.shape[0])
 
 
