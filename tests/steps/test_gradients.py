@@ -22,6 +22,7 @@ from oracle import (
     relative_error,
 )
 from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
 
@@ -162,6 +163,9 @@ def _mutated(rank, world, mutation):
     state = build_state({}, world, dtype=torch.float64)
     batches = [row[rank] for row in global_batch(world)]
     averages = mutation == "average"
+    for module in state.model.modules() if averages else ():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(world))
     with patch("forgekit.steps.accumulate.sum_gradients") if averages else nullcontext():
         totals = fk.accumulate(state, batches, loss.get(mutation, logits_loss))
     if mutation == "count per rank":
