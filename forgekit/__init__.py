@@ -3,6 +3,8 @@
 The names that recipes use, in the order in which a run meets them.
 """
 
+from importlib.metadata import version as _version
+
 from forgekit.mesh import MeshSpec, build_mesh, data_ranks, process_rank, shutdown
 from forgekit.data.sources import stdlib_documents, text_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
@@ -57,6 +59,8 @@ from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.run.evaluate import evaluate
 from forgekit.run.generate import generate, write_sample
 from forgekit.run.report import plot_losses, wrap_up
+
+__version__ = _version("forgekit")
 
 __all__ = [
     "MeshSpec",

@@ -6,6 +6,8 @@ import ast
 import inspect
 import subprocess
 import sys
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,19 @@ def test_the_import_is_cheap_and_silent():
         if best < 0.2:
             return
     assert best < 0.2
+
+
+def test_the_wheel_carries_recipes_and_types(tmp_path):
+    """An installed forgekit has the recipes to copy, although they stand beside the package."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT.parent, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("forgekit-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {f"forgekit/recipes/{path.name}" for path in (ROOT.parent / "recipes").glob("*.py")}
+    assert recipes
+    assert recipes | {"forgekit/py.typed", "forgekit/steps/accumulate.py"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "recipes/", "benchmarks/"))]
+
+
+def test_the_version_is_that_of_the_package():
+    assert fk.__version__ == version("forgekit")

@@ -180,7 +180,9 @@ class _DropNan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG004
-        return gradient.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        # In place: nobody else holds this gradient, unless a graph of the backward is being built.
+        clean = gradient.nan_to_num if torch.is_grad_enabled() else gradient.nan_to_num_
+        return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
