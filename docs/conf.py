@@ -10,7 +10,6 @@ release = version = version_of("forgekit")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 html_theme = "furo"
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
