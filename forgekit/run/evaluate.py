@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn
 from forgekit.steps.totals import LossSums, compare_ranks, sum_over_ranks
@@ -80,6 +80,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
             module.training = True
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves the root gathered
+        for module in fsdp_modules(model):
+            module.reshard()  # a forward without a backward leaves the root gathered

@@ -10,16 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from forgekit.mesh import data_ranks
-from forgekit.parallel.fsdp import sum_gradients
+from forgekit.parallel.fsdp import (
+    Sync,
+    clear_gradients,
+    fsdp_modules,
+    reset_iteration,
+    set_sync,
+)
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 from forgekit.steps.totals import LossSums, Totals
@@ -29,7 +34,6 @@ __all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
 RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
 
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]
-Sync = Literal["last", "every", "hsdp_last"]
 
 
 def accumulate(
@@ -65,14 +69,14 @@ def accumulate(
     """
     if sync not in get_args(Sync):
         raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
-    sharded = _fsdp_modules(state.model)
-    _clear_gradients(state.model, sharded)
+    sharded = fsdp_modules(state.model)
+    clear_gradients(state.model, sharded)
     _seed(state)
     sums = LossSums(state.targets.device)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
-                _set_sync(sharded, sync, is_last)
+                set_sync(sharded, sync, is_last)
             with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
                 loss = _checked(loss_fn(state.model, _to_device(batch, state.targets.device)))
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
@@ -84,11 +88,8 @@ def accumulate(
             samples = sums.rows * data_ranks(state.mesh)[1]
         return sums.totals(state.loss_scale, samples)
     except BaseException:
-        for module in sharded:
-            # None before the first forward, when there is nothing to reset yet.
-            if module._get_fsdp_state()._is_root:
-                reset_iteration(module)
-        _clear_gradients(state.model, sharded)
+        reset_iteration(sharded)
+        clear_gradients(state.model, sharded)
         raise
 
 
@@ -221,62 +222,3 @@ def _seed(state: TrainState) -> None:
     torch.default_generator.manual_seed(seed)
     if state.targets.is_cuda:
         torch.cuda.manual_seed(seed)
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _set_sync(sharded: list[Any], sync: Sync, is_last: bool) -> None:
-    for module in sharded:
-        sum_gradients(module)
-        module.set_requires_gradient_sync(is_last or sync != "last", recurse=False)
-        if sync == "hsdp_last":
-            module.set_requires_all_reduce(is_last, recurse=False)
-        module.set_is_last_backward(is_last or sync != "last")
-
-
-def _clear_gradients(model: nn.Module, sharded: list[Any]) -> None:
-    """Forget all gradients, those that FSDP holds outside ``.grad`` too."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameter.grad = None
-    for module in sharded:
-        for parameter in _fsdp_parameters(module):
-            # While a module is gathered, its sharded parameters are not those of the module.
-            parameter.sharded_param.grad = None
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-
-
-def reset_iteration(model: FSDPModule) -> None:
-    """Bring FSDP back to rest after an exception in forward or backward.
-
-    ``FSDPModule.reset_iter_state`` does it since torch 2.13; before, resharding and clearing the
-    trackers of the root by hand comes to the same on the paths that a step takes.
-    """
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-        return
-    for module in _fsdp_modules(model):  # pyright: ignore[reportArgumentType]
-        fsdp_state = module._get_fsdp_state()
-        fsdp_state._training_state = type(fsdp_state._training_state).IDLE
-        group = fsdp_state._fsdp_param_group
-        if group is not None:
-            group._training_state = type(group._training_state).IDLE
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-        module.reshard()
-    context = model._get_fsdp_state()._state_ctx
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-
-
-def _fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
-    fsdp_state: Any = module._get_fsdp_state()
-    groups = getattr(fsdp_state, "_fsdp_param_groups", None)  # since torch 2.13 a list
-    for group in [fsdp_state._fsdp_param_group] if groups is None else groups:
-        if group is not None:
-            yield from group.fsdp_params

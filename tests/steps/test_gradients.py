@@ -166,7 +166,7 @@ def _mutated(rank, world, mutation):
     for module in state.model.modules() if averages else ():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(float(world))
-    with patch("forgekit.steps.accumulate.sum_gradients") if averages else nullcontext():
+    with patch("forgekit.parallel.fsdp.sum_gradients") if averages else nullcontext():
         totals = fk.accumulate(state, batches, loss.get(mutation, logits_loss))
     if mutation == "count per rank":
         with patch.object(dist, "all_reduce"):
