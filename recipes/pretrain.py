@@ -95,7 +95,7 @@ class Config:
         vocab_size=4096,
         dim=192,
         layers=4,
-        heads=6,
+        heads=4,
         kv_heads=2,
         ffn_dim=512,
         max_seq_len=256,
