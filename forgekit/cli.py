@@ -155,7 +155,8 @@ def _cp(options: argparse.Namespace) -> int:
     for path, content in copies.items():
         path.write_bytes(content)
         print(f"wrote {path}")
-    print(f"Its settings: python {target} --help")
+    if b"load_config" in target.read_bytes():
+        print(f"Its settings: python {target} --help")
     return 0
 
 

@@ -44,7 +44,7 @@ class Optim:
         warmup: Steps until the highest rate.
     """
 
-    lr: float = 3e-3
+    lr: float = attrs.field(default=3e-3, validator=attrs.validators.ge(0))
     weight_decay: float = 0.1
     warmup: int = 20
 
@@ -74,7 +74,7 @@ class Config:
 
     out: Path = Path("runs/pretrain")
     seed: int = 0
-    steps: int = 400
+    steps: int = attrs.field(default=400, validator=attrs.validators.ge(0))
     global_batch_size: int = 8
     batch_size: int = 8
     log_every: int = 10
@@ -163,11 +163,13 @@ def main():
                 is_done = state.step == config.steps
                 if is_done or stop.requested or fk.every(config.save_every, state):
                     save(state, run.checkpoints)
-                if stop.requested and not is_done:
+                if stop.requested:
                     break
-                if held_out and (is_done or fk.every(config.eval_every, state)):
+                if held_out and fk.every(config.eval_every, state) and not is_done:
                     log.event(state, evaluate(state, held_out))
             is_done = state.step >= config.steps
+            if held_out and is_done:
+                log.event(state, evaluate(state, held_out))
             run.end(state, stopped=None if is_done else stop.reason)
             if is_done:
                 log.message(fk.wrap_up(state, run.out, config.data.path, prompt=config.prompt))

@@ -35,12 +35,13 @@ def atomic_directory(
     Raises:
         FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))  # a link keeps pointing where it points
     if path.exists():
         _check_replaceable(path, is_replaceable)
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:12]}"
-    new, old = hidden.with_suffix(".new"), hidden.with_suffix(".old")
+    # Names of its own: what a killed writer has left behind must not stand in the way.
+    hidden = f".{path.name}.{uuid.uuid4().hex[:12]}"
+    new, old = path.parent / f"{hidden}.new", path.parent / f"{hidden}.old"
     new.mkdir()
     try:
         yield new

@@ -163,7 +163,7 @@ def _fingerprint(files: Iterable[Path], vocab_size: int, held_out_every: int) ->
     for file in files:
         status = file.stat()
         facts.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return hashlib.sha256(os.fsencode("\n".join(facts))).hexdigest()
 
 
 def _find(out: Path, made_from: str) -> Prepared | None:

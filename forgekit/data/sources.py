@@ -94,7 +94,7 @@ def read_documents(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     count = 0
     files = list(files)
     for file in files:
-        read = _read_lines if file.suffix == ".jsonl" else _read_file
+        read = _read_lines if file.suffix.lower() == ".jsonl" else _read_file
         for name, text in read(file):
             if text.strip():
                 count += 1
@@ -151,13 +151,14 @@ def _decode(content: bytes, name: str) -> str:
 def _text_of(line: str, name: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+        if isinstance(record, dict) and isinstance(record.get("text"), str):
+            record["text"].encode()  # half of a surrogate pair is JSON and no text
+            return record["text"]
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} is not JSON: {error.msg} at column {error.colno}. "
+            f"{name} cannot be read as JSON: {error}. "
             "Each line must be one JSON object; mend the line or remove it."
         ) from None
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return record["text"]
     keys = ", ".join(f'"{key}"' for key in record) if isinstance(record, dict) else "no keys"
     raise ValueError(
         f'{name} has no string "text"; it is a {type(record).__name__} with {keys or "no keys"}. '

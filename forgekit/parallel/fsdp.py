@@ -62,7 +62,7 @@ def sum_gradients(module: FSDPModule) -> None:
     module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
         # Else a parameter that one rank does not use shifts all others in the reduced buffer.
-        module.set_reduce_scatter_unused_params(True)
+        module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

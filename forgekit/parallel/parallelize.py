@@ -88,7 +88,7 @@ def parallelize(
     _check_shared(model)
     if not on_meta:
         model.to(mesh.device_type)
-        _copy_from_first_rank(model, mesh)
+    _copy_from_first_rank(model, mesh)
     for layer in layers:
         _recompute(layer, activation_checkpoint)
         if compile:
@@ -128,9 +128,12 @@ def _lists(model: nn.Module) -> str:
 def _copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make every rank start from rank 0's values: FSDP would glue shards of different models."""
     if mesh.size() > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            is_bool = tensor.dtype == torch.bool  # gloo has no broadcast of those
-            dist.broadcast(tensor.view(torch.uint8) if is_bool else tensor, src=0)
+        filled = (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+        for tensor in filled:
+            # As bytes on the mesh's device: gloo does not know every dtype.
+            there = tensor.detach().to(mesh.device_type).contiguous().reshape(-1)
+            dist.broadcast(there.view(torch.uint8), src=0)
+            tensor.copy_(there.reshape(tensor.shape))
 
 
 def _recompute(layer: nn.Module, what: ActivationCheckpoint) -> None:
@@ -158,6 +161,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     others = {n: mesh[n].size() for n in ("pp", "cp", "tp") if n in names and mesh[n].size() > 1}
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}; a step adds "
+            "up over all of them. Start as many processes as the mesh needs."
+        )
     if others or "dp_shard" not in names:
         raise ValueError(
             f"parallelize lays models out over dp_replicate and dp_shard; this mesh has "

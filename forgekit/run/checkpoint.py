@@ -143,7 +143,7 @@ def checkpoint_save(
     staged = stage(tensors, _buffers.setdefault(state.model, {}))
     path = Path(directory)
     pending = PendingSave(
-        state.step, lambda: _write_orexplain(ranks, path, staged, description, keep)
+        state.step, lambda: _write_or_explain(ranks, path, staged, description, keep)
     )
     _in_flight = pending
     if blocking:
@@ -212,10 +212,12 @@ def checkpoint_load(
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     restoration = prepare(state, manifest)
     _read(ranks, path, restoration.tensors)
+    if (seed := manifest["fields"].get("seed")) != state.seed:
+        log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     return donate(state, **restore(state, restoration))
 
 
-def _write_orexplain(
+def _write_or_explain(
     ranks: Ranks,
     directory: Path,
     tensors: dict[str, Tensor],
@@ -330,7 +332,8 @@ def _check_data(path: Path, saved: Any, now: Any) -> None:
     if saved is not None and now is not None and saved != now:
         raise CheckpointError(
             f"{path} was saved while training on other data: its fingerprint is {saved!r} and "
-            f"today's is {now!r}. Pass allow_other_data=True to go on with the new data."
+            f"today's is {now!r}. Files or sequence length have changed. Choose another run "
+            "directory, or call checkpoint_load with allow_other_data=True to go on with them."
         )
 
 

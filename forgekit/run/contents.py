@@ -181,7 +181,10 @@ def find_mismatch(described: dict[str, Any], manifest: dict[str, Any]) -> str | 
     """
     here = {k: s["shape"] for k, s in described["tensors"].items() if k.startswith("model.")}
     there = {k: s["shape"] for k, s in manifest["tensors"].items() if k.startswith("model.")}
-    if parts := [*_name_difference(here, there), *_shape_difference(here, there)]:
+    kinds = {k: s["dtype"] for k, s in described["tensors"].items() if k.startswith("model.")}
+    kinds_there = {k: s["dtype"] for k, s in manifest["tensors"].items() if k in kinds}
+    differences = [*_shape_difference(here, there), *_dtype_difference(kinds, kinds_there)]
+    if parts := [*_name_difference(here, there), *differences]:
         return f"is of another model: {'; '.join(parts)}. Build the model that was saved"
     if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
         held = f"is of an optimizer over other parameters: {'; '.join(parts)}"
@@ -362,6 +365,12 @@ def _shape_difference(here: dict[str, list[int]], there: dict[str, list[int]]) -
     different = [name for name in here if name in there and here[name] != there[name]]
     shapes = [f"{n!r} is {tuple(there[n])} there and {tuple(here[n])} here" for n in different]
     return _some("shapes differ:", shapes)
+
+
+def _dtype_difference(here: dict[str, str], there: dict[str, str]) -> list[str]:
+    different = [name for name in here if name in there and here[name] != there[name]]
+    dtypes = [f"{name!r} is {there[name]} there and {here[name]} here" for name in different]
+    return _some("dtypes differ:", dtypes)
 
 
 def _some(what: str, names: list[str]) -> list[str]:

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +20,19 @@ import attrs
 
 from forgekit.mesh import process_rank, shutdown
 from forgekit.run.checkpoint import wait_for_saves
+from forgekit.run.commit import CheckpointError
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import RunLockedError, lock_run, write_atomic, write_status
 from forgekit.state import TrainState
 
 __all__ = ["Run", "every", "open_run"]
 
-USAGE_ERRORS = (ValueError, TypeError, FileNotFoundError, ImportError)
-"""What set-up raises when a run was asked for that cannot be."""
+USAGE_ERRORS = (ValueError, FileNotFoundError, ImportError, CheckpointError)
+"""What the library raises in set-up when a run was asked for that cannot be."""
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_RECIPES = _PACKAGE + "recipes" + os.sep
+_STDLIB = str(Path(os.__file__).parent) + os.sep
 
 
 @attrs.define
@@ -84,6 +91,8 @@ class Run:
             write_atomic(self.out / "config.json", f"{content}\n".encode())
         self._note(state, "running")
         log.message(self._greeting(state))
+        if total is not None and state.step >= total:
+            log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
         self._log = log
         return log
 
@@ -101,15 +110,15 @@ class Run:
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
         if stopped and self._log is not None:
             self._log.message(
-                f"{self.out}: stopped by {stopped} after step {state.step}, saved; "
+                f"{self.out}: stopped after step {state.step} ({stopped}), saved; "
                 "the same command goes on from there"
             )
 
     def _fail(self, reason: str) -> None:
         """Say why the run failed, and after which step."""
         fields = {**(self._status or {}), "reason": reason}
-        if self._log is not None:
-            fields["step"] = self._log.step
+        if self._log is not None and self._log.samples is not None:
+            fields |= {"step": self._log.step, "samples": self._log.samples}
         write_status(self.out, "failed", is_writer=self.is_writer, **fields)
 
     def _greeting(self, state: TrainState) -> str:
@@ -138,9 +147,9 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
         The ``Run``. Call its ``start`` when set-up is done and ``end`` when the loop has ended.
 
     Raises:
-        SystemExit: With code 2 if set-up raised a usage error (its message, without a traceback),
-            with code 1 if the directory is in use. Everything else goes on as it is, after
-            ``status.json`` says "failed" and why.
+        SystemExit: With code 2 if the library refused what set-up asked for (its message, without
+            a traceback), with code 1 if the directory is in use. Everything else goes on as it
+            is, after ``status.json`` says "failed" and why.
     """
     run = Run(Path(out), config, is_writer=process_rank() == 0)
     try:
@@ -148,6 +157,8 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
             yield run
     except RunLockedError as error:
         _exit(run, error, code=1)
+    except (FileExistsError, NotADirectoryError) as error:  # `out` names a file
+        _exit(run, error, code=2)
 
 
 @contextmanager
@@ -158,7 +169,7 @@ def _closing(run: Run) -> Iterator[None]:
     except BaseException as error:
         _drain()
         run._fail(f"{type(error).__name__}: {error}")
-        if run._status is None and isinstance(error, USAGE_ERRORS):
+        if run._status is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
             _exit(run, error, code=2)
         raise
     finally:
@@ -187,6 +198,14 @@ def _check_places(state: TrainState, dataset: Any) -> None:
             f"seq_len {places} of the data is above max_seq_len {limit} of the model; set "
             f"data.seq_len={limit} or less, or model.max_seq_len={places} or more."
         )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the library raised it; what a recipe raises itself keeps its traceback."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    while frames and frames[-1].startswith(_STDLIB) and "site-packages" not in frames[-1]:
+        frames.pop()  # where a missing file is noticed
+    return bool(frames) and frames[-1].startswith(_PACKAGE) and not frames[-1].startswith(_RECIPES)
 
 
 def _drain() -> None:

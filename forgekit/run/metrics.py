@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -63,6 +64,7 @@ class MetricsLog:
 
     Attributes:
         step: The last step that was logged.
+        samples: Rows consumed up to it; None before the first.
 
     Args:
         out: The run directory; made if it does not exist.
@@ -99,7 +101,7 @@ class MetricsLog:
         if every < 1:
             raise ValueError(f"every {every} must be at least 1 step per row.")
         self._every, self._start, self._total = every, start_step, total
-        self.step = start_step
+        self.step, self.samples = start_step, None
         self._loader = loader
         self._file = _RowFile(Path(out) / "metrics.jsonl", start_step) if is_writer else None
         self._display: _Lines | _Bar | None = _Lines(sys.stderr, total) if is_writer else None
@@ -133,7 +135,7 @@ class MetricsLog:
         Raises:
             ValueError: If a metric is not 0-d.
         """
-        self.step = state.step
+        self.step, self.samples = state.step, state.samples
         self._steps += 1
         self._targets = self._targets + metrics["targets"]
         self._skipped = self._skipped + metrics["skipped"]
@@ -309,12 +311,17 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _short(number: Any) -> str:
-    return f"{number:.4f}" if isinstance(number, float) else str(number)
+    if isinstance(number, float) and not (number.is_integer() and abs(number) >= 1000):
+        return f"{number:.4f}"
+    return f"{number:,.0f}" if isinstance(number, float) else str(number)
 
 
 def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
     """Numbers as they are, and all 0-d tensors in one copy."""
-    numbers = dict(values.items())
+    numbers = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in values.items()
+    }
     tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.ndim:

@@ -45,7 +45,8 @@ def accumulate(
 ) -> Totals:
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
-    Clears old gradients, then runs one backward per pulled micro-batch. The default random
+    Clears old gradients, then runs one backward per pulled micro-batch. A parameter that none of
+    them used gets a gradient of zero. The default random
     generator is seeded from ``(seed, step, data rank)`` first, so that dropout depends on nothing
     that a checkpoint would have to keep. Does not donate ``state``.
 
@@ -83,6 +84,7 @@ def accumulate(
             sums.add(loss, rows=batch.batch_size[0])
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
+        _fill_unused(state)
         samples = getattr(batches, "samples", None)
         if samples is None:
             samples = sums.rows * data_ranks(state.mesh)[1]
@@ -211,6 +213,18 @@ def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
             f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
             "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
         )
+
+
+def _fill_unused(state: TrainState) -> None:
+    """Give parameters that no micro-batch used a gradient of zero, in every layout alike.
+
+    FSDP does so for some and not for others, by what ran before; an optimizer treats a missing
+    gradient differently from zero, so layouts and resumed runs would drift apart.
+    """
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _seed(state: TrainState) -> None:

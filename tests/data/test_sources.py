@@ -56,7 +56,10 @@ BAD = {
     "latin": (b"caf\xe9", ValueError, r"a.txt is not UTF-8: byte 0xe9 at position 3. Convert it"),
 }
 BAD_LINES = {
-    "broken": ('{"text": "a"}\n{"text": ', r"a.jsonl:2 is not JSON: .* at column 10. Each line"),
+    "broken": (
+        '{"text": "a"}\n{"text": ',
+        r"a.jsonl:2 cannot be read as JSON: .* column 10 ",
+    ),
     "no text": ('{"body": "a", "id": 1}', r'a.jsonl:1 has no string "text"; .* "body", "id". Each'),
     "number": ('{"text": 1}', r'a.jsonl:1 has no string "text"; it is a dict with "text"'),
     "list": ("[1]", r'a.jsonl:1 has no string "text"; it is a list with no keys'),
@@ -95,3 +98,15 @@ def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
         text_documents(tmp_path)
     with pytest.raises(ValueError, match="no paths were given; name at least one"):
         text_documents([])
+
+
+def test_jsonl_is_known_by_its_ending_whatever_the_case(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"text": "a"}')
+    assert [text for _, text in text_documents([tmp_path])] == ["a"]
+
+
+@pytest.mark.parametrize("content", ['{"text": "\\ud83d"}', "[" * 100_000])
+def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"a.jsonl:1 cannot be read as JSON"):
+        list(text_documents([tmp_path]))

@@ -262,3 +262,21 @@ def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
         token_dataset(tmp_path / "a", seq_len=0)
     with pytest.raises(ValueError, match="holds 1 token; a row needs one to read and one to pred"):
         token_dataset(write(tmp_path / "b", [[]]))
+
+
+def test_what_a_killed_writer_left_behind_does_not_stand_in_the_way(tmp_path):
+    for left in (".a.new", ".a.old"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "half").write_text("")
+    for _ in range(2):
+        write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").tokens == 3
+
+
+def test_a_link_to_a_directory_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        write_tokens(tmp_path / "link", [[1, 2]], vocab_size=4, eos_id=0)
+    assert (tmp_path / "link").is_symlink()
+    assert open_tokens(tmp_path / "disk").tokens == 3

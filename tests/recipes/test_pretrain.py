@@ -224,7 +224,7 @@ def test_a_run_that_cannot_be_is_refused_before_it_starts(case, tmp_path, tokens
 
 def test_a_run_of_no_steps_ends_well(tmp_path, tokens, capsys):
     run_here("pretrain", arguments(out=tmp_path, data__path=tokens, steps=0))
-    assert "no finite loss in them" in capsys.readouterr().err
+    assert "all 0 steps are done already" in capsys.readouterr().err
     assert status_of(tmp_path)["status"] == "finished"
 
 

@@ -353,7 +353,7 @@ REFUSALS = {
     "data": (
         build,
         {"fingerprint": ["b", 2]},
-        r"\['a', 1\] and today's is \['b', 2\]\. Pass allow",
+        r"\['a', 1\] and today's is \['b', 2\]\. Files or",
     ),
     "step": (build, {"step": 7}, r"has no committed step 7; it has 1, 2\."),
 }
@@ -610,3 +610,16 @@ def test_optimizer_state_finds_its_parameter_after_reordering(tmp_path):
     groups = [{"params": [p], "lr": 0.1} for p in reversed(list(model.parameters()))]
     fresh = TrainState.create(model, torch.optim.AdamW(groups, fused=True))
     assert_same(everything(checkpoint_load(fresh, tmp_path)), everything(state))
+
+
+def test_another_dtype_is_refused_before_anything_is_loaded(tmp_path):
+    model = torch.nn.Linear(2, 2).double()
+    state = TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoint_save(state, tmp_path, blocking=True)
+    other = torch.nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"dtypes differ: .* is float64 there"):
+        checkpoint_load(
+            TrainState.create(other, torch.optim.SGD(other.parameters(), lr=0.1)), tmp_path
+        )
+    assert torch.equal(other.weight, before)

@@ -61,23 +61,44 @@ def test_what_goes_wrong_in_the_loop_goes_on_as_it_is(tmp_path, error):
     assert (found["step"], found["samples"]) == (3, 24)
 
 
-USAGE = [
-    ValueError("dim 30 must be divisible"),
-    TypeError("no"),
-    FileNotFoundError(2, "No such file", "data/x"),
-    ImportError("pip install"),
-]
+USAGE = {
+    "a size": (lambda: fk.MeshSpec(tp=0), "ValueError: tp is 0; a mesh dimension is at least 1"),
+    "a file": (lambda: fk.token_dataset("nowhere"), "FileNotFoundError: "),
+}
 
 
-@pytest.mark.parametrize("error", USAGE, ids=lambda error: type(error).__name__)
-def test_what_set_up_refuses_exits_2_with_its_message_alone(tmp_path, capsys, error):
+@pytest.mark.parametrize(("refused", "reason"), USAGE.values(), ids=USAGE)
+def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(
+    tmp_path, capsys, refused, reason
+):
     with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
-        raise error
+        refused()
     assert raised.value.code == 2
     assert raised.value.__suppress_context__
-    assert capsys.readouterr().err == f"error: {error}\n"
     assert status(tmp_path)["status"] == "failed"
-    assert status(tmp_path)["reason"] == f"{type(error).__name__}: {error}"
+    assert status(tmp_path)["reason"].startswith(reason)
+    message = status(tmp_path)["reason"].split(": ", 1)[1]
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_what_a_recipe_gets_wrong_itself_keeps_its_traceback(tmp_path, error):
+    with pytest.raises(error, match="mine"), fk.open_run(tmp_path, {}):
+        raise error("mine")
+    assert status(tmp_path)["reason"] == f"{error.__name__}: mine"
+
+
+def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path / "file", {}):
+        raise AssertionError("no run can be there")
+    assert "file" in capsys.readouterr().err
+
+
+def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(create(step=3), every=1, total=3).close()
+    assert "all 3 steps are done already" in capsys.readouterr().err
 
 
 def test_an_unexpected_error_of_set_up_keeps_its_traceback(tmp_path, capsys):
@@ -143,7 +164,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
         run.start(create(), every=1).close()
         run.end(create(step=1))
     with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
-        raise ValueError("refused")
+        fk.MeshSpec(tp=0)
     assert raised.value.code == 2
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == ""

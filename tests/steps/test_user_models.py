@@ -339,3 +339,60 @@ def _two_optimizers(rank, world, directory):
 
 def test_a_second_optimizer_resumes_on_several_ranks(tmp_path):
     assert run_ranks(_two_optimizers, 2, str(tmp_path)) == [True, True]
+
+
+def _unused(rank, world):
+    model = _TwoHeads()
+    mesh = None
+    if world > 1:
+        mesh = fk.build_mesh(device="cpu")
+        model = fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(_two_heads_loss, schedule=fk.constant(0.1))
+    for _ in range(3):
+        batch = _head_batch(0).float()
+        batch["head"] = batch["head"].long()
+        state, _ = step(state, [batch])
+    return full_tensors(state.model)
+
+
+def test_an_unused_parameter_is_treated_alike_in_every_layout():
+    """Its gradient is zero, not missing: AdamW decays it and counts its steps everywhere."""
+    alone = _unused(0, 1)
+    for found in run_ranks(_unused, 2):
+        assert relative_error(found, alone) < 1e-5
+
+
+class _HalfOnMeta(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a = nn.Linear(3, 3, device="meta")
+        self.b = nn.Linear(3, 3)
+        self.register_buffer("steps", torch.full((2,), seed, dtype=torch.int16))
+
+
+def _half_on_meta(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(_HalfOnMeta(rank), mesh)
+    return full_tensors(model), model.steps.tolist()
+
+
+def test_what_is_filled_already_is_copied_from_the_first_rank_beside_what_is_on_meta():
+    first = _HalfOnMeta(0)
+    for found, steps in run_ranks(_half_on_meta, 2):
+        assert torch.equal(found["b.weight"], first.b.weight)
+        assert steps == [0, 0]
+
+
+def _smaller_mesh(rank, world):
+    mesh = torch.distributed.device_mesh.DeviceMesh(
+        "cpu", torch.tensor([0, 1]), mesh_dim_names=("dp_shard",)
+    )
+    if rank < 2:
+        with pytest.raises(ValueError, match="the mesh has 2 ranks and the world 3"):
+            fk.parallelize(nn.Linear(1, 1), mesh)
+
+
+def test_a_mesh_that_is_smaller_than_the_world_is_refused():
+    run_ranks(_smaller_mesh, 3)
