@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
@@ -153,12 +153,14 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     """
     run = Run(Path(out), config, is_writer=process_rank() == 0)
     try:
+        run.out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        _exit(run, error, code=2)
+    try:
         with lock_run(out, is_writer=run.is_writer), _closing(run):
             yield run
     except RunLockedError as error:
         _exit(run, error, code=1)
-    except (FileExistsError, NotADirectoryError) as error:  # `out` names a file
-        _exit(run, error, code=2)
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def _drain() -> None:
         _tell(f"the last save failed too: {error}")
 
 
-def _exit(run: Run, error: BaseException, code: int) -> None:
+def _exit(run: Run, error: BaseException, code: int) -> NoReturn:
     if run.is_writer:
         _tell(f"error: {error}")
     raise SystemExit(code) from None

@@ -46,9 +46,9 @@ def accumulate(
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
     Clears old gradients, then runs one backward per pulled micro-batch. A parameter that none of
-    them used gets a gradient of zero. The default random
-    generator is seeded from ``(seed, step, data rank)`` first, so that dropout depends on nothing
-    that a checkpoint would have to keep. Does not donate ``state``.
+    them used gets a gradient of zero. The default random generator is seeded from ``(seed, step,
+    data rank)`` first, so that dropout depends on nothing that a checkpoint would have to keep.
+    Does not donate ``state``.
 
     Args:
         state: The state; its step, optimizer and parameter values do not change.

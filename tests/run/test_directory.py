@@ -95,6 +95,13 @@ def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
     assert "file" in capsys.readouterr().err
 
 
+def test_a_file_that_is_in_the_way_later_is_not_a_usage_error(tmp_path):
+    with pytest.raises(FileExistsError, match="mine"), fk.open_run(tmp_path, {}) as run:
+        run.start(create(), every=1).close()
+        raise FileExistsError("mine")
+    assert status(tmp_path)["reason"] == "FileExistsError: mine"
+
+
 def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
     with fk.open_run(tmp_path, {}) as run:
         run.start(create(step=3), every=1, total=3).close()
