@@ -6,14 +6,17 @@ beside its place, brought to the disk, and renamed. An older one stays until tha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_directory"]
+__all__ = ["atomic_directory", "held", "is_held", "sync"]
 
 
 @contextmanager
@@ -39,17 +42,70 @@ def atomic_directory(
     if path.exists():
         _check_replaceable(path, is_replaceable)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Names of its own: what a killed writer has left behind must not stand in the way.
+    _clear_leftovers(path)
     hidden = f".{path.name}.{uuid.uuid4().hex[:12]}"
     new, old = path.parent / f"{hidden}.new", path.parent / f"{hidden}.old"
     new.mkdir()
+    with held(new):
+        try:
+            yield new
+            _sync_tree(new)
+            _replace(path, new, old)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Lock a directory while it is written, so that others can tell it from a dead writer's."""
+    lock = os.open(path, os.O_RDONLY)
     try:
-        yield new
-        _sync_tree(new)
-        _replace(path, new, old)
+        # Some network file systems cannot lock; then two writers must not share a directory.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        os.close(lock)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock of a directory."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def sync(path: Path) -> None:
+    """Bring a file or directory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(path: Path) -> None:
+    """Delete what killed writers of ``path`` left, after putting back what one had set aside."""
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
+    left = [p for p in path.parent.iterdir() if name.fullmatch(p.name)]
+    if any(is_held(p) for p in left):
+        return  # another writer is between its two renames, or will be
+    for leftover in left:
+        if leftover.suffix == ".old" and not path.exists():
+            leftover.rename(path)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
@@ -74,19 +130,11 @@ def _replace(path: Path, new: Path, old: Path) -> None:
         if had_one:
             old.rename(path)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _sync_tree(root: Path) -> None:
     for folder, _, files in os.walk(root):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(folder, name))
+        sync(Path(folder))

@@ -10,7 +10,6 @@ a checkpoint; the next save removes it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from forgekit.data.atomic import held, is_held, sync
 
 __all__ = ["CheckpointError", "latest_checkpoint"]
 
@@ -91,15 +92,11 @@ def temporary_directory(directory: Path, step: int) -> Iterator[Path]:
     remove_leftovers(directory)
     temporary = directory / _unique(f".tmp-{step_name(step)}")
     temporary.mkdir()
-    lock = os.open(temporary, os.O_RDONLY)
-    try:
-        # Some network file systems cannot lock; then two runs must not share a directory.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
+    with held(temporary):
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -108,13 +105,13 @@ def remove_leftovers(directory: Path) -> None:
     for path in [*directory.glob(".tmp-*"), *directory.glob(".old-*")]:
         if path.is_symlink():
             path.unlink(missing_ok=True)
-        elif not _in_use(path):
+        elif not is_held(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back(directory: Path) -> None:
     """Restore a checkpoint whose replacement never arrived, unless a save is still at it."""
-    if any(_in_use(path) for path in directory.glob(".tmp-*")):
+    if any(is_held(path) for path in directory.glob(".tmp-*")):
         return
     for aside in directory.glob(".old-*"):
         match = _ASIDE.fullmatch(aside.name)
@@ -170,9 +167,9 @@ def commit(temporary: Path, manifest: dict[str, Any]) -> Path:
         json.dump(manifest, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    _sync(temporary)
+    sync(temporary)
     aside = _replace(temporary, final)
-    _sync(directory)
+    sync(directory)
     _point_latest(directory, final.name)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
@@ -227,32 +224,7 @@ def _point_latest(directory: Path, name: str) -> None:
     link = directory / _unique(".tmp-latest")
     link.symlink_to(name)
     link.replace(directory / "latest")
-    _sync(directory)
-
-
-def _in_use(path: Path) -> bool:
-    """Whether a living process holds the lock of a temporary directory."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return False
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(directory)
 
 
 def _unique(stem: str) -> str:

@@ -264,13 +264,38 @@ def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
         token_dataset(write(tmp_path / "b", [[]]))
 
 
-def test_what_a_killed_writer_left_behind_does_not_stand_in_the_way(tmp_path):
-    for left in (".a.new", ".a.old"):
+def test_what_killed_writers_left_behind_is_cleared_and_stands_in_nobodys_way(tmp_path):
+    for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "half").write_text("")
-    for _ in range(2):
-        write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
     assert open_tokens(tmp_path / "a").tokens == 3
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".a.new", ".b.0123456789ab.new", "a"]
+
+
+def test_what_a_killed_writer_had_set_aside_comes_back(tmp_path):
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    (tmp_path / "a").rename(tmp_path / ".a.0123456789ab.old")
+
+    def fails():
+        yield [1]
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_tokens(tmp_path / "a", fails(), vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").tokens == 3
+
+
+def test_a_writer_leaves_the_directory_of_another_one_alone(tmp_path):
+    def meanwhile():
+        yield [1]
+        write_tokens(tmp_path / "a", [[1, 2, 3]], vocab_size=4, eos_id=0)
+        yield [2]
+
+    write_tokens(tmp_path / "a", meanwhile(), vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").documents == 2
 
 
 def test_a_link_to_a_directory_stays_a_link(tmp_path):

@@ -96,8 +96,7 @@ def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
 
 
 def test_a_file_that_is_in_the_way_later_is_not_a_usage_error(tmp_path):
-    with pytest.raises(FileExistsError, match="mine"), fk.open_run(tmp_path, {}) as run:
-        run.start(create(), every=1).close()
+    with pytest.raises(FileExistsError, match="mine"), fk.open_run(tmp_path, {}):
         raise FileExistsError("mine")
     assert status(tmp_path)["reason"] == "FileExistsError: mine"
 
