@@ -14,80 +14,48 @@ import attrs
 import torch
 
 import forgekit as fk
-from forgekit.config import load_config, to_dict
+from forgekit.config import key, load_config, to_dict
 
 
 @attrs.frozen(kw_only=True)
 class Data:
-    """What to train on.
+    """What to train on."""
 
-    Attributes:
-        path: A token file, as `forgekit prepare` makes; its `heldout` is evaluated if it is there.
-        seq_len: Places in a row.
-        workers: Threads that read ahead.
-        doc_ids: Whether attention stays inside documents.
-    """
-
-    path: Path = Path("data/stdlib")
-    seq_len: int = 256
-    workers: int = 2
-    doc_ids: bool = False
+    path: Path = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
+    seq_len: int = key(256, "Places in a row.")
+    workers: int = key(2, "Threads that read ahead.")
+    doc_ids: bool = key(False, "Whether attention stays inside documents.")
 
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW; its learning rate warms up, then falls along a cosine to a tenth.
+    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
 
-    Attributes:
-        lr: Highest learning rate.
-        weight_decay: Decay of the matrices, per unit of learning rate.
-        warmup: Steps until the highest rate.
-    """
-
-    lr: float = attrs.field(default=3e-3, validator=attrs.validators.ge(0))
-    weight_decay: float = 0.1
-    warmup: int = 20
+    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    weight_decay: float = key(0.1, "Decay of the matrices, per unit of learning rate.")
+    warmup: int = key(20, "Steps until the highest rate.")
 
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """A small model that learns on two CPU cores.
+    """A small model that learns on two CPU cores."""
 
-    Attributes:
-        out: Run directory; a run that is there goes on.
-        seed: Seed of weights, data order and dropout.
-        steps: Optimizer steps of the whole run.
-        global_batch_size: Rows per optimizer step, over all ranks.
-        batch_size: Rows per rank and micro-batch.
-        log_every: Steps between two rows of metrics.
-        eval_every: Steps between two evaluations; 0 evaluates at the end only.
-        save_every: Steps between two checkpoints; 0 saves at the end only.
-        keep: Checkpoints to keep.
-        precision: fp32, or bf16 with float32 masters.
-        compile: Whether each block is compiled.
-        activation_checkpoint: What backward recomputes.
-        max_norm: Upper bound of the gradient norm; inf does not clip.
-        bad_steps: What a step with a non-finite loss or gradient means for the run.
-        device: Where to run; none takes the accelerator where there is one.
-        prompt: What the sample at the end continues.
-    """
-
-    out: Path = Path("runs/pretrain")
-    seed: int = 0
-    steps: int = attrs.field(default=400, validator=attrs.validators.ge(0))
-    global_batch_size: int = 8
-    batch_size: int = 8
-    log_every: int = 10
-    eval_every: int = 200
-    save_every: int = 100
-    keep: int = attrs.field(default=3, validator=attrs.validators.ge(1))
-    precision: fk.Precision = "fp32"
-    compile: bool = False
-    activation_checkpoint: fk.ActivationCheckpoint = "none"
-    max_norm: float = 1.0
-    bad_steps: Literal["raise", "warn", "skip"] = "raise"
-    device: Literal["cpu", "cuda"] | None = None
-    prompt: str = "def "
+    out: Path = key(Path("runs/pretrain"), "Run directory; a run that is there goes on.")
+    seed: int = key(0, "Seed of weights, data order and dropout.")
+    steps: int = key(400, "Optimizer steps of the whole run.", at_least=0)
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.")
+    batch_size: int = key(8, "Rows per rank and micro-batch.")
+    log_every: int = key(10, "Steps between two rows of metrics.")
+    eval_every: int = key(200, "Steps between two evaluations; 0 evaluates at the end only.")
+    save_every: int = key(100, "Steps between two checkpoints; 0 saves at the end only.")
+    keep: int = key(3, "Checkpoints to keep.", at_least=1)
+    precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    compile: bool = key(False, "Whether each block is compiled.")
+    activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    max_norm: float = key(1.0, "Upper bound of the gradient norm; inf does not clip.")
+    bad_steps: Literal["raise", "warn", "skip"] = key("raise", "What a non-finite step means.")
+    device: Literal["cpu", "cuda"] | None = key(None, "none takes an accelerator if there is one.")
+    prompt: str = key("def ", "What the sample at the end continues.")
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()
     optim: Optim = Optim()

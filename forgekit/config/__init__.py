@@ -8,6 +8,7 @@ is named at once, before anything else has started.
 """
 
 from forgekit.config.load import load_config
+from forgekit.config.schema import key
 from forgekit.config.strict import ConfigError, structure, to_dict
 
-__all__ = ["ConfigError", "load_config", "structure", "to_dict"]
+__all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]

@@ -14,6 +14,28 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 
+def key(default: Any, text: str, *, at_least: float | None = None) -> Any:
+    """Declare a key of a configuration class with what ``--help`` says about it.
+
+    Args:
+        default: Its default value.
+        text: One line.
+        at_least: Smallest value that is accepted.
+
+    Returns:
+        A field, for the right side of ``name: type = key(...)``.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
+        >>> Config().steps
+        100
+    """
+    validator = None if at_least is None else attrs.validators.ge(at_least)
+    return attrs.field(default=default, validator=validator, metadata={"help": text})
+
+
 def fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
     """The fields that a configuration may give, by key, with their types as objects."""
     return {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}

@@ -50,10 +50,10 @@ class ShardWriter:
         self._hash.update(ids.tobytes())
         self.offsets.append(self.offsets[-1] + len(ids))
         while len(ids):
-            if self._file is None or self.counts[-1] == self._shard_tokens:
-                self._open_shard()
+            file = self._shard_with_room()
             piece = ids[: self._shard_tokens - self.counts[-1]]
-            self._write(piece)
+            file.write(piece.tobytes())
+            self.counts[-1] += len(piece)
             ids = ids[len(piece) :]
 
     def fingerprint(self, vocab_size: int, eos_id: int) -> str:
@@ -63,16 +63,13 @@ class ShardWriter:
         whole.update(f"{self._dtype.name} {vocab_size} {eos_id}".encode())
         return whole.hexdigest()
 
-    def _open_shard(self) -> None:
-        self._close_shard()
-        self._file = (self._folder / shard_name(len(self.counts))).open("wb")
-        self._file.write(bytes(HEADER.size))
-        self.counts.append(0)
-
-    def _write(self, piece: NDArray[Any]) -> None:
-        assert self._file is not None
-        self._file.write(piece.tobytes())
-        self.counts[-1] += len(piece)
+    def _shard_with_room(self) -> BinaryIO:
+        if self._file is None or self.counts[-1] == self._shard_tokens:
+            self._close_shard()
+            self._file = (self._folder / shard_name(len(self.counts))).open("wb")
+            self._file.write(bytes(HEADER.size))
+            self.counts.append(0)
+        return self._file
 
     def _close_shard(self) -> None:
         if self._file is not None:

@@ -8,7 +8,7 @@ process group of its own, because a save runs beside the collectives of training
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import attrs
 import torch.distributed as dist
@@ -89,11 +89,14 @@ def ranks_of(state: TrainState) -> Ranks:
     if mesh is None or mesh.size() == 1:
         return Ranks()
     members = tuple(mesh.mesh.flatten().tolist())
-    default = dist.group.WORLD
-    assert default is not None, "a mesh of several ranks lives in a process group"
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if default is None or dist.get_rank() not in members:
+        raise CheckpointError(
+            f"this process is none of the ranks {members} that hold the state, or its process "
+            "groups are gone. Save and load on every rank, before forgekit.shutdown()."
+        )
     if members not in _groups or _groups[members][0] is not default:
         group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        _groups[members] = default, group
+        _groups[members] = default, cast(dist.ProcessGroup, group)
     group = _groups[members][1]
     return Ranks(group, dist.get_rank(group), len(members))
