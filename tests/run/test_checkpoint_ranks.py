@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import forgekit as fk
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
 from forgekit.run.commit import CheckpointError, latest_checkpoint
 from forgekit.run.contents import model_tensors
@@ -312,3 +313,18 @@ def _local_moments(rank, world, directory):
 
 def test_a_moment_that_lost_its_placement_is_refused(tmp_path):
     run_ranks(_local_moments, 2, tmp_path)
+
+
+def _save_after_shutdown(rank, world, folder):
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(torch.nn.Linear(4, 4), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    fk.shutdown()
+    with pytest.raises(fk.CheckpointError, match=r"ranks \(0, 1\) .* before forgekit.shutdown"):
+        fk.checkpoint_save(state, folder)
+
+
+def test_a_save_after_the_process_groups_are_gone_says_so(tmp_path):
+    run_ranks(_save_after_shutdown, 2, str(tmp_path), group=False)
