@@ -6,7 +6,7 @@ OUT ?= runs/stdlib
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench lint docs format clean
+.PHONY: help train test oracle bench lint docs format clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,6 +18,9 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest $(ARGS)
+
+oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
+	$(BIN)/pytest -m oracle tests/distributed $(ARGS)
 
 bench: .venv/dev ## run the benchmarks, each beside its baseline, and check their targets
 	$(BIN)/pytest benchmarks $(ARGS)

@@ -12,7 +12,11 @@ from forgekit.data.prepare import prepare
 from forgekit.data.tokens import open_tokens, write_tokens
 from forgekit.data.windows import check_vocabulary, token_dataset
 from forgekit.data.order import permute, sample_rows
+from forgekit.data.phases import Phase
+from forgekit.data.mixture import Order, make_order
+from forgekit.data.mixed import mixture_dataset
 from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
+from forgekit.data.slices import shard_sequence, unshard_sequence
 from forgekit.data.loader import make_loader
 from forgekit.data.groups import groups
 from forgekit.model.attention import attend_causal, document_mask
@@ -28,10 +32,14 @@ from forgekit.optim.schedules import (
     warmup,
     warmup_cosine,
     warmup_linear,
+    with_phases,
     wsd,
 )
 from forgekit.parallel.fsdp import Precision
-from forgekit.parallel.parallelize import ActivationCheckpoint, parallelize
+from forgekit.parallel.recompute import ActivationCheckpoint
+from forgekit.parallel.schedules import PipelineSchedule
+from forgekit.parallel.context import ContextParallel
+from forgekit.parallel.parallelize import parallelize
 from forgekit.state import DonatedStateError, TrainState, donate
 from forgekit.steps.losses import Loss, cross_entropy, linear_cross_entropy
 from forgekit.steps.accumulate import accumulate, count_ahead
@@ -79,10 +87,16 @@ __all__ = [
     "token_dataset",
     "permute",
     "sample_rows",
+    "Phase",
+    "Order",
+    "make_order",
+    "mixture_dataset",
     "check_batch",
     "collate",
     "mask_batch",
     "shift_labels",
+    "shard_sequence",
+    "unshard_sequence",
     "make_loader",
     "groups",
     "attend_causal",
@@ -99,9 +113,12 @@ __all__ = [
     "warmup",
     "warmup_cosine",
     "warmup_linear",
+    "with_phases",
     "wsd",
     "Precision",
     "ActivationCheckpoint",
+    "PipelineSchedule",
+    "ContextParallel",
     "parallelize",
     "DonatedStateError",
     "TrainState",

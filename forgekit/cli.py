@@ -19,9 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
+
+if TYPE_CHECKING:
+    from forgekit.data.documents import Documents
 
 __all__ = ["main", "recipes_folder"]
 
@@ -73,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    ls = commands.add_parser("ls", help="list the recipes")
+    ls = commands.add_parser("ls", help="list the recipes, and settings for machines")
     ls.set_defaults(command=_ls)
 
     cp = commands.add_parser("cp", help="copy a recipe and its settings, to edit")
@@ -88,7 +92,11 @@ def _parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="make token files and a tokenizer from text")
     prepare.add_argument(
-        "sources", metavar="SOURCE", nargs="+", help="`stdlib` (Python's own sources) or paths"
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet), "
+        "or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
     )
     prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     prepare.add_argument(
@@ -101,6 +109,21 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         help="keep every N-th document for evaluation (20)",
     )
+    prepare.add_argument(
+        "--text-key", metavar="KEY", default="text", help="key of the text, or its column (text)"
+    )
+    prepare.add_argument(
+        "--split", metavar="NAME", default="train", help="split of a Hugging Face dataset (train)"
+    )
+    prepare.add_argument(
+        "--skip-broken", action="store_true", help="leave out what cannot be read, and count it"
+    )
+    prepare.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none"
+    )
+    prepare.add_argument(
+        "--eos-token", metavar="TOKEN", default="<|endoftext|>", help="what closes a document"
+    )
     prepare.set_defaults(command=_prepare)
     return parser
 
@@ -109,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    recipes = _recipes(options.recipes)
-    width = max(map(len, recipes))
-    for name, path in recipes.items():
-        print(f"{name:<{width}}  {_summary(path)}")
+    shown = {**_recipes(options.recipes), **_settings(options.recipes)}
+    width = max(map(len, shown))
+    for name in sorted(shown):
+        print(f"{name:<{width}}  {_summary(shown[name])}")
     return 0
 
 
@@ -124,8 +147,16 @@ def _recipes(folder: Path) -> dict[str, Path]:
     return found
 
 
+def _settings(folder: Path) -> dict[str, Path]:
+    """Settings of a recipe for one kind of machine, ``pretrain_8_gpus.toml``, by name."""
+    found = {path.stem: path for path in folder.glob("*.toml")}
+    return {name: path for name, path in found.items() if not path.with_suffix(".py").exists()}
+
+
 def _summary(path: Path) -> str:
-    """First line of a module's docstring."""
+    """First line of a module's docstring, or of the comment that settings begin with."""
+    if path.suffix == ".toml":
+        return path.read_text().partition("\n")[0].lstrip("# ")
     return (ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n")[0]
 
 
@@ -142,11 +173,12 @@ def _recipe(folder: Path, name: str) -> Path:
 
 
 def _cp(options: argparse.Namespace) -> int:
-    recipe = _recipe(options.recipes, options.name)
+    recipe = _settings(options.recipes).get(options.name.removesuffix(".toml"))
+    recipe = recipe or _recipe(options.recipes, options.name)
     target = _target(recipe, options.target)
     settings = recipe.with_suffix(".toml")
     copies = {target: _stamp(recipe, target) + recipe.read_bytes()}
-    if settings.exists():
+    if settings.exists() and settings != recipe:
         copies[target.with_suffix(".toml")] = settings.read_bytes()
     there = [str(path) for path in copies if path.exists()]
     if there and not options.force:
@@ -161,14 +193,14 @@ def _cp(options: argparse.Namespace) -> int:
 
 
 def _target(recipe: Path, target: str | None) -> Path:
-    """The .py file to write."""
+    """The file to write."""
     if target is None:
         return Path(recipe.name)
     path = Path(target)
     if path.is_dir() or target.endswith(os.sep):
         return path / recipe.name
-    if path.suffix != ".py":
-        raise _UsageError(f"{target} is neither a .py file nor a folder that exists.")
+    if path.suffix != recipe.suffix:
+        raise _UsageError(f"{target} is neither a {recipe.suffix} file nor a folder that exists.")
     return path
 
 
@@ -212,18 +244,22 @@ def _exit_code(code: object) -> int:
 def _prepare(options: argparse.Namespace) -> int:
     from forgekit.data.prepare import prepare
 
-    source = "stdlib" if options.sources == ["stdlib"] else [Path(s) for s in options.sources]
     try:
         with _progress() as progress:
             prepared = prepare(
-                source,
+                _documents(options),
                 options.out,
                 vocab_size=options.vocab,
                 held_out_every=options.held_out_every,
                 progress=progress,
+                tokenizer=options.tokenizer,
+                eos_token=options.eos_token,
             )
     except (ValueError, OSError, ImportError) as error:
         raise _UsageError(str(error)) from None
+    except KeyboardInterrupt:
+        print("forgekit: interrupted; the same command goes on from here.", file=sys.stderr)
+        return 1
     if not prepared.is_new:
         print(f"{prepared.path} was made from the same files before and is left as it is.")
     for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
@@ -231,7 +267,37 @@ def _prepare(options: argparse.Namespace) -> int:
         ratio = file.metadata["text_bytes"] / file.tokens
         print(f"{title}   {file.path}  {size}, {ratio:.2f} bytes per token")
     print(f"tokenizer  {prepared.path / 'tokenizer.json'}  {prepared.train.vocab_size:,} tokens")
+    if broken := prepared.account.broken:
+        print(f"left out   {broken:,} broken documents; the first:")
+        for problem in prepared.account.first_broken:
+            print(f"  {problem}")
     return 0
+
+
+def _documents(options: argparse.Namespace) -> Documents:
+    from forgekit.data.huggingface import huggingface_documents
+    from forgekit.data.sources import stdlib_documents, text_documents
+
+    sources: list[str] = options.sources
+    if sources == ["stdlib"]:
+        return stdlib_documents()
+    errors = "skip" if options.skip_broken else "raise"
+    named = [source for source in sources if source.startswith("hf:")]
+    if not named:
+        return text_documents(sources, text_key=options.text_key, errors=errors)
+    if len(sources) > 1:
+        raise _UsageError(
+            f"{named[0]} is given beside other sources. Prepare each into a folder of its own, "
+            "and mix them when training."
+        )
+    name, _, config = named[0].removeprefix("hf:").partition(":")
+    return huggingface_documents(
+        name,
+        config=config or None,
+        split=options.split,
+        text_key=options.text_key,
+        errors=errors,
+    )
 
 
 @contextmanager
@@ -246,11 +312,12 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def _move_bar(bars: Progress, tasks: dict[str, TaskID], stage: str, done: int, total: int) -> None:
     if stage not in tasks:
-        tasks[stage] = bars.add_task(stage)
-    bars.update(tasks[stage], completed=done, total=total)
+        tasks[stage] = bars.add_task(stage, total=None)
+    bars.update(tasks[stage], completed=done, total=total or None)
 
 
 def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
     if stage not in stages:
         stages.add(stage)
-        print(f"{stage}: reading {total / 1e6:.1f} MB of text", file=sys.stderr, flush=True)
+        size = f"{total / 1e6:.1f} MB of text" if total else "text"
+        print(f"{stage}: reading {size}", file=sys.stderr, flush=True)

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["MeshSpec", "build_mesh", "data_ranks", "process_rank", "shutdown"]
+__all__ = ["MeshSpec", "build_mesh", "data_ranks", "expert_ranks", "process_rank", "shutdown"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+_EXPERT_RANKS = "_forgekit_expert_ranks"
 START_TIMEOUT = timedelta(minutes=30)
 
 
@@ -91,7 +92,10 @@ def build_mesh(
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
         _start(kind, rank, world)
-    return init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
+    # On the object: meshes of equal shape compare equal, whatever their experts do.
+    setattr(mesh, _EXPERT_RANKS, spec.ep)
+    return mesh
 
 
 def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
@@ -152,6 +156,24 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
         size = mesh[name].size()
         rank, world = rank * size + mesh.get_local_rank(name), world * size
     return rank, world
+
+
+def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """This process's place among the ranks that share the experts, a view over ``dp_shard * cp``.
+
+    Neighbours share them, so that tokens travel within a machine where that is possible.
+
+    Args:
+        mesh: What ``build_mesh`` returned, or None for one process.
+
+    Returns:
+        ``(rank, world)``; the world is ``MeshSpec.ep``.
+    """
+    world = getattr(mesh, _EXPERT_RANKS, 1)
+    if mesh is None or world == 1:
+        return 0, 1
+    place = mesh.get_local_rank("dp_shard") * mesh["cp"].size() + mesh.get_local_rank("cp")
+    return place % world, world
 
 
 def process_rank() -> int:

@@ -44,7 +44,8 @@ class TrainState:
     ``(seed, step, samples, rank)``, so there is no scheduler, sampler or generator to keep.
 
     A subclass adds fields. Fields with a ``state_dict``, plain tensors, numbers and strings are
-    checkpointed; ``attrs.field(metadata={"checkpoint": False})`` leaves one out.
+    checkpointed; ``attrs.field(metadata={"checkpoint": False})`` leaves one out, and with
+    ``metadata={"optional": True}`` it keeps its value if a checkpoint was written without it.
 
     Attributes:
         model: The model; its parameters change in place at each step.
@@ -56,6 +57,8 @@ class TrainState:
         skipped: ``[]`` int64: consecutive bad steps up to now.
         loss_scale: ``[]`` float32, a power of two that multiplies summed losses before backward.
         seed: Seed of data order and dropout.
+        good_steps: ``[]`` int64: good steps since the loss scale last changed; moves in float16
+            only.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2)
@@ -75,6 +78,10 @@ class TrainState:
     skipped: Tensor
     loss_scale: Tensor
     seed: int = 0
+    good_steps: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.zeros_like(self.targets), takes_self=True),
+        metadata={"optional": True},
+    )
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )
@@ -115,7 +122,7 @@ class TrainState:
                 "others round the gradients that they scale. Use for example 2.0**-12."
             )
         _check_parameters(model, optimizer, mesh)
-        device = _device_of(model)
+        device = _device_of(model, mesh)
         return cls(
             model=model,
             optimizer=optimizer,
@@ -180,7 +187,10 @@ def _caller() -> str:
     return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}"
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the model computes; its parameters may live in host memory between steps."""
+    if mesh is not None and mesh.device_type != "cpu":
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 

@@ -1,8 +1,8 @@
-"""Pretrain a language model on token files, on any data-parallel layout; resumes by itself.
+"""Pretrain a language model on token files, in any layout; resumes by itself.
 
 forgekit prepare stdlib --out data/stdlib
 python pretrain.py
-torchrun --nproc-per-node 8 pretrain.py mesh.dp_replicate=2 model.dim=1024 precision=bf16
+torchrun --nproc-per-node 8 pretrain.py mesh.tp=2 mesh.cp=2 model.dim=1024 precision=bf16
 """
 
 from functools import partial
@@ -52,6 +52,8 @@ class Config:
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
     compile: bool = key(False, "Whether each block is compiled.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work where mesh.pp is above 1.")
+    context_parallel: fk.ContextParallel = key("ring", "How ranks of mesh.cp share a sequence.")
     max_norm: float = key(1.0, "Upper bound of the gradient norm; inf does not clip.")
     bad_steps: Literal["raise", "warn", "skip"] = key("raise", "What a non-finite step means.")
     device: Literal["cpu", "cuda"] | None = key(None, "none takes an accelerator if there is one.")
@@ -91,14 +93,9 @@ def setup(config):
     fk.check_vocabulary(dataset, config.model.vocab_size)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
-    model = fk.parallelize(
-        model,
-        mesh,
-        precision=config.precision,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        seed=config.seed,
-    )
+    names = "precision activation_checkpoint compile pipeline_schedule context_parallel seed"
+    options = {name: getattr(config, name) for name in names.split()}
+    model = fk.parallelize(model, mesh, **options)
     optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)

@@ -66,7 +66,8 @@ def reference_gradients(
     targets = sum(int((batch["labels"] != -100).sum()) for batch in flat)
     total = torch.zeros((), dtype=torch.float64)
     for batch in flat:
-        logits = model(batch["input_ids"]).flatten(0, 1)
+        places = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}
+        logits = model(batch["input_ids"], **places).flatten(0, 1)
         total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
     model.zero_grad()
     loss = total / max(targets, 1)

@@ -175,7 +175,16 @@ def _run(
     result = function(rank, world, *args)
     dist.barrier()
     dist.destroy_process_group()
+    _forget_meshes()
     return result
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: the next job's mesh may equal one of this, whose groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _load(path: str, module: str, name: str) -> Callable[..., Any]:

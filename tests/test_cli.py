@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -38,6 +39,7 @@ def recipes(tmp_path):
     folder.mkdir()
     (folder / "train.py").write_text(TRAIN)
     (folder / "train.toml").write_text("steps = 3")
+    (folder / "train_2_toasters.toml").write_text("# Two toasters.\nsteps = 4\n")
     (folder / "tiny.py").write_text('"""As small as it gets."""\nraise KeyError("broken")\n')
     return folder
 
@@ -53,7 +55,20 @@ def here(tmp_path, monkeypatch):
 
 def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
     assert main(["ls"], recipes=recipes) == 0
-    assert capsys.readouterr().out == "tiny   As small as it gets.\ntrain  Train a thing.\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny              As small as it gets.",
+        "train             Train a thing.",
+        "train_2_toasters  Two toasters.",
+    ]
+
+
+@pytest.mark.parametrize("name", ["train_2_toasters", "train_2_toasters.toml"])
+def test_cp_writes_settings_for_a_machine(name, recipes, here, capsys):
+    assert main(["cp", name, "mine.toml"], recipes=recipes) == 0
+    assert tomllib.loads((here / "mine.toml").read_text()) == {"steps": 4}
+    assert [path.name for path in here.iterdir()] == ["mine.toml"]
+    assert main(["cp", name, "mine.py"], recipes=recipes) == 2
+    assert "mine.py is neither a .toml file nor a folder" in capsys.readouterr().err
 
 
 def test_ls_of_an_empty_folder_is_an_error(tmp_path, capsys):
@@ -194,7 +209,7 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
         f"tokenizer  tokens/tokenizer.json  {train.vocab_size} tokens",
     ]
     read = f"reading {sum(path.stat().st_size for path in texts.iterdir()) / 1e6:.1f} MB of text"
-    stages = ("tokenizer", "training tokens", "held-out tokens")
+    stages = ("tokenizer", "tokens")
     assert shown.err.splitlines() == [f"{stage}: {read}" for stage in stages]
 
     assert main(["prepare", str(texts), *arguments]) == 0
@@ -249,13 +264,18 @@ def test_python_m_forgekit_is_the_same_program():
 
 
 def test_there_are_real_recipes_that_can_be_copied(here, capsys):
-    names = [path.stem for path in sorted(recipes_folder().glob("*.py"))]
+    paths = sorted(recipes_folder().glob("*.*"), key=lambda path: path.stem)
+    paths = [path for path in paths if path.is_file()]
+    names = [path.stem for path in paths]
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == names
-    for name, line in zip(names, lines, strict=True):
+    for path, name, line in zip(paths, names, lines, strict=True):
         assert len(line.split()) > 2, f"{name} does not say what it is"
         assert main(["cp", name]) == 0
-        copy = (here / f"{name}.py").read_text()
-        assert copy.startswith(f"# Copied from forgekit {VERSION} recipes/{name}.py (sha256 ")
-        assert ast.get_docstring(compile(copy, name, "exec", flags=ast.PyCF_ONLY_AST))
+        copy = (here / path.name).read_text()
+        assert copy.startswith(f"# Copied from forgekit {VERSION} recipes/{path.name} (sha256 ")
+        if path.suffix == ".py":
+            assert ast.get_docstring(compile(copy, name, "exec", flags=ast.PyCF_ONLY_AST))
+        else:
+            assert tomllib.loads(copy)

@@ -43,7 +43,7 @@ def test_a_new_state_is_at_the_start():
 
 def test_a_state_has_the_fields_of_the_contract():
     counters = ["step", "samples", "targets", "skipped"]
-    assert ["model", "optimizer", "mesh", *counters, "loss_scale", "seed"] == FIELDS
+    assert ["model", "optimizer", "mesh", *counters, "loss_scale", "seed", "good_steps"] == FIELDS
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 0.75, 3.0, float("inf"), float("nan")])

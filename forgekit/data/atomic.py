@@ -21,38 +21,47 @@ __all__ = ["atomic_directory", "held", "is_held", "sync"]
 
 @contextmanager
 def atomic_directory(
-    path: str | os.PathLike[str], *, is_replaceable: Callable[[Path], bool]
+    path: str | os.PathLike[str], *, is_replaceable: Callable[[Path], bool], key: str | None = None
 ) -> Iterator[Path]:
     """Fill a new directory in the body of ``with``; it takes the name ``path`` at the end.
 
     If the body raises, nothing is left of the new directory and ``path`` is what it was before.
+    Under a ``key`` what the body has filled is kept, and the next one with the same key, for the
+    same ``path``, finds it and may go on; one with another key clears it.
 
     Args:
         path: Where the directory shall appear; its parents are made.
         is_replaceable: Says of an existing, filled directory whether it may be replaced. Only the
             caller knows what it wrote itself, and nothing else may be deleted.
+        key: Twelve hexadecimal digits that name the work.
 
     Yields:
         The temporary directory to fill.
 
     Raises:
-        FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced.
+        FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced, or if
+            another process is at the same work.
     """
     path = Path(os.path.realpath(path))  # a link keeps pointing where it points
     if path.exists():
         _check_replaceable(path, is_replaceable)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(path)
-    hidden = f".{path.name}.{uuid.uuid4().hex[:12]}"
+    hidden = f".{path.name}.{key or uuid.uuid4().hex[:12]}"
     new, old = path.parent / f"{hidden}.new", path.parent / f"{hidden}.old"
-    new.mkdir()
+    if is_held(new):
+        raise FileExistsError(
+            f"another process is writing {path}. Wait until it is done, or stop it."
+        )
+    _clear_leftovers(path, but=new)
+    new.mkdir(exist_ok=key is not None)
     with held(new):
         try:
             yield new
             _sync_tree(new)
             _replace(path, new, old)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            if key is None or not (new.is_dir() and any(new.iterdir())):
+                shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -95,10 +104,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _clear_leftovers(path: Path) -> None:
+def _clear_leftovers(path: Path, *, but: Path) -> None:
     """Delete what killed writers of ``path`` left, after putting back what one had set aside."""
     name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
-    left = [p for p in path.parent.iterdir() if name.fullmatch(p.name)]
+    left = [p for p in path.parent.iterdir() if name.fullmatch(p.name) and p != but]
     if any(is_held(p) for p in left):
         return  # another writer is between its two renames, or will be
     for leftover in left:

@@ -14,7 +14,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-__all__ = ["IGNORED", "check_batch", "collate", "mask_batch", "mask_rows", "shift_labels"]
+__all__ = [
+    "IGNORED",
+    "check_batch",
+    "collate",
+    "mask_batch",
+    "mask_rows",
+    "read_rows",
+    "shift_labels",
+]
 
 IGNORED = -100
 """The label of a place that carries no loss."""
@@ -158,6 +166,22 @@ def collate(samples: Sequence[TensorDict]) -> TensorDict:
             )
     columns = {key: _stack([sample[key] for sample in samples], key) for key in keys}
     return TensorDict(columns, batch_size=[len(samples)])
+
+
+def read_rows(dataset: Any, rows: Sequence[int]) -> TensorDict:
+    """Build the micro-batch of these rows of a map-style dataset, in one go where it can.
+
+    Args:
+        dataset: Has ``[row]``, or ``__getitems__(rows)``, which gives a micro-batch or its rows.
+        rows: The rows.
+
+    Returns:
+        A TensorDict with ``batch_size=[b]``.
+    """
+    if not hasattr(dataset, "__getitems__"):
+        return collate([dataset[row] for row in rows])
+    batch = dataset.__getitems__(rows)
+    return batch if isinstance(batch, TensorDict) else collate(batch)
 
 
 def _stack(tensors: list[Tensor], key: Any) -> Tensor:

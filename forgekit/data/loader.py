@@ -11,14 +11,15 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import attrs
 import numpy as np
 from tensordict import TensorDict
 
-from forgekit.data.batch import collate, mask_rows
-from forgekit.data.order import sample_rows
+from forgekit.data.batch import mask_rows, read_rows
+from forgekit.data.order import recall_rows, sample_rows
 from forgekit.data.stream import Stream
 
 __all__ = ["Loader", "make_loader"]
@@ -45,7 +46,8 @@ def make_loader(
 
     Args:
         dataset: Has ``len()`` and ``[row]``; ``__getitems__(rows)``, if it has one, builds a whole
-            micro-batch. Rows are TensorDicts of tensors.
+            micro-batch. Rows are TensorDicts of tensors. One with ``is_endless``, a mixture, needs
+            no ``len()``: its row ``i`` is sample ``i``, and ``seed`` and ``shuffle`` play no part.
         batch_size: Rows per rank and micro-batch.
         seed: Names the order of the rows; each epoch has another one.
         start: Rows that were consumed before, by all ranks together: ``state.samples``.
@@ -65,7 +67,8 @@ def make_loader(
 
     Raises:
         TypeError: If the dataset has no length.
-        ValueError: If it is empty or a number is out of range.
+        ValueError: If it is empty or a number is out of range, or ``epochs`` are asked of one
+            without end.
 
     Examples:
         >>> import torch
@@ -74,7 +77,7 @@ def make_loader(
         >>> [batch["input_ids"].tolist() for batch in loader], loader.samples
         ([[[0], [1]], [[2], [3]]], 4)
     """
-    _check_dataset(dataset)
+    _check_dataset(dataset, epochs)
     _check_numbers(batch_size, start, rank, world, workers, epochs)
     if processes and not workers:
         raise ValueError("processes=True needs workers of at least 1, it is 0; pass workers=4.")
@@ -124,11 +127,10 @@ class Plan:
         return rows if self.stop is None else max(self.start, min(rows, self.stop))
 
     def _fetch(self, samples: np.ndarray[Any, np.dtype[np.int64]]) -> TensorDict:
-        rows = sample_rows(samples, len(self.dataset), self.seed, shuffle=self.shuffle).tolist()
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(rows)
-            return batch if isinstance(batch, TensorDict) else collate(batch)
-        return collate([self.dataset[row] for row in rows])
+        if not _is_endless(self.dataset):
+            find = recall_rows if self.shuffle else partial(sample_rows, shuffle=False)
+            samples = find(samples, len(self.dataset), self.seed)
+        return read_rows(self.dataset, samples.tolist())
 
 
 class Loader:
@@ -243,7 +245,18 @@ class Loader:
         return stream
 
 
-def _check_dataset(dataset: Any) -> None:
+def _is_endless(dataset: Any) -> bool:
+    return getattr(dataset, "is_endless", False)
+
+
+def _check_dataset(dataset: Any, epochs: int | None) -> None:
+    if _is_endless(dataset):
+        if epochs is not None:
+            raise ValueError(
+                f"epochs {epochs} of a {type(dataset).__name__}, which has no end; leave epochs "
+                "out, and end the loop over its steps."
+            )
+        return
     if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"the dataset is a {type(dataset).__name__} without a length; a loader reads rows by "

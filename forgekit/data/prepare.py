@@ -1,189 +1,211 @@
-"""From sources to what a training run reads: token files and their tokenizer, in one go.
+"""From documents to what a training run reads: token files and their tokenizer, in one go.
 
 The result appears whole, under its name, or not at all::
 
     OUT/                 a token file: the training documents
     OUT/heldout/         a token file: every 20th document, never trained on
     OUT/tokenizer.json   trained on the training documents only
+
+Until then it grows in a hidden folder beside ``OUT``. Whoever starts again after a kill goes on
+there, and ends with the same bytes as without it. Memory does not depend on the amount of text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, cast
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 
-from forgekit.data.atomic import atomic_directory
-from forgekit.data.sources import Paths, read_documents, stdlib_files, text_files
-from forgekit.data.tokenizer import END_OF_TEXT, train_tokenizer
-from forgekit.data.tokens import TokenFile, is_token_file, open_tokens, write_tokens
+from forgekit.data.atomic import atomic_directory, sync
+from forgekit.data.documents import Documents
+from forgekit.data.encode import encode_texts
+from forgekit.data.journal import JOURNAL, Entry, clear, read_entry, write_entry
+from forgekit.data.kept import Account, Filters, Kept, describe_filters
+from forgekit.data.numbers import DamagedError
+from forgekit.data.parts import Parts, Place, Progress
+from forgekit.data.prepared import (
+    HELD_OUT,
+    TOKENIZER,
+    Prepared,
+    find_prepared,
+    is_prepared,
+    open_prepared,
+)
+from forgekit.data.sources import Paths, stdlib_documents, text_documents
+from forgekit.data.tokenizer import END_OF_TEXT, load_tokenizer, token_id, train_tokenizer
+from forgekit.data.tokens import TokenWriter
 
 __all__ = ["Prepared", "Progress", "prepare"]
 
-Progress: TypeAlias = Callable[[str, int, int], None]
+ENTRY_BYTES = 4 << 20
+"""Text between two entries in the journal: what a kill costs at most, about a second's work."""
 
-HELD_OUT = "heldout"
-TOKENIZER = "tokenizer.json"
-_AT_ONCE = 64
-
-
-@attrs.frozen
-class Prepared:
-    """What ``prepare`` made, or found.
-
-    Attributes:
-        path: The token file of the training documents.
-        train: The training documents.
-        held_out: The held-out documents.
-        is_new: False if it was there already, made from the same files with the same settings.
-    """
-
-    path: Path
-    train: TokenFile = attrs.field(repr=False)
-    held_out: TokenFile = attrs.field(repr=False)
-    is_new: bool
+log = logging.getLogger("forgekit")
 
 
 def prepare(
-    source: Literal["stdlib"] | Paths,
+    source: Literal["stdlib"] | Paths | Documents,
     out: str | os.PathLike[str],
     *,
     vocab_size: int = 4096,
     held_out_every: int = 20,
     progress: Progress | None = None,
+    filters: Filters | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    eos_token: str = END_OF_TEXT,
+    sample_bytes: int = 2**28,
+    shard_tokens: int = 2**27,
 ) -> Prepared:
     """Train a tokenizer on documents and write them as token files.
 
-    Sources are read three times, one document at a time: for the tokenizer, for the training
-    tokens, for the held-out tokens. Fewer documents than ``held_out_every`` are each cut instead:
-    the end of each, at a line break, is held out.
+    Documents are read twice, one at a time: for the tokenizer and for the tokens. Fewer documents
+    than ``held_out_every`` are each cut instead: the end of each, at a line break, is held out.
 
     Args:
-        source: ``"stdlib"`` for the sources of Python's standard library, or files and folders as
-            for ``text_documents``.
-        out: The directory to make. Made from the same files (names, sizes, times of change) with
-            the same settings before, it is left as it is; else it is replaced when the new one is
-            complete.
-        vocab_size: Number of tokens, the end of text included.
+        source: ``"stdlib"`` for the sources of Python's standard library; files and folders as for
+            ``text_documents``; or documents, such as ``text_documents`` with options or
+            ``huggingface_documents`` returns.
+        out: The directory to make. Made from the same documents (of files: names, sizes, times of
+            change) with the same settings before, it is left as it is; else it is replaced when the
+            new one is complete. What a killed call had done is taken up.
+        vocab_size: Number of tokens, the end of text included; of a tokenizer that is trained here.
         held_out_every: One document in so many is held out.
-        progress: Called as ``progress(stage, done, total)``, in bytes of text.
+        progress: Called as ``progress(stage, done, total)``, in bytes of the source; a total of 0
+            is unknown.
+        filters: Functions of a text that return False for what shall be left out, by the name under
+            which that is counted. Each is called several times for a text: it must not remember.
+        tokenizer: Use this ``tokenizer.json`` instead of training one.
+        eos_token: The token that closes each document.
+        sample_bytes: Text to train the tokenizer on. Of more, documents all over the source are
+            taken by chance.
+        shard_tokens: Tokens per file.
 
     Returns:
         ``Prepared(path, train, held_out, is_new)``. Both token files keep ``text_bytes`` in their
-        metadata, for losses in bits per byte; closing tokens count no bytes.
+        metadata, for losses in bits per byte; closing tokens count no bytes. ``account`` says what
+        was left out.
 
     Raises:
         FileNotFoundError: If a path does not exist or holds nothing to read.
-        FileExistsError: If ``out`` holds anything that was not made here.
+        FileExistsError: If ``out`` holds anything that was not made here, or another process is
+            making it.
         ValueError: If a text cannot be read, a number is out of range, or there is too little text.
     """
     if held_out_every < 2:
         raise ValueError(f"held_out_every {held_out_every} must be at least 2, to leave something.")
-    files = stdlib_files() if source == "stdlib" else text_files(source)
-    made_from = _fingerprint(files, vocab_size, held_out_every)
-    if (found := _find(Path(out), made_from)) is not None:
+    if sample_bytes < 1:
+        raise ValueError(f"sample_bytes {sample_bytes} must be at least 1.")
+    documents = _documents(source)
+    learned = "" if tokenizer is None else load_tokenizer(tokenizer).to_str()
+    settings = f"{vocab_size} {held_out_every} {eos_token} {sample_bytes} {shard_tokens} {learned}"
+    facts = f"{settings} {describe_filters(filters or {})} {documents.fingerprint}"
+    made_from = hashlib.sha256(os.fsencode(facts)).hexdigest()
+    parts = Parts(documents, filters or {}, held_out_every, progress or (lambda *_: None))
+    found = find_prepared(Path(out), made_from)
+    if found is not None and parts.allows(found.account):
         return found
-    parts = _Parts(files, held_out_every, progress or (lambda *_: None))
-    with atomic_directory(out, is_replaceable=_is_prepared) as folder:
-        tokenizer = train_tokenizer(parts.texts("tokenizer", held_out=False), vocab_size)
-        for name, place in (("training tokens", folder), ("held-out tokens", folder / HELD_OUT)):
-            _write(place, parts.texts(name, held_out=place != folder), tokenizer, made_from)
-        tokenizer.save(str(folder / TOKENIZER))
-    return _opened(Path(out), is_new=True)
+    with atomic_directory(out, is_replaceable=is_prepared, key=made_from[:12]) as folder:
+        kept = find_prepared(folder, made_from)  # the last one was killed before it was renamed
+        if kept is None or not parts.allows(kept.account):
+            learner = _tokenizer(folder, parts, tokenizer, vocab_size, sample_bytes)
+            eos_id = token_id(learner, eos_token)
+            _write_tokens(folder, parts, learner, eos_id, shard_tokens, made_from)
+    return open_prepared(Path(out), is_new=True)
+
+
+def _documents(source: Literal["stdlib"] | Paths | Documents) -> Documents:
+    if isinstance(source, str) and source == "stdlib":
+        return stdlib_documents()
+    if hasattr(source, "fingerprint"):
+        return cast(Documents, source)
+    return text_documents(cast(Paths, source))
+
+
+def _tokenizer(
+    folder: Path,
+    parts: Parts,
+    given: str | os.PathLike[str] | None,
+    vocab_size: int,
+    sample_bytes: int,
+) -> Any:
+    """Load the tokenizer that a killed call had made, or make it."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        if given is None:
+            made = train_tokenizer(parts.sample("tokenizer", sample_bytes), vocab_size)
+        else:
+            made = load_tokenizer(given)
+        temporary = file.with_suffix(".new")
+        made.save(str(temporary))
+        sync(temporary)
+        temporary.rename(file)
+    return load_tokenizer(file)
+
+
+def _write_tokens(
+    folder: Path, parts: Parts, tokenizer: Any, eos_id: int, shard_tokens: int, made_from: str
+) -> None:
+    """Write both token files, from where a killed call stopped if that can be."""
+    work = _Work(folder, parts, tokenizer, eos_id, shard_tokens, made_from)
+    entry = read_entry(folder)
+    if entry is not None and parts.allows(entry.place.account):
+        try:
+            work.write(entry)
+        except DamagedError as error:
+            log.warning("%s; the tokens are written from the start", error)
+        else:
+            return
+    clear(folder, but=TOKENIZER)
+    work.write(Entry())
 
 
 @attrs.frozen
-class _Parts:
-    """The training and the held-out texts of some files, each as often as asked for."""
+class _Work:
+    """Texts into token files, with a journal."""
 
-    files: list[Path]
-    held_out_every: int
-    progress: Progress
+    folder: Path
+    parts: Parts
+    tokenizer: Any
+    eos_id: int
+    shard_tokens: int
+    made_from: str
 
-    def texts(self, stage: str, *, held_out: bool) -> Iterator[str]:
-        total = sum(file.stat().st_size for file in self.files)
-        done = 0
-        for text, is_held_out in self._split():
-            if is_held_out == held_out:
-                yield text
-            done += len(text.encode())
-            self.progress(stage, min(done, total), total)
-        self.progress(stage, total, total)
+    def write(self, entry: Entry) -> None:
+        kept = self.parts.keep(entry.place.account)
+        text_bytes = list(entry.text_bytes)
+        with ExitStack() as stack:
+            writers = [stack.enter_context(self._writer(part, entry)) for part in (0, 1)]
+            before, unsaved = entry.place, 0
+            for (place, part, size), ids in encode_texts(self.tokenizer, self._texts(kept, entry)):
+                if unsaved >= ENTRY_BYTES and place is not before:
+                    positions = [writer.position() for writer in writers]
+                    write_entry(self.folder, Entry(before, tuple(text_bytes), positions))
+                    unsaved = 0
+                writers[part].append(ids)
+                text_bytes[part] += size
+                before, unsaved = place, unsaved + size
+        for problem in kept.account.first_broken:
+            log.warning("left out: %s", problem)
+        for writer, size in zip(writers, text_bytes, strict=True):
+            writer.finish(self._metadata(size, kept.account))
+        (self.folder / JOURNAL).unlink(missing_ok=True)
 
-    def _split(self) -> Iterator[tuple[str, bool]]:
-        every = self.held_out_every
-        documents = (text for _, text in read_documents(self.files))
-        first = list(itertools.islice(documents, every))
-        if len(first) < every:
-            first = [part for text in first for part in _cut(text, every)]
-            yield from (part for part in first if part[0])
-            return
-        for number, text in enumerate(itertools.chain(first, documents), start=1):
-            yield text, number % every == 0
+    def _texts(self, kept: Kept, entry: Entry) -> Iterator[tuple[tuple[Place, int, int], str]]:
+        for place, is_held_out, text in self.parts.texts("tokens", kept, entry.place):
+            yield (place, int(is_held_out), len(text.encode())), text
 
+    def _writer(self, part: int, entry: Entry) -> TokenWriter:
+        place = self.folder / HELD_OUT if part else self.folder
+        sizes = (self.tokenizer.get_vocab_size(), self.eos_id, self.shard_tokens)
+        return TokenWriter(place, *sizes, position=entry.writers[part])
 
-def _cut(text: str, every: int) -> list[tuple[str, bool]]:
-    """Hold out the end of a text, from the last line break that leaves at least its share."""
-    latest = len(text) - max(1, len(text) // every)
-    place = text.rfind("\n", 0, latest) + 1 or latest
-    return [(text[:place], False), (text[place:], True)]
-
-
-def _write(place: Path, texts: Iterable[str], tokenizer: Any, made_from: str) -> None:
-    metadata: dict[str, Any] = {"text_bytes": 0, "made_from": made_from}
-    write_tokens(
-        place,
-        _encode(texts, tokenizer, metadata),
-        vocab_size=tokenizer.get_vocab_size(),
-        eos_id=tokenizer.token_to_id(END_OF_TEXT),
-        metadata=metadata,
-    )
-
-
-def _encode(
-    texts: Iterable[str], tokenizer: Any, metadata: dict[str, Any]
-) -> Iterator[NDArray[np.int64]]:
-    """Encode texts a few at a time, which the tokenizer does in parallel, and count their bytes."""
-    texts = iter(texts)
-    while some := list(itertools.islice(texts, _AT_ONCE)):
-        metadata["text_bytes"] += sum(len(text.encode()) for text in some)
-        for encoding in tokenizer.encode_batch(some, add_special_tokens=False):
-            yield np.asarray(encoding.ids, dtype=np.int64)
-
-
-def _fingerprint(files: Iterable[Path], vocab_size: int, held_out_every: int) -> str:
-    facts = [f"{vocab_size} {held_out_every}"]
-    for file in files:
-        status = file.stat()
-        facts.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.sha256(os.fsencode("\n".join(facts))).hexdigest()
-
-
-def _find(out: Path, made_from: str) -> Prepared | None:
-    if not _is_prepared(out):
-        return None
-    try:
-        found = _opened(out, is_new=False)
-    except (OSError, ValueError):
-        return None
-    return found if found.train.metadata.get("made_from") == made_from else None
-
-
-def _is_prepared(out: Path) -> bool:
-    """Say whether a directory is what ``prepare`` makes and holds nothing else."""
-    return (
-        (out / TOKENIZER).is_file()
-        and is_token_file(out / HELD_OUT)
-        and is_token_file(out, besides={HELD_OUT, TOKENIZER})
-    )
-
-
-def _opened(out: Path, *, is_new: bool) -> Prepared:
-    return Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new)
+    def _metadata(self, text_bytes: int, account: Account) -> dict[str, Any]:
+        dropped = {name: account.dropped.get(name, 0) for name in self.parts.filters}
+        left_out = attrs.asdict(attrs.evolve(account, dropped=dropped))
+        return {"text_bytes": text_bytes, "made_from": self.made_from, **left_out}

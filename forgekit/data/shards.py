@@ -1,131 +1,134 @@
-"""The binary files of a token file: a header that says what follows, then numbers.
+"""Documents as binary shards of bounded size, with a table that says where each document starts.
 
-The header is what lets a reader refuse a truncated or foreign file with the sizes it found, instead
-of training on whatever the bytes happen to mean.
+A writer holds one document in memory, and can go on where a killed one stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["OFFSET", "OFFSETS_NAME", "VERSION", "ShardWriter", "map_numbers", "shard_name"]
+from forgekit.data.numbers import NumberWriter, check_again, content_of
 
-VERSION = 1
+__all__ = ["OFFSET", "OFFSETS_NAME", "ShardWriter", "shard_name"]
+
 OFFSETS_NAME = "offsets.bin"
 OFFSET = np.dtype("<i8")
-HEADER = struct.Struct("<8sIIQ8x")
-"""Magic, version, bytes per number, count of numbers, room to grow: 32 bytes."""
-
-MAGIC = b"FORGETOK"
 
 
 class ShardWriter:
-    """Appends documents to numbered shards and closes with the table of offsets."""
+    """Appends documents to numbered shards, and their places to the table of offsets.
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        self.offsets = [0]
-        self.counts: list[int] = []
+    Attributes:
+        documents: Documents so far.
+        tokens: Tokens so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        position: dict[str, Any] | None = None,
+    ) -> None:
+        self.documents = 0
+        self.tokens = 0
         self._folder = folder
         self._dtype = dtype
         self._shard_tokens = shard_tokens
         self._hash = hashlib.sha256()
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close_shard()
-        if kind is None:
-            self._write_offsets()
+        self._ended: list[tuple[int, int]] = []  # count and checksum of each full shard
+        self._shard: NumberWriter | None = None
+        if position is None:
+            self._offsets = NumberWriter(folder / OFFSETS_NAME, OFFSET)
+            self._offsets.append(np.zeros(1, OFFSET).tobytes())
+        else:
+            self._go_on(position)
 
     def append(self, ids: NDArray[Any]) -> None:
         """Add one document, over as many shards as it takes."""
-        self._hash.update(ids.tobytes())
-        self.offsets.append(self.offsets[-1] + len(ids))
-        while len(ids):
-            file = self._shard_with_room()
-            piece = ids[: self._shard_tokens - self.counts[-1]]
-            file.write(piece.tobytes())
-            self.counts[-1] += len(piece)
-            ids = ids[len(piece) :]
+        content = memoryview(ids.tobytes())
+        self._hash.update(content)
+        self.documents += 1
+        self.tokens += len(ids)
+        self._offsets.append(np.asarray([self.tokens], dtype=OFFSET).tobytes())
+        while content:
+            shard = self._shard_with_room()
+            fits = (self._shard_tokens - shard.count) * self._dtype.itemsize
+            shard.append(content[:fits])
+            content = content[fits:]
 
-    def fingerprint(self, vocab_size: int, eos_id: int) -> str:
-        """Hash what was written, however it is cut into shards."""
-        whole = self._hash.copy()
-        whole.update(np.asarray(self.offsets, dtype=OFFSET).tobytes())
-        whole.update(f"{self._dtype.name} {vocab_size} {eos_id}".encode())
-        return whole.hexdigest()
+    def position(self) -> dict[str, Any]:
+        """Return where the writer stands, in JSON values; another one may go on from there."""
+        shards = [*self._ended]
+        if self._shard is not None:
+            self._shard.flush()
+            shards.append((self._shard.count, self._shard.checksum))
+        self._offsets.flush()
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "shards": [list(shard) for shard in shards],
+            "offsets": self._offsets.checksum,
+        }
 
-    def _shard_with_room(self) -> BinaryIO:
-        if self._file is None or self.counts[-1] == self._shard_tokens:
-            self._close_shard()
-            self._file = (self._folder / shard_name(len(self.counts))).open("wb")
-            self._file.write(bytes(HEADER.size))
-            self.counts.append(0)
-        return self._file
+    def close(self) -> None:
+        """Close the files, whether they are complete or not."""
+        if self._shard is not None:
+            self._end_shard(self._shard)
+        self._offsets.close()
 
-    def _close_shard(self) -> None:
-        if self._file is not None:
-            self._file.seek(0)
-            self._file.write(_header(self._dtype, self.counts[-1]))
-            self._file.close()
-            self._file = None
+    def summary(self, vocab_size: int, eos_id: int) -> dict[str, Any]:
+        """Describe what was written, after ``close``: counts, checksums and fingerprint.
 
-    def _write_offsets(self) -> None:
-        offsets = np.asarray(self.offsets, dtype=OFFSET)
-        (self._folder / OFFSETS_NAME).write_bytes(
-            _header(offsets.dtype, len(offsets)) + offsets.tobytes()
-        )
+        The fingerprint is of tokens, documents and sizes, however they are cut into shards.
+        """
+        for piece in content_of(self._folder / OFFSETS_NAME, OFFSET, self.documents + 1):
+            self._hash.update(piece)
+        self._hash.update(f"{self._dtype.name} {vocab_size} {eos_id}".encode())
+        checksums = {shard_name(i): f"{crc:08x}" for i, (_, crc) in enumerate(self._ended)}
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": [count for count, _ in self._ended],
+            "checksums": checksums | {OFFSETS_NAME: f"{self._offsets.checksum:08x}"},
+            "fingerprint": self._hash.hexdigest(),
+        }
+
+    def _go_on(self, position: dict[str, Any]) -> None:
+        """Take up a position, after checking every byte that was written up to there."""
+        for number, (count, checksum) in enumerate(position["shards"]):
+            file = self._folder / shard_name(number)
+            check_again(file, self._dtype, count, checksum, self._hash.update)
+        count = position["documents"] + 1
+        offsets = self._folder / OFFSETS_NAME
+        check_again(offsets, OFFSET, count, position["offsets"], lambda _: None)
+        self.documents, self.tokens = position["documents"], position["tokens"]
+        self._offsets = NumberWriter(offsets, OFFSET, count=count, checksum=position["offsets"])
+        self._ended = [(count, checksum) for count, checksum in position["shards"]]
+        if self._ended:
+            count, checksum = self._ended.pop()
+            file = self._folder / shard_name(len(self._ended))
+            self._shard = NumberWriter(file, self._dtype, count=count, checksum=checksum)
+
+    def _shard_with_room(self) -> NumberWriter:
+        if self._shard is not None and self._shard.count == self._shard_tokens:
+            self._end_shard(self._shard)
+        if self._shard is None:
+            file = self._folder / shard_name(len(self._ended))
+            self._shard = NumberWriter(file, self._dtype)
+        return self._shard
+
+    def _end_shard(self, shard: NumberWriter) -> None:
+        shard.close()
+        self._ended.append((shard.count, shard.checksum))
+        self._shard = None
 
 
 def shard_name(number: int) -> str:
     """Name a shard's file."""
     return f"shard_{number:05d}.bin"
-
-
-def _header(dtype: np.dtype[Any], count: int) -> bytes:
-    return HEADER.pack(MAGIC, VERSION, dtype.itemsize, count)
-
-
-def map_numbers(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """Map a file of ``count`` numbers into memory, after checking that it is one."""
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is missing, but index.json names it. Write the file again."
-        )
-    _check_size(file, dtype, count)
-    _check_header(file, dtype, count)
-    return np.memmap(file, dtype=dtype, mode="r", offset=HEADER.size, shape=(count,)).view(
-        np.ndarray
-    )
-
-
-def _check_header(file: Path, dtype: np.dtype[Any], count: int) -> None:
-    with file.open("rb") as opened:
-        magic, version, itemsize, found = HEADER.unpack(opened.read(HEADER.size))
-    if magic != MAGIC:
-        raise ValueError(
-            f"{file} starts with {magic!r}, not {MAGIC!r}: it is a foreign file. "
-            "Write the token file again."
-        )
-    if (version, itemsize, found) != (VERSION, dtype.itemsize, count):
-        raise ValueError(
-            f"{file} says version {version}, {itemsize} bytes per number, {found} numbers; "
-            f"index.json says {VERSION}, {dtype.itemsize}, {count}. Write the token file again."
-        )
-
-
-def _check_size(file: Path, dtype: np.dtype[Any], count: int) -> None:
-    expected, found = HEADER.size + dtype.itemsize * count, file.stat().st_size
-    if found != expected:
-        raise ValueError(
-            f"{file} is {found:,} bytes; expected {HEADER.size} + {dtype.itemsize} * {count:,} = "
-            f"{expected:,}. It is truncated or foreign: write the token file again."
-        )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forgekit.data.optional import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END_OF_TEXT", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "load_tokenizer", "token_id", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes each document; its id is 0 in tokenizers trained here."""
@@ -47,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise ValueError(
             f"vocab_size {vocab_size} must be at least {SMALLEST}: 256 bytes and {END_OF_TEXT}."
         )
-    tokenizers = _tokenizers()
+    tokenizers = require("tokenizers", extra="text")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -82,7 +84,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
         )
     try:
-        tokenizer = _tokenizers().Tokenizer.from_file(str(file))
+        tokenizer = require("tokenizers", extra="text").Tokenizer.from_file(str(file))
     except ImportError:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
@@ -93,11 +95,17 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError(
-            'tokenizers is not installed. Install it with: pip install "forgekit[text]"'
-        ) from None
-    return tokenizers
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Look up the id of a special token.
+
+    Raises:
+        ValueError: If the tokenizer has no such token; names those that it has.
+    """
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        special = [f'"{entry.content}"' for entry in tokenizer.get_added_tokens_decoder().values()]
+        raise ValueError(
+            f'the tokenizer has no token "{token}"; its special tokens are '
+            f"{', '.join(special) or 'none'}. Name the one that closes a document: eos_token."
+        )
+    return found

@@ -7,7 +7,6 @@ and keeps a fingerprint of the tokens; ``offsets.bin`` says where each document 
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -19,17 +18,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.atomic import atomic_directory
-from forgekit.data.shards import OFFSET, OFFSETS_NAME, VERSION, ShardWriter, map_numbers, shard_name
+from forgekit.data.index import INDEX, read_index, write_index
+from forgekit.data.numbers import check_numbers, map_numbers
+from forgekit.data.shards import OFFSET, OFFSETS_NAME, ShardWriter, shard_name
 
 __all__ = [
     "TokenFile",
+    "TokenWriter",
     "is_token_file",
     "open_tokens",
     "write_tokens",
 ]
-
-INDEX = "index.json"
-MAGIC = "forgekit-tokens"
 
 
 def write_tokens(
@@ -71,28 +70,70 @@ def write_tokens(
         ([1, 2, 0, 3, 0], [0, 3, 5])
     """
     _check_sizes(vocab_size, eos_id, shard_tokens)
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     with atomic_directory(path, is_replaceable=is_token_file) as folder:
-        with ShardWriter(folder, dtype, shard_tokens) as writer:
-            for number, document in enumerate(documents):
-                ids = _checked_ids(document, number, vocab_size)
-                writer.append(np.append(ids.astype(dtype), dtype.type(eos_id)))
-        if len(writer.offsets) == 1:
-            raise ValueError("there are no documents; a token file needs at least one.")
-        index = {
-            "magic": MAGIC,
-            "version": VERSION,
-            "dtype": dtype.name,
-            "vocab_size": vocab_size,
-            "eos_id": eos_id,
-            "tokens": writer.offsets[-1],
-            "documents": len(writer.offsets) - 1,
-            "shards": writer.counts,
-            "fingerprint": writer.fingerprint(vocab_size, eos_id),
-            "metadata": dict(metadata or {}),
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        with TokenWriter(folder, vocab_size, eos_id, shard_tokens) as writer:
+            for document in documents:
+                writer.append(document)
+        writer.finish(metadata or {})
     return open_tokens(path)
+
+
+class TokenWriter:
+    """Fills a folder with a token file, document by document; ``write_tokens`` in steps.
+
+    ``position()`` between two documents says where it stands, and a writer that is given that goes
+    on there, whatever was appended since. The files are then those of one undisturbed writer.
+
+    Args:
+        folder: An empty folder, or one that another writer was filling.
+        vocab_size: As for ``write_tokens``.
+        eos_id: As for ``write_tokens``.
+        shard_tokens: As for ``write_tokens``.
+        position: Where the other writer stood.
+
+    Raises:
+        DamagedError: If the folder is not what the other writer left.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_id: int,
+        shard_tokens: int,
+        position: dict[str, Any] | None = None,
+    ) -> None:
+        _check_sizes(vocab_size, eos_id, shard_tokens)
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+        self._sizes = (vocab_size, eos_id)
+        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self._shards = ShardWriter(folder, self._dtype, shard_tokens, position)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shards.close()
+
+    def append(self, document: ArrayLike) -> None:
+        """Add a document and the id that closes it."""
+        vocab_size, eos_id = self._sizes
+        ids = _checked_ids(document, self._shards.documents, vocab_size)
+        self._shards.append(np.append(ids.astype(self._dtype), self._dtype.type(eos_id)))
+
+    def position(self) -> dict[str, Any]:
+        """Where it stands, in JSON values; what is written up to here outlives a kill."""
+        return self._shards.position()
+
+    def finish(self, metadata: Mapping[str, Any]) -> None:
+        """Write the index, once the files are closed: only now is the folder a token file."""
+        if not self._shards.documents:
+            raise ValueError("there are no documents; a token file needs at least one.")
+        vocab_size, eos_id = self._sizes
+        sizes = {"dtype": self._dtype.name, "vocab_size": vocab_size, "eos_id": eos_id}
+        summary = self._shards.summary(vocab_size, eos_id)
+        write_index(self._folder, {**sizes, **summary, "metadata": dict(metadata)})
 
 
 @attrs.frozen(eq=False)
@@ -159,23 +200,27 @@ class TokenFile:
         return np.concatenate([[0], self.offsets[first:last] - start])
 
 
-def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
-    """Open a token file for reading, after checking each of its parts.
+def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenFile:
+    """Open a token file for reading, after checking the kind and size of each of its parts.
 
     Args:
         path: The directory.
+        verify: Read everything and compare it with the checksums in the index: about a second per
+            gigabyte, and the only way to see that a disk or a copy has changed a byte.
 
     Returns:
         The token file; tokens are read from the disk when they are used.
 
     Raises:
-        FileNotFoundError: If there is no token file.
-        ValueError: If a part is truncated, foreign or of another version.
+        FileNotFoundError: If there is no token file, or a part of it is missing.
+        ValueError: If a part is truncated, foreign, changed or of another version; names the file.
     """
     folder = Path(path)
-    index = _read_index(folder)
+    index = read_index(folder)
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     counts = index["shards"]
+    if verify:
+        _verify(folder, index, dtype)
     shards = [map_numbers(folder / shard_name(i), dtype, count) for i, count in enumerate(counts)]
     return TokenFile(
         path=folder,
@@ -197,11 +242,24 @@ def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) 
     """
     folder = Path(path)
     try:
-        index = _read_index(folder)
+        index = read_index(folder)
     except (OSError, ValueError):
         return False
     own = {INDEX, OFFSETS_NAME, *besides, *(shard_name(i) for i in range(len(index["shards"])))}
     return own >= {entry.name for entry in folder.iterdir()}
+
+
+def _verify(folder: Path, index: dict[str, Any], dtype: np.dtype[Any]) -> None:
+    parts = [(shard_name(i), dtype, count) for i, count in enumerate(index["shards"])]
+    checksums = index.get("checksums", {})
+    for name, kind, count in [*parts, (OFFSETS_NAME, OFFSET, index["documents"] + 1)]:
+        if name not in checksums:
+            raise ValueError(
+                f"{folder / INDEX} has no checksum of {name}, so it cannot be verified. "
+                "Write the token file again."
+            )
+        map_numbers(folder / name, kind, count)
+        check_numbers(folder / name, kind, count, checksums[name])
 
 
 def _check_sizes(vocab_size: int, eos_id: int, shard_tokens: int) -> None:
@@ -229,27 +287,3 @@ def _checked_ids(document: ArrayLike, number: int, vocab_size: int) -> NDArray[A
             f"{vocab_size - 1}. Pass the vocab_size of the tokenizer that made them."
         )
     return ids
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    file = folder / INDEX
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{folder} is not a token file: it has no {INDEX}. "
-            "forgekit.write_tokens and `forgekit prepare` make one."
-        )
-    try:
-        index = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Write the token file again.") from None
-    magic = index.get("magic") if isinstance(index, dict) else None
-    if magic != MAGIC:
-        raise ValueError(
-            f'{file} has magic {magic!r}, not "{MAGIC}": it is no token file\'s index.'
-        )
-    if index.get("version") != VERSION:
-        raise ValueError(
-            f"{file} is version {index.get('version')}; this forgekit reads version {VERSION}. "
-            "Write the token file again, or use the forgekit that wrote it."
-        )
-    return index

@@ -150,6 +150,25 @@ class Transformer(nn.Module):
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(x, weight) if head is None else head(x, weight)
 
+    @property
+    def plan(self) -> dict[str, str]:
+        """How ranks may share the matrices: patterns of module names to tensor-parallel styles.
+
+        The residual stream is spread over places between a block's matrices. A model with more in
+        it takes another, for example ``plan={**model.plan, "layers.*.extra": "sequence"}``.
+        """
+        plan = {"embedding": "embedding", "dropout": "sequence", "norm": "sequence"}
+        for name in ("attention_norm", "feed_forward_norm", "dropout"):
+            plan[f"layers.*.{name}"] = "sequence"
+        for name in ("attention.query", "attention.key", "attention.value"):
+            plan[f"layers.*.{name}"] = "colwise"
+            if self.spec.qk_norm and name != "attention.value":
+                plan[f"layers.*.{name}_norm"] = "heads"
+        plan["layers.*.attention.output"] = "rowwise"
+        plan |= {"layers.*.feed_forward.gate": "colwise", "layers.*.feed_forward.up": "colwise"}
+        plan["layers.*.feed_forward.down"] = "rowwise"
+        return plan if self.spec.tied else {**plan, "output": "colwise"}
+
     def initial_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for a norm, filled with ones.
 

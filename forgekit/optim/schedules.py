@@ -8,18 +8,22 @@ step that changes nothing is a step wasted. Past the end the last rate stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, get_args
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal, Protocol, get_args
 
 __all__ = [
     "Decay",
     "Schedule",
+    "Scaled",
     "constant",
     "cosine",
     "linear",
     "warmup",
     "warmup_cosine",
     "warmup_linear",
+    "with_phases",
     "wsd",
 ]
 
@@ -137,6 +141,61 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -
     return _warmed(
         _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="cosine"), warmup
     )
+
+
+class Scaled(Protocol):
+    """Another scale of the learning rate from a sample on: a ``forgekit.Phase``."""
+
+    @property
+    def start(self) -> int:
+        """The first sample."""
+        ...
+
+    @property
+    def lr_scale(self) -> float:
+        """What the learning rate is multiplied by."""
+        ...
+
+
+def with_phases(schedule: Schedule, phases: Sequence[Scaled], global_batch_size: int) -> Schedule:
+    """Multiply a schedule by the scale of the phase that its step is in.
+
+    A phase starts at a sample; the step that holds this sample, at whatever place, is the first
+    with the new scale. Scales do not multiply each other: a phase without one is back at 1.
+
+    Args:
+        schedule: Any schedule.
+        phases: Each with a ``start`` and an ``lr_scale``, by increasing start.
+        global_batch_size: Samples that each step consumes, over all ranks; step ``i`` holds the
+            samples from ``i * global_batch_size`` on.
+
+    Returns:
+        A pure function of the step.
+
+    Raises:
+        ValueError: If ``global_batch_size`` is not positive or phases do not increase.
+
+    Examples:
+        >>> from forgekit import Phase
+        >>> schedule = with_phases(constant(1.0), [Phase(start=20, lr_scale=0.5)], 8)
+        >>> [schedule(step) for step in (0, 1, 2, 3)]
+        [1.0, 1.0, 0.5, 0.5]
+    """
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size {global_batch_size} must be at least 1.")
+    for before, after in pairwise(phases):
+        if after.start <= before.start:
+            raise ValueError(
+                f"a phase at sample {after.start} follows one at sample {before.start}; "
+                "put phases in increasing order."
+            )
+    starts = [phase.start for phase in phases]
+    scales = [1.0, *(phase.lr_scale for phase in phases)]
+
+    def scaled(step: int) -> float:
+        return schedule(step) * scales[bisect_left(starts, (step + 1) * global_batch_size)]
+
+    return scaled
 
 
 _SHAPES: dict[Decay, Callable[[float], float]] = {

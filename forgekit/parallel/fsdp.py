@@ -7,14 +7,24 @@ for models that were wrapped elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
 
 from forgekit.model.layers import Block
+from forgekit.parallel.layout import layout_of
 
 __all__ = [
     "Precision",
@@ -24,33 +34,98 @@ __all__ = [
     "reset_iteration",
     "set_sync",
     "shard",
+    "shard_experts",
     "sum_gradients",
 ]
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["last", "every", "hsdp_last"]
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, precision: Precision
+    roots: list[nn.Module],
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    precision: Precision,
+    *,
+    inner: Collection[nn.Module] = (),
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    prefetch: int = 1,
 ) -> None:
-    """Wrap each block and then the root in FSDP, in place.
+    """Wrap each block and then the roots in FSDP, in place.
 
     Args:
-        model: The model; on meta or filled with the same values on every rank.
-        blocks: The repeated layers; each is gathered when it is used.
-        mesh: The whole mesh. Parameters are sharded over ``dp_shard`` and, where
-            ``dp_replicate`` is above 1, replicated over it (HSDP).
+        roots: The model, or this rank's pipeline stages; on meta or filled with the same values on
+            every rank.
+        blocks: The repeated layers in the order in which they run; each is gathered when it is
+            used.
+        mesh: Over which parameters are sharded; of two dimensions, replicated over the first
+            (HSDP).
         precision: What parameters are cast to for compute; masters and reductions are float32.
+        inner: Roots whose output goes on to another pipeline stage as it is; that of the others
+            is cast to float32.
+        reshard_after_forward: Whether a block's parameters are let go after forward and gathered
+            again for backward; False keeps them (less communication, more memory), a number keeps
+            them spread over groups of so many neighbours.
+        cpu_offload: Whether shards, gradients and optimizer state live in host memory.
+        prefetch: How many blocks ahead parameters are gathered; 0 gathers each when it is due.
+
+    Raises:
+        ValueError: If ``reshard_after_forward`` does not divide the shards or cannot be arranged
+            on this mesh, or ``prefetch`` is negative.
     """
-    data = (
-        mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
-    )
+    _check_options(mesh, reshard_after_forward, prefetch)
+    options = {"mesh": mesh, "offload_policy": _offload_policy(mesh, cpu_offload)}
     for block in blocks:
-        fully_shard(block, mesh=data, mp_policy=_block_policy(precision, block))
-    fully_shard(model, mesh=data, mp_policy=_root_policy(precision))
-    for module in fsdp_modules(model):
-        sum_gradients(module)
+        fully_shard(
+            block,
+            mp_policy=_block_policy(precision, block),
+            reshard_after_forward=reshard_after_forward,
+            **options,
+        )
+    for root in roots:
+        # FSDP keeps a root's own parameters until backward, which begins with them.
+        fully_shard(root, mp_policy=_root_policy(precision, root in inner), **options)
+        modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            sum_gradients(module)
+        _prefetch(root, [block for block in blocks if block in modules], prefetch)
+
+
+def shard_experts(
+    modules: list[nn.Module],
+    view: DeviceMesh,
+    precision: Precision,
+    *,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Wrap modules of experts in FSDP over the ranks that hold the same experts, in place.
+
+    They are cut along their second dimension: the first is taken by the experts.
+
+    Args:
+        modules: What ``apply_experts`` returned, before the blocks around them are wrapped.
+        view: What ``expert_mesh`` returned.
+        precision: See ``shard``.
+        reshard_after_forward: See ``shard``; a number means True, as the blocks' groups of
+            neighbours hold different experts.
+        cpu_offload: See ``shard``.
+    """
+    is_replicated = view["dp_replicate"].size() > 1
+    mesh = view["dp_replicate", "fsdp_ep"] if is_replicated else view["fsdp_ep"]
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=_block_policy(precision, module),
+            reshard_after_forward=bool(reshard_after_forward),
+            offload_policy=_offload_policy(mesh, cpu_offload),
+            shard_placement_fn=lambda _: Shard(1),
+        )
 
 
 def sum_gradients(module: FSDPModule) -> None:
@@ -66,8 +141,11 @@ def sum_gradients(module: FSDPModule) -> None:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """List a model's FSDP modules, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """List a model's FSDP modules, roots first: those of its pipeline stages too."""
+    stages = layout_of(model).stages
+    roots = [model] if stages is None else [model, *stages.modules]
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
@@ -138,22 +216,76 @@ def _groups(module: Any) -> list[Any]:
     return [group for group in [fsdp_state._fsdp_param_group] if group is not None]
 
 
+def _check_options(mesh: DeviceMesh, reshard: bool | int, prefetch: int) -> None:
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch} blocks; it must not be negative, 0 is none.")
+    if isinstance(reshard, bool):
+        return
+    shards = mesh.size(-1)
+    divisors = [d for d in range(2, shards + 1) if shards % d == 0]
+    if reshard not in divisors:
+        raise ValueError(
+            f"reshard_after_forward is {reshard}; True, False, or a number above 1 that divides "
+            f"the {shards} shards: one of {divisors}."
+        )
+    if mesh.size() != dist.get_world_size():
+        # Each of them would make a mesh of its own, and process groups are made by all together.
+        raise ValueError(
+            f"reshard_after_forward={reshard} needs all {dist.get_world_size()} ranks on "
+            f"dp_replicate, dp_shard and cp, and they have {mesh.size()}. Use True or False beside "
+            "tp or pp."
+        )
+
+
+def _offload_policy(mesh: DeviceMesh, cpu_offload: bool) -> OffloadPolicy:
+    # Pinning needs an accelerator; without one there is nothing to copy either.
+    return (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    )
+
+
+def _prefetch(root: Any, blocks: list[Any], count: int) -> None:
+    """Tell each block, and the root, what to gather before it computes.
+
+    Without a word FSDP would gather one ahead in backward, and in forward whatever the host
+    reaches while the device still computes.
+    """
+    groups = [fsdp_modules(block) for block in blocks]  # a block, then its experts
+    for index, group in enumerate(groups):
+        block, *experts = group
+        before = groups[max(index - count, 0) : index]
+        block.set_modules_to_forward_prefetch(_flat(groups[index + 1 : index + 1 + count]))
+        due = [*experts, *_flat(reversed(before))] if count else []
+        block.set_modules_to_backward_prefetch(due or [block])  # itself: none
+        for module in experts if not count else []:
+            module.set_modules_to_backward_prefetch([module])
+    root.set_modules_to_forward_prefetch(_flat(groups[:count]))
+    last = _flat(reversed(groups[len(groups) - min(count, len(groups)) :]))
+    root.set_modules_to_backward_prefetch(last or [root])
+
+
+def _flat(groups: Iterable[list[Any]]) -> list[Any]:
+    return [module for group in groups for module in group]
+
+
 def _block_policy(precision: Precision, block: nn.Module) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    # Inputs of our own blocks are not cast: hidden states arrive in bfloat16 already, and the
+    # Inputs of our own blocks are not cast: hidden states arrive in 16 bits already, and the
     # cosines and sines of rotary embedding must stay in float32 (bfloat16 has 8 bits for an angle).
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
+        param_dtype=_COMPUTE[precision],
         reduce_dtype=torch.float32,
         cast_forward_inputs=not isinstance(block, Block),
     )
 
 
-def _root_policy(precision: Precision) -> MixedPrecisionPolicy:
+def _root_policy(precision: Precision, is_inner: bool) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
     # The output is cast on the root only; on a block it would break the next block.
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        param_dtype=_COMPUTE[precision],
+        reduce_dtype=torch.float32,
+        output_dtype=None if is_inner else torch.float32,
     )

@@ -1,37 +1,40 @@
 """Turn one model into this rank's part of it.
 
-The order is fixed, because each line needs the one before: recomputation wraps what a block
-computes, compilation traces it with the recomputation inside, FSDP gathers parameters around the
-compiled block, and only sharded parameters are materialised from meta, so that no rank ever holds
-a full copy of a model that was built there.
+The order is fixed, because each line needs the one before. Parts of other stages go first, so that
+nothing below spends time on them. Tensor parallelism and experts change what a parameter is.
+Recomputation wraps what a block computes, collectives included; compilation traces it with the
+recomputation inside; FSDP gathers parameters around the compiled block, inner modules first. Only
+sharded parameters are materialised from meta, so that no rank ever holds a full copy of a model
+that was built there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
+from forgekit.mesh import DIMENSIONS
 from forgekit.model.initial import init_weights
-from forgekit.parallel.fsdp import Precision, shard
+from forgekit.parallel.context import ContextParallel, apply_context
+from forgekit.parallel.cut import Absent
+from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
+from forgekit.parallel.fsdp import Precision, shard, shard_experts
+from forgekit.parallel.layout import Layout, arrange, set_layout, size_of
+from forgekit.parallel.pipeline import split_stages
+from forgekit.parallel.recompute import (
+    ActivationCheckpoint,
+    check_recompute,
+    compile_block,
+    recompute,
+)
+from forgekit.parallel.schedules import PipelineSchedule
+from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, read_plan
 
-__all__ = ["ActivationCheckpoint", "parallelize"]
-
-ActivationCheckpoint = Literal["none", "full", "selective"]
-PipelineSchedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
-]
-ContextParallel = Literal["ring", "ulysses", "both"]
+__all__ = ["parallelize"]
 
 
 def parallelize(
@@ -40,42 +43,60 @@ def parallelize(
     *,
     precision: Precision = "fp32",
     activation_checkpoint: ActivationCheckpoint = "none",
+    memory_budget: float = 0.5,
     compile: bool = False,
     pipeline_schedule: PipelineSchedule = "1f1b",
     context_parallel: ContextParallel = "ring",
+    plan: Plan | None = None,
     blocks: str | None = None,
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    prefetch: int = 1,
     seed: int = 0,
 ) -> nn.Module:
     """Prepare a model for training on a mesh, in place, and return it.
 
     Parameter names stay the same in every layout. With more than one rank parameters are always
-    sharded by FSDP, on a dimension of size 1 if need be.
+    sharded by FSDP, on a dimension of size 1 if need be. On a pipeline's rank the model keeps what
+    its stages need, and only a step or an evaluation can run it.
 
     Args:
         model: A ``Transformer`` or any module with a list of repeated layers.
         mesh: What ``build_mesh`` returned.
-        precision: ``"fp32"``, or ``"bf16"``: compute in bfloat16 with float32 masters, gradients
-            and reductions.
+        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"``: compute in 16 bits with float32 masters,
+            gradients and reductions, in float16 with a loss scale that follows overflows.
         activation_checkpoint: What the backward pass recomputes: ``"none"``, ``"full"`` blocks,
-            or ``"selective"``: everything but matrix products and attention.
+            ``"selective"``: everything but matrix products and attention, or ``"budget"``: what
+            the compiler finds cheapest until ``memory_budget`` is kept.
+        memory_budget: Share of a compiled block's activations that ``"budget"`` keeps, 0 to 1.
         compile: Whether each block is compiled.
-        pipeline_schedule: Order of work between pipeline stages; without effect on one stage.
-        context_parallel: How a sequence is shared; without effect where each rank holds it whole.
+        pipeline_schedule: Order of work between pipeline stages; without effect on one rank.
+        context_parallel: How ranks share a sequence: ``"ring"``, ``"ulysses"`` or ``"both"``;
+            without effect where each rank holds it whole.
+        plan: How ranks share each matrix, as patterns of module names to styles: see
+            ``forgekit.parallel.tensor``, and ``"expert"`` for modules of ``[e ...]`` parameters.
+            The model's own ``plan`` if None.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
+        reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
+            backward; a number keeps them within groups of so many neighbours. Pipeline stages
+            keep them for the whole step.
+        cpu_offload: Whether shards, gradients and optimizer state live in host memory.
+        prefetch: How many blocks ahead parameters are gathered.
         seed: Seed of the initial weights of parameters that are on meta.
 
     Returns:
         The same model, on the mesh's device, without anything left on meta.
 
     Raises:
-        ValueError: If an option is unknown, the mesh has dimensions beyond data parallelism, the
-            blocks are not found, a buffer is on meta (only its module knows its values), or a
-            parameter on meta is shared by two modules.
+        ValueError: If an option is unknown, sizes do not divide (heads, features, layers), the
+            plan does not fit, the blocks are not found, a buffer is on meta (only its module knows
+            its values), or a parameter on meta is shared by two modules.
     """
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("activation_checkpoint", activation_checkpoint, get_args(ActivationCheckpoint))
     _check_choice("pipeline_schedule", pipeline_schedule, get_args(PipelineSchedule))
     _check_choice("context_parallel", context_parallel, get_args(ContextParallel))
+    check_recompute(activation_checkpoint, is_compiled=compile, memory_budget=memory_budget)
     _check_mesh(mesh)
     layers = _blocks(model, blocks)
     if not layers and (compile or activation_checkpoint != "none"):
@@ -83,22 +104,69 @@ def parallelize(
             f"{type(model).__name__} has no list 'layers' to compile or recompute; name its list "
             f"of repeated layers with blocks=; {_lists(model)}"
         )
-    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     _check_buffers(model)
     _check_shared(model)
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    # Arranging makes process groups, so what can be refused is, before and on all ranks alike.
+    if size_of(mesh, "tp") > 1:
+        read_plan(model, size_of(mesh, "tp"), plan)
+    data, tensor = arrange(mesh)
+    view = expert_mesh(mesh)
+    experts = [] if view is None else find_experts(model, _expert_patterns(model, plan))
+    ring, ulysses, place = apply_context(model, mesh, context_parallel, tensor=size_of(mesh, "tp"))
+    _copy_from_first_rank(model, mesh)
+
+    stages = None
+    if size_of(mesh, "pp") > 1:
+        stages = split_stages(model, mesh, pipeline_schedule, blocks)
+        layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
+    roots = [model] if stages is None else stages.modules
+    is_last = stages is None or stages.has_last
     if not on_meta:
         model.to(mesh.device_type)
-    _copy_from_first_rank(model, mesh)
+    sequence = 1 if tensor is None else apply_plan(model, tensor, plan)
+    spread = [] if view is None else apply_experts(model, view, experts)
     for layer in layers:
-        _recompute(layer, activation_checkpoint)
+        recompute(layer, activation_checkpoint)
         if compile:
-            layer.compile()
-    if mesh.size() > 1 or precision != "fp32":
-        shard(model, layers, mesh, precision)
+            compile_block(layer, activation_checkpoint, memory_budget=memory_budget)
+    if mesh.size() > 1 or precision != "fp32" or cpu_offload:
+        keep: dict[str, Any] = {
+            # A backward in two parts finds a stage's weights only while they are gathered.
+            "reshard_after_forward": reshard_after_forward if stages is None else False,
+            "cpu_offload": cpu_offload,
+        }
+        if view is not None:
+            shard_experts(spread, view, precision, **keep)
+        inner = roots[:-1] if is_last else roots
+        shard(roots, layers, data, precision, inner=inner, prefetch=prefetch, **keep)
     if on_meta:
-        _materialise(model, mesh.device_type)
-        init_weights(model, seed, only=on_meta)
+        for root in roots:
+            _materialise(root, "cpu" if cpu_offload else mesh.device_type)
+        init_weights(model, seed, only=on_meta & {name for name, _ in model.named_parameters()})
+    layout = Layout(
+        ring=ring,
+        ulysses=ulysses,
+        context_rank=place,
+        tensor=size_of(mesh, "tp"),
+        sequence=sequence,
+        owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
+        stages=stages,
+        dynamic_loss_scale=precision == "fp16",
+    )
+    set_layout(model, layout)
     return model
+
+
+def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
+    styles = getattr(model, "plan", None) if plan is None else plan
+    patterns = [name for name, style in (styles or {}).items() if style == EXPERT]
+    if not patterns:
+        raise ValueError(
+            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass for "
+            f"example plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
+        )
+    return patterns
 
 
 def _materialise(model: nn.Module, device: str) -> None:
@@ -136,23 +204,6 @@ def _copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
             tensor.copy_(there.reshape(tensor.shape))
 
 
-def _recompute(layer: nn.Module, what: ActivationCheckpoint) -> None:
-    # Replacing `forward` keeps the parameters' names; a wrapper module would prefix them.
-    if what == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if what == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)
-    forward: Callable[..., Any] = layer.forward
-    layer.forward = partial(checkpoint, forward, **options)
-
-
-def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    name = getattr(op, "__name__", "").split(".")[0]
-    is_expensive = name in {"mm", "addmm", "bmm"} or "scaled_dot_product" in name
-    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it is one of {', '.join(map(repr, choices))}.")
@@ -160,16 +211,15 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
-    others = {n: mesh[n].size() for n in ("pp", "cp", "tp") if n in names and mesh[n].size() > 1}
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}; a step adds "
             "up over all of them. Start as many processes as the mesh needs."
         )
-    if others or "dp_shard" not in names:
+    if "dp_shard" not in names or not set(names) <= set(DIMENSIONS):
         raise ValueError(
-            f"parallelize lays models out over dp_replicate and dp_shard; this mesh has "
-            f"{others or names}. Build it with forgekit.build_mesh and leave the others at 1."
+            f"the mesh has the dimensions {list(names)}; parallelize needs 'dp_shard' and knows "
+            f"{', '.join(DIMENSIONS)}. Build it with forgekit.build_mesh."
         )
 
 

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 import forgekit.run.commit as files
 from forgekit.run.agree import Ranks, explain, ranks_of
 from forgekit.run.commit import CheckpointError
-from forgekit.run.contents import collect, find_mismatch, merge, prepare, restore, stage
+from forgekit.run.contents import (
+    collect,
+    find_mismatch,
+    merge,
+    optional_fields,
+    prepare,
+    restore,
+    stage,
+)
 from forgekit.state import TrainState, donate
 
 __all__ = ["PendingSave", "checkpoint_load", "checkpoint_save", "wait_for_saves"]
@@ -101,7 +109,9 @@ def checkpoint_save(
 
     Args:
         state: The state to save. Values that differ between ranks and are not sharded are saved as
-            the first rank has them.
+            the first rank has them. Streams (fields that have a ``state_dict`` and can be iterated)
+            and fields with ``metadata={"per_rank": True}`` are saved as each rank has them; they
+            load on the same number of ranks only.
         directory: Where checkpoints are kept, on a file system that all ranks share.
         keep: How many checkpoints to retain, newest first; None for all.
         blocking: Return only when the checkpoint is durable; a failure is raised at once.
@@ -130,7 +140,8 @@ def checkpoint_save(
             f"keep {keep} must be at least 1: retention never deletes the newest checkpoint. "
             "Pass None to keep all."
         )
-    tensors, description = collect(state)
+    ranks = ranks_of(state)
+    tensors, description = collect(state, ranks.rank)
     description = {
         "format": FORMAT,
         "step": state.step,
@@ -138,7 +149,6 @@ def checkpoint_save(
         "torch": torch.__version__,
         **description,
     }
-    ranks = ranks_of(state)
     wait_for_saves()
     staged = stage(tensors, _buffers.setdefault(state.model, {}))
     path = Path(directory)
@@ -178,7 +188,8 @@ def checkpoint_load(
     """Load the newest good checkpoint into model and optimizer, in place, and donate ``state``.
 
     Every rank calls it. The number of ranks and the layout may differ from those that saved. All
-    checks come before the first change, so a refused state is as it was.
+    checks come before the first change, so a refused state is as it was; only what a field's own
+    ``load_state_dict`` refuses comes last.
 
     Args:
         state: A state of the same model and optimizer; its values are replaced.
@@ -194,7 +205,8 @@ def checkpoint_load(
 
     Raises:
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
-            format, data, model or optimizer. The same on every rank.
+            format, data, model or optimizer, or holds streams of another number of ranks. The same
+            on every rank.
     """
     wait_for_saves()
     ranks = ranks_of(state)
@@ -204,17 +216,20 @@ def checkpoint_load(
     path, manifest = found
     if not allow_other_data:
         _check_data(path, manifest["fingerprint"], _as_json(fingerprint))
-    described = collect(state)[1]
+    described = collect(state, ranks.rank)[1]
     descriptions = ranks.gather(described)
-    if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest)):
+    optional = optional_fields(state)
+    if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
-    restoration = prepare(state, manifest)
+    restoration = prepare(state, manifest, ranks.rank)
     _read(ranks, path, restoration.tensors)
     if (seed := manifest["fields"].get("seed")) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
-    return donate(state, **restore(state, restoration))
+    changes: dict[str, Any] = {}
+    ranks.each(lambda: changes.update(restore(state, restoration)))  # a field may refuse its state
+    return donate(state, **changes)
 
 
 def _write_or_explain(

@@ -5,13 +5,14 @@ Tensors go into flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry
 stands for a tensor. Optimizer state is filed under parameter names, never under positions, so
 that it finds its parameter again when groups are reordered or another rank holds it. The trees also
 say which tensors there are: loading builds what a fresh optimizer does not have yet.
+Fields that each rank has for itself are kept rank by rank: see ``per_rank.py``.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
+from forgekit.run.per_rank import find_difference, is_per_rank, is_stateful, join, own_tree, tag
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
@@ -33,8 +35,12 @@ _REMEDY = (
 )
 
 
-def collect(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """List what is to be saved of a state, without copying a tensor.
+
+    Args:
+        state: The state.
+        rank: This rank among those that hold it, under which a stream's position is filed.
 
     Returns:
         This rank's tensors by key, sharded ones as DTensors, and what it adds to the manifest:
@@ -54,8 +60,8 @@ def collect(state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for name, parameter in _held(state).items()
     }
     fields = {
-        name: _encode(_value(state, name), f"state.{name}", tensors, f"field {name!r}")
-        for name in saved_fields(state)
+        name: _encode_field(state, name, rank if is_per_rank(state, field) else None, tensors)
+        for name, field in saved_fields(state).items()
     }
     description = {
         "tensors": {key: _describe(tensor) for key, tensor in tensors.items()},
@@ -75,6 +81,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for other in others:
         for part in ("tensors", "optimizer"):
             merged[part] = other[part] | merged[part]
+        merged["fields"] = join(merged["fields"], other["fields"])
     return merged
 
 
@@ -85,6 +92,11 @@ def saved_fields(state: TrainState) -> dict[str, Any]:
         for field in attrs.fields(type(state))
         if field.init and field.name not in _ELSEWHERE and field.metadata.get("checkpoint", True)
     }
+
+
+def optional_fields(state: TrainState) -> set[str]:
+    """Return the saved fields that keep their value where a checkpoint was written without them."""
+    return {name for name, f in saved_fields(state).items() if f.metadata.get("optional", False)}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -136,8 +148,8 @@ class Restoration:
     fields: dict[str, Any]
 
 
-def prepare(state: TrainState, manifest: dict[str, Any]) -> Restoration:
-    """Make room for a checkpoint without changing the state."""
+def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Restoration:
+    """Make room for a checkpoint without changing the state; ``rank`` as in ``collect``."""
     tensors = model_tensors(state.model)
     specs = manifest["tensors"]
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
@@ -151,9 +163,13 @@ def prepare(state: TrainState, manifest: dict[str, Any]) -> Restoration:
             }
     fields = {
         name: _decode(
-            manifest["fields"][name], _value(state, name), tensors, _field_maker(state, name, specs)
+            own_tree(tree, rank),
+            _value(state, name),
+            tensors,
+            _field_maker(state, name, specs),
         )
-        for name in saved_fields(state)
+        for name, tree in manifest["fields"].items()
+        if name in saved_fields(state)  # an optional one may be missing
     }
     return Restoration(tensors, optimizer, fields)
 
@@ -164,20 +180,25 @@ def restore(state: TrainState, restoration: Restoration) -> dict[str, Any]:
     state.optimizer.state.update(restoration.optimizer)
     changes = {}
     for name, field in saved_fields(state).items():
+        if name not in restoration.fields:
+            continue
         value = getattr(state, name)
-        if _is_stateful(value):
+        if is_stateful(value):
             value.load_state_dict(restoration.fields[name])
         else:
             changes[field.alias] = restoration.fields[name]
     return changes
 
 
-def find_mismatch(described: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+def find_mismatch(
+    described: dict[str, Any], manifest: dict[str, Any], optional: Collection[str] = ()
+) -> str | None:
     """Compare a state with a checkpoint; return what does not fit, or None.
 
     Args:
         described: What all ranks' states hold, merged; see ``collect``.
         manifest: The checkpoint's manifest.
+        optional: Fields that it may lack; see ``optional_fields``.
     """
     here = {k: s["shape"] for k, s in described["tensors"].items() if k.startswith("model.")}
     there = {k: s["shape"] for k, s in manifest["tensors"].items() if k.startswith("model.")}
@@ -193,12 +214,13 @@ def find_mismatch(described: dict[str, Any], manifest: dict[str, Any]) -> str | 
     if stateful and described["optimizer_class"] != manifest["optimizer_class"]:
         saved, now = manifest["optimizer_class"], described["optimizer_class"]
         return f"has the state of {saved}, and the optimizer is {now}. Build a {saved}"
-    if missing := [name for name in described["fields"] if name not in manifest["fields"]]:
+    known = {*manifest["fields"], *optional}
+    if missing := [name for name in described["fields"] if name not in known]:
         return (
             f"has no field {missing[0]!r}. Mark it with "
             'attrs.field(metadata={"checkpoint": False}) to keep the value that it has'
         )
-    return None
+    return find_difference(described["fields"], manifest["fields"])
 
 
 def _held(state: TrainState) -> dict[str, nn.Parameter]:
@@ -216,7 +238,15 @@ def _held(state: TrainState) -> dict[str, nn.Parameter]:
 def _value(state: TrainState, name: str) -> Any:
     """Return a field's value, or what its ``state_dict`` makes of it."""
     value = getattr(state, name)
-    return value.state_dict() if _is_stateful(value) else value
+    return value.state_dict() if is_stateful(value) else value
+
+
+def _encode_field(
+    state: TrainState, name: str, rank: int | None, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    key = f"state.{name}" if rank is None else f"state.{name}.rank{rank}"
+    tree = _encode(_value(state, name), key, tensors, f"field {name!r}")
+    return tree if rank is None else tag(tree, rank)
 
 
 def _encode_entries(
@@ -238,10 +268,6 @@ def _check_whole(value: Any, parameter: nn.Parameter, what: str) -> None:
             f"{what} is a plain tensor of shape {tuple(value.shape)} beside a sharded parameter, "
             "so nothing says which part of it this is. Make it with torch.zeros_like(parameter)."
         )
-
-
-def _is_stateful(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:

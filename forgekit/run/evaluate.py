@@ -11,9 +11,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from forgekit.parallel.fsdp import fsdp_modules
+from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState
-from forgekit.steps.accumulate import LossFn
-from forgekit.steps.totals import LossSums, compare_ranks, sum_over_ranks
+from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
+from forgekit.steps.staged import evaluate_staged
+from forgekit.steps.totals import LossSums, reduce_losses
 
 __all__ = ["evaluate", "evaluating"]
 
@@ -49,17 +51,13 @@ def evaluate(
     Raises:
         ValueError: If there is no micro-batch.
     """
-    device = state.targets.device
-    sums = LossSums(device)
-    with evaluating(state.model):
-        for batch in batches:
-            sums.add(loss_fn(state.model, batch.to(device)), rows=batch.batch_size[0])
+    layout = layout_of(state.model)
+    run = _run_whole if layout.stages is None else evaluate_staged
+    with evaluating(state.model), mixing_tensors(layout):
+        sums = run(state, batches, loss_fn)
     if not sums.rows:
         raise ValueError("evaluate got no micro-batch; every rank must bring at least one.")
-    world = state.mesh.size() if state.mesh is not None else 1
-    totals = sums.totals(state.loss_scale, samples=0)
-    compare_ranks(totals, world)
-    totals = sum_over_ranks(totals, world)
+    totals = reduce_losses(sums.totals(state.loss_scale, samples=0), state)
     loss = totals["loss"] / totals["targets"]
     result = {"loss": loss, "targets": totals["targets"]}
     if bytes_per_token is not None:
@@ -68,6 +66,15 @@ def evaluate(
         result[metric] = pair["sum"] / pair["count"]
     prefix = f"eval/{name}/" if name else ""
     return TensorDict({prefix + metric: value for metric, value in result.items()}, [])
+
+
+def _run_whole(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> LossSums:
+    layout, device = layout_of(state.model), state.targets.device
+    sums = LossSums(device)
+    for batch in batches:
+        loss = compute_loss(state.model, take_part(batch, layout, device), loss_fn)
+        sums.add(loss, rows=batch.batch_size[0])
+    return sums
 
 
 @contextmanager

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import process_rank
+from forgekit.parallel.context import whole_sequences
+from forgekit.parallel.layout import layout_of
 from forgekit.run.evaluate import evaluating
 from forgekit.run.resilience import write_atomic
 from forgekit.state import TrainState
@@ -30,8 +34,9 @@ def generate(
 ) -> Tensor:
     """Continue a prompt, feeding the whole text through the model for each new token.
 
-    Under FSDP every rank calls it with the same arguments and gets the same tokens. The global
-    random state is left alone.
+    On several ranks every rank calls it with the same arguments and gets the same tokens; ranks
+    that share a sequence in training each run all of it here. The global random state is left
+    alone.
 
     Args:
         model: Maps ids ``[b s]`` to logits ``[b s v]``. Where it has a ``spec.max_seq_len``, that
@@ -47,7 +52,8 @@ def generate(
         ``[b s+n]`` prompts and what follows, ``n <= max_new_tokens``.
 
     Raises:
-        ValueError: If a prompt is empty, or ``temperature`` or ``top_k`` is out of range.
+        ValueError: If a prompt is empty, ``temperature`` or ``top_k`` is out of range, or the
+            model is split into pipeline stages.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [b s], s >= 1.")
@@ -55,12 +61,19 @@ def generate(
         raise ValueError(
             f"temperature {temperature} must not be negative and top_k {top_k} at least 1."
         )
+    layout = layout_of(model)
+    if layout.stages is not None:
+        raise ValueError(
+            "this model is split into pipeline stages, and a rank can run only its own. To "
+            "generate, load its checkpoint into a layout with pp=1."
+        )
     window = getattr(getattr(model, "spec", None), "max_seq_len", None) or 2**31
+    window = window // layout.sequence * layout.sequence
     generator = torch.Generator(input_ids.device).manual_seed(seed)
     ids, ended = input_ids, torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-    with evaluating(model):
+    with evaluating(model), whole_sequences(model):
         for _ in range(max_new_tokens):
-            logits = model(ids[:, -window:])[:, -1].float()
+            logits = _last_logits(model, ids[:, -window:], layout.sequence).float()
             chosen = _choose(logits, temperature, top_k, generator)
             if eos_id is not None:
                 chosen = torch.where(ended, eos_id, chosen)
@@ -95,6 +108,13 @@ def write_sample(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     return text
+
+
+def _last_logits(model: nn.Module, ids: Tensor, multiple: int) -> Tensor:
+    """Logits of the last place, ``[b v]``; padding behind it changes nothing before it."""
+    places = ids.shape[1]
+    logits = model(F.pad(ids, (0, -places % multiple)))[:, places - 1]
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def _choose(

@@ -25,15 +25,16 @@ from forgekit.parallel.fsdp import (
     reset_iteration,
     set_sync,
 )
+from forgekit.parallel.layout import layout_of, size_of
 from forgekit.state import TrainState
+from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
 from forgekit.steps.losses import Loss
+from forgekit.steps.staged import accumulate_staged
 from forgekit.steps.totals import LossSums, Totals
 
 __all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
 
 RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
-
-LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
 
 def accumulate(
@@ -45,19 +46,23 @@ def accumulate(
 ) -> Totals:
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
-    Clears old gradients, then runs one backward per pulled micro-batch. A parameter that none of
-    them used gets a gradient of zero. The default random generator is seeded from ``(seed, step,
-    data rank)`` first, so that dropout depends on nothing that a checkpoint would have to keep.
-    Does not donate ``state``.
+    Clears old gradients, then runs one backward per pulled micro-batch. Ranks that share a
+    sequence take their places of each; pipeline stages pass micro-batches on to each other. A
+    parameter that none of them used gets a gradient of zero. The default random generator is
+    seeded from ``(seed, step, rank)`` first, with the rank among those that see other data or
+    other layers, so that dropout depends on nothing that a checkpoint would have to keep. Does
+    not donate ``state``.
 
     Args:
         state: The state; its step, optimizer and parameter values do not change.
         batches: Micro-batches, whole sequences, the same number on every rank. One is pulled when
-            the previous one is done; an iterable without ``len`` is looked ahead by one.
+            the previous one is done; an iterable without ``len`` is looked ahead by one (and
+            refused by a pipeline, whose schedule has to know how many there are).
         loss_fn: ``loss_fn(model, batch) -> Loss``.
         sync: When sharded gradients are reduced: after the ``"last"`` micro-batch, after
             ``"every"`` one (less memory, more communication), or ``"hsdp_last"``: scattered after
-            every one, summed across replicas after the last. All give the same gradient.
+            every one, summed across replicas after the last. All give the same gradient. A
+            pipeline always waits for the last.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, and the samples consumed globally.
@@ -73,15 +78,11 @@ def accumulate(
     sharded = fsdp_modules(state.model)
     clear_gradients(state.model, sharded)
     _seed(state)
-    sums = LossSums(state.targets.device)
+    layout = layout_of(state.model)
+    run = _run_whole if layout.stages is None else accumulate_staged
     try:
-        for index, (batch, is_last) in enumerate(_with_last(batches)):
-            if index == 0 or is_last:
-                set_sync(sharded, sync, is_last)
-            with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
-                loss = _checked(loss_fn(state.model, _to_device(batch, state.targets.device)))
-            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
-            sums.add(loss, rows=batch.batch_size[0])
+        with mixing_tensors(layout):
+            sums = run(state, batches, loss_fn, sync, sharded)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         _fill_unused(state)
@@ -93,6 +94,27 @@ def accumulate(
         reset_iteration(sharded)
         clear_gradients(state.model, sharded)
         raise
+
+
+def _run_whole(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    sync: Sync,
+    sharded: list[Any],
+) -> LossSums:
+    """Run each micro-batch forward and backward through a model that this rank has whole."""
+    layout, device = layout_of(state.model), state.targets.device
+    sums = LossSums(device)
+    for index, (batch, is_last) in enumerate(_with_last(batches)):
+        if index == 0 or is_last:
+            set_sync(sharded, sync, is_last)
+        part = take_part(batch, layout, device)
+        with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
+            loss = _checked(compute_loss(state.model, part, loss_fn))
+        loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
+        sums.add(loss, rows=batch.batch_size[0])
+    return sums
 
 
 def count_ahead(
@@ -139,7 +161,7 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
     if size is not None:
         count = 0
         for count, batch in enumerate(batches, start=1):
-            yield _checked_batch(batch), count == size
+            yield batch, count == size
         if count != size:
             raise ValueError(
                 f"{type(batches).__name__} has a len() of {size} and yielded {count}; len() must "
@@ -150,9 +172,9 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
     for batch in iterator:
         previous = batch
         for following in iterator:
-            yield _checked_batch(previous), False
+            yield previous, False
             previous = following
-        yield _checked_batch(previous), True
+        yield previous, True
 
 
 def _length(batches: Iterable[TensorDictBase]) -> int | None:
@@ -162,27 +184,7 @@ def _length(batches: Iterable[TensorDictBase]) -> int | None:
         return None
 
 
-def _checked_batch(batch: Any) -> TensorDictBase:
-    if not isinstance(batch, TensorDictBase) or not batch.batch_size or batch.is_empty():
-        raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-            "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
-        )
-    return batch
-
-
-def _to_device(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
-    first = next(iter(batch.values(True, True)))
-    return batch if first.device == device else batch.to(device, non_blocking=True)
-
-
-def _checked(loss: Any) -> Loss:
-    if not isinstance(loss, Loss):
-        raise TypeError(
-            f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
-            "the summed loss and the number of its targets."
-        )
+def _checked(loss: Loss) -> Loss:
     if taken := RESERVED & loss.metrics.keys():
         raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
     if not loss.sum.requires_grad:
@@ -229,7 +231,11 @@ def _fill_unused(state: TrainState) -> None:
 
 def _seed(state: TrainState) -> None:
     rank, _ = data_ranks(state.mesh)
-    text = f"{state.seed}/{state.step}/{rank}".encode()
+    # Other places and other layers draw other numbers; tensor-parallel ranks draw the same.
+    shared = [name for name in ("cp", "pp") if size_of(state.mesh, name) > 1]
+    places = [f"{name}{state.mesh.get_local_rank(name)}" for name in shared if state.mesh]
+    parts = [state.seed, state.step, rank, *places]
+    text = "/".join(map(str, parts)).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from forgekit.steps.vocab import (
+    Columns,
+    share_softmax,
+    sum_losses,
+    take_logits,
+    take_projection,
+)
 
 __all__ = ["IGNORE", "Loss", "cross_entropy", "linear_cross_entropy"]
 
@@ -103,7 +112,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     """Cross-entropy of next-token logits, summed over the targets, in float32 or wider.
 
     Args:
-        logits: ``[... v]``; what stands at masked places may be anything, NaN included.
+        logits: ``[... v]``; what stands at masked places may be anything, NaN included. A DTensor
+            that is sharded over the vocabulary stays so: ranks compute with their own columns.
         labels: ``[...]`` int, already shifted; -100 where there is no target.
         z_loss: Weight of the squared log-partition, which keeps logits from drifting.
 
@@ -122,7 +132,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     """
     _check_shapes("logits", logits, labels)
     labels = labels.reshape(-1).long()
-    flat = logits.reshape(-1, logits.shape[-1]).to(_wide(logits.dtype))
+    logits, columns = take_logits(logits)
+    flat = logits.reshape(-1, logits.shape[-1])
+    if columns is not None:
+        return Loss(sum_losses(flat, labels, labels != IGNORE, z_loss, columns), _count(labels))
+    flat = flat.to(_wide(logits.dtype))
     flat: Tensor = _DropNan.apply(flat)  # pyright: ignore[reportAssignmentType]
     total = F.cross_entropy(flat, labels, ignore_index=IGNORE, reduction="sum")
     if z_loss:
@@ -143,7 +157,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[... d]``.
-        weight: ``[v d]`` output projection.
+        weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
+            ranks compute with their own rows of it.
         labels: ``[...]`` int, already shifted; -100 where there is no target.
         z_loss: Weight of the squared log-partition.
 
@@ -160,10 +175,11 @@ def linear_cross_entropy(
             "weight must be [v d] with the width d of hidden."
         )
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden, weight, columns = take_projection(hidden, weight)
     flat = rearrange(hidden, "... d -> (...) d")
     weight, labels = weight.to(hidden.dtype), labels.reshape(-1).long()
     with torch.autocast(hidden.device.type, enabled=False):
-        total = _LinearCrossEntropy.apply(flat, weight, labels, z_loss, backward)
+        total = _LinearCrossEntropy.apply(flat, weight, labels, z_loss, backward, columns)
     return Loss(total, _count(labels))  # pyright: ignore[reportArgumentType]
 
 
@@ -188,21 +204,25 @@ class _DropNan(torch.autograd.Function):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, backward: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        backward: bool,
+        columns: Columns | None,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=_wide(hidden.dtype))
         grad_hidden = torch.empty_like(hidden) if backward else None
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if backward else None
+        take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
         size = _chunk_rows(weight)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
-            logits = hidden[rows] @ weight.T
-            log_p = F.log_softmax(logits, -1, dtype=total.dtype)
-            losses, log_z = _row_losses(logits, log_p, labels[rows], z_loss)
-            total += losses.sum()
+            # Not bound to a name here: the chunk's logits are to be gone before its gradient.
+            loss, gradient = take(hidden[rows] @ weight.T, labels[rows], z_loss, backward)
+            total += loss
             if grad_hidden is not None and grad_weight is not None:
-                del logits
-                gradient = _gradient(log_p, log_z, labels[rows], z_loss).to(hidden.dtype)
                 torch.mm(gradient, weight, out=grad_hidden[rows])
                 is_target = (labels[rows] != IGNORE)[:, None]
                 _add_product(grad_weight, gradient, torch.where(is_target, hidden[rows], 0.0))
@@ -214,10 +234,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled = (grad_weight * upstream).to(ctx.dtype)
-        return grad_hidden * upstream.to(grad_hidden.dtype), scaled, None, None, None
+        return grad_hidden * upstream.to(grad_hidden.dtype), scaled, None, None, None, None
+
+
+def _take_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of some rows, ``[]``, and its gradient by their logits, ``[n v]``."""
+    dtype = logits.dtype
+    log_p = F.log_softmax(logits, -1, dtype=_wide(dtype))
+    losses, log_z = _row_losses(logits, log_p, labels, z_loss)
+    if not backward:
+        return losses.sum(), log_p
+    del logits
+    return losses.sum(), _gradient(log_p, log_z, labels, z_loss).to(dtype)
+
+
+def _take_shared_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool, *, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """The same of a rank's part of the vocabulary; all ranks find the same loss."""
+    dtype = logits.dtype
+    found = share_softmax(logits.to(_wide(dtype)), labels, labels != IGNORE, z_loss, columns)
+    if not backward:
+        return found.losses.sum(), found.exponentials
+    del logits
+    return found.losses.sum(), found.gradient_().to(dtype)
 
 
 def _row_losses(

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 
+from forgekit.parallel.layout import layout_of, size_of
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossSums", "Totals", "compare_ranks", "reduce_totals", "sum_over_ranks"]
+__all__ = ["LossSums", "Totals", "reduce_losses", "reduce_totals"]
 
 _agreed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
@@ -116,7 +116,8 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
     """Add a step's sums, the squared gradient norm and the votes over all ranks.
 
     The one collective of a step, an all-reduce of a float64 vector. Weights of ownership make a
-    plain sum right: a parameter's shard counts as one over the number of ranks that hold it.
+    plain sum right: losses and counts come from one tensor-parallel rank of the last pipeline
+    stage, and a parameter's shard counts as one over the number of ranks that hold it.
 
     Args:
         totals: What ``accumulate`` returned, with votes added where there are any.
@@ -129,41 +130,58 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
         ValueError: If ranks bring different names, or names change from one step to the next:
             the vector would be added up across different things.
     """
-    world = state.mesh.size() if state.mesh is not None else 1
     sums = totals.sums.copy()
-    sums["grad_sq"] = _gradient_square(state.optimizer, world, state.targets.device)
-    totals = attrs.evolve(totals, sums=sums)
-    _agree(totals, state.model, world)
-    return sum_over_ranks(totals, world)
+    sums["grad_sq"] = _gradient_square(state)
+    totals = _agree(attrs.evolve(totals, sums=sums), state)
+    return _sum_over_ranks(totals, state)
 
 
-def sum_over_ranks(totals: Totals, world: int) -> Totals:
+def reduce_losses(totals: Totals, state: TrainState) -> Totals:
+    """Add the sums of an evaluation over all ranks, after comparing their names.
+
+    Raises:
+        ValueError: On every rank, if names or numbers of rows differ.
+    """
+    keys = _compare_ranks(totals, state)
+    return _sum_over_ranks(_filled(totals, keys), state)
+
+
+def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
     """All-reduce one vector of everything but the loss scale, which all ranks share already."""
-    if world == 1:
+    if _size(state) == 1:
         return totals
     sums = totals.sums.copy()
     keys = _summed_keys(totals)
     vector = torch.stack([sums[key] for key in keys])
+    if not layout_of(state.model).owns_loss:
+        owned = [0.0 if _is_loss(key) else 1.0 for key in keys]
+        vector = vector * torch.tensor(owned, dtype=vector.dtype, device=vector.device)
     dist.all_reduce(vector)
     for key, value in zip(keys, vector.unbind(), strict=True):
         sums[key] = value
     return attrs.evolve(totals, sums=sums)
 
 
-def compare_ranks(totals: Totals, world: int) -> None:
+def _compare_ranks(totals: Totals, state: TrainState) -> list[Any]:
     """Make sure that all ranks are about to add up the same things; a collective of objects.
 
-    Raises:
-        ValueError: On every rank, if names or numbers of rows differ.
+    Returns:
+        The keys that all ranks add up. Stages before the last know no metrics.
     """
-    mine = _summed_keys(totals), totals.samples
+    knows_names = _knows_names(state)
+    mine = _summed_keys(totals), totals.samples, knows_names
+    world = _size(state)
     everyone: list[Any] = [mine] * world
     if world > 1:
         dist.all_gather_object(everyone, mine)
-    for rank, (keys, samples) in enumerate(everyone):
-        if keys != everyone[0][0]:
+    first, (expected, _, _) = next(
+        (rank, theirs) for rank, theirs in enumerate(everyone) if theirs[2]
+    )
+    for rank, (keys, samples, knows) in enumerate(everyone):
+        if knows and keys != expected:
             raise ValueError(
-                f"rank {rank} reports other sums than rank 0: {_difference(everyone[0][0], keys)}. "
+                f"rank {rank} reports other sums than rank {first}: "
+                f"{_difference(expected, keys)}. "
                 "Report the same metrics on every rank; use (0.0, 0) without observations."
             )
         if samples != everyone[0][1]:
@@ -171,6 +189,28 @@ def compare_ranks(totals: Totals, world: int) -> None:
                 f"rank {rank} counts {samples} samples in a step and rank 0 {everyone[0][1]}; "
                 "every rank must bring as many rows. Fill up with rows whose labels are -100."
             )
+    return expected
+
+
+def _filled(totals: Totals, keys: Iterable[Any]) -> Totals:
+    """Add zeros for sums that other ranks have, as a pipeline's last stage does."""
+    sums = totals.sums.clone()
+    for key in set(keys) - set(_summed_keys(totals)):
+        sums[key] = torch.zeros_like(totals["loss"])
+    return attrs.evolve(totals, sums=sums)
+
+
+def _knows_names(state: TrainState) -> bool:
+    stages = layout_of(state.model).stages
+    return stages is None or stages.has_last
+
+
+def _size(state: TrainState) -> int:
+    return state.mesh.size() if state.mesh is not None else 1
+
+
+def _is_loss(key: str | tuple[str, ...]) -> bool:
+    return key in ("targets", "loss") or key[0] == "metrics"
 
 
 def _summed_keys(totals: Totals) -> list[Any]:
@@ -178,15 +218,17 @@ def _summed_keys(totals: Totals) -> list[Any]:
     return sorted(keys, key=lambda key: key if isinstance(key, tuple) else (key,))
 
 
-def _gradient_square(optimizer: Optimizer, world: int, device: torch.device) -> Tensor:
+def _gradient_square(state: TrainState) -> Tensor:
     """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
+    # The ranks of other pipeline stages hold other parameters, never the same shard.
+    world = _size(state) // size_of(state.mesh, "pp")
     by_owners: dict[int, list[Tensor]] = {}
-    for group in optimizer.param_groups:
+    for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 shard, owners = _shard_and_owners(parameter.grad, world)
                 by_owners.setdefault(owners, []).append(shard)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=state.targets.device)
     for owners, shards in by_owners.items():
         norms = torch._foreach_norm(shards, 2, dtype=torch.float64)
         total = total + torch.stack(norms).square().sum() / owners
@@ -204,15 +246,16 @@ def _shard_and_owners(gradient: Tensor, world: int) -> tuple[Tensor, int]:
     return gradient.to_local(), owners
 
 
-def _agree(totals: Totals, model: nn.Module, world: int) -> None:
+def _agree(totals: Totals, state: TrainState) -> Totals:
     """Compare with the other ranks at a model's first step, and with that step later."""
-    keys = _summed_keys(totals)
-    known = _agreed.get(model)
+    known = _agreed.get(state.model)
     if known is None:
-        compare_ranks(totals, world)
-        _agreed[model] = keys
-    elif known != keys:
-        if world > 1:
+        known = _agreed[state.model] = _compare_ranks(totals, state)
+    if not _knows_names(state):
+        return _filled(totals, known)
+    keys = _summed_keys(totals)
+    if known != keys:
+        if _size(state) > 1:
             # The others are on their way into the collective: meet them there, with NaN, so that
             # they end with a bad step instead of waiting for this rank.
             dist.all_reduce(totals["targets"].new_full((len(known),), torch.nan))
@@ -220,6 +263,7 @@ def _agree(totals: Totals, model: nn.Module, world: int) -> None:
             f"the names of a step's sums changed: {_difference(known, keys)}. Report the same "
             "metrics in every step; use (0.0, 0) for a metric without observations."
         )
+    return totals
 
 
 def _difference(known: Iterable[Any], new: Iterable[Any]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction
 from forgekit.steps.totals import Totals
@@ -18,38 +19,58 @@ __all__ = ["skips_on_device", "update"]
 
 StateT = TypeVar("StateT", bound=TrainState)
 
+GROWTH_INTERVAL = 2000
+"""Good steps in a row after which a dynamic loss scale is doubled."""
 
-def update(state: StateT, correction: Correction, *, lr: float, totals: Totals) -> StateT:
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**24
+"""Bounds of a dynamic loss scale. What overflows below is no matter of range."""
+
+
+def update(
+    state: StateT,
+    correction: Correction,
+    *,
+    lr: float,
+    totals: Totals,
+    growth_interval: int = GROWTH_INTERVAL,
+) -> StateT:
     """Correct the gradients, step the optimizer in place, and return the state after the step.
 
     A bad step (no targets, or a loss or gradient that is not finite) leaves parameters, moments
     and the optimizer's own step count bitwise untouched. Fused optimizers take the factor and the
     skip inside their kernel; others cost one pass over the local gradients and one host read of
-    ``correction.finite``.
+    ``correction.finite``. Parameters that live in host memory beside an accelerator cost one too.
+
+    In float16 the loss scale is halved after an overflow and doubled after ``growth_interval`` good
+    steps; a step without targets changes neither it nor the count.
 
     Args:
         state: The state whose gradients ``accumulate`` left; consumed.
         correction: What ``clip`` returned.
         lr: Learning rate; a group's own is ``lr * group.get("lr_scale", 1.0)``.
         totals: Reduced totals; reads ``targets`` and ``samples``.
+        growth_interval: Good steps in a row after which a dynamic loss scale is doubled.
 
     Returns:
-        The state with ``step``, ``samples``, ``targets`` and ``skipped`` advanced.
+        The state with ``step``, ``samples``, ``targets`` and ``skipped`` advanced, and in float16
+        ``loss_scale`` and ``good_steps``.
 
     Raises:
-        ValueError: If ``lr`` is negative or not finite, before anything is changed.
+        ValueError: If ``lr`` is negative or not finite, or ``growth_interval`` is below 1, before
+            anything is changed.
+
+    References:
+        Mixed precision training, https://arxiv.org/abs/1710.03740
     """
+    if growth_interval < 1:
+        raise ValueError(f"growth_interval is {growth_interval} steps; it must be at least 1.")
     if not 0 <= lr < math.inf:
         raise ValueError(
             f"the learning rate of step {state.step} is {lr}; it must be finite and not negative."
         )
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    if skips_on_device(state.optimizer):
-        _step_fused(state.optimizer, correction)
-    elif bool(correction.finite):
-        _multiply_gradients(state.optimizer, correction.factor)
-        state.optimizer.step()
+    _step_optimizer(state.optimizer, correction)
     trained = torch.where(correction.finite, totals["targets"], 0.0).to(torch.int64)
     return donate(
         state,
@@ -57,7 +78,38 @@ def update(state: StateT, correction: Correction, *, lr: float, totals: Totals) 
         samples=state.samples + totals.samples,
         targets=state.targets + trained,
         skipped=torch.where(correction.finite, 0, state.skipped + 1),
+        **_rescale(state, correction, totals, growth_interval),
     )
+
+
+def _rescale(
+    state: TrainState, correction: Correction, totals: Totals, growth_interval: int
+) -> dict[str, Tensor]:
+    """The next loss scale, a power of two again, and the good steps behind it."""
+    if not layout_of(state.model).dynamic_loss_scale:
+        return {}
+    scale, finite = state.loss_scale, correction.finite
+    overflow = ~finite & (totals["targets"] > 0)
+    good = state.good_steps + finite.to(torch.int64)
+    grows = good >= growth_interval
+    # A scale that was chosen beyond the bounds stays there.
+    halved = (scale / 2).clamp(min=SMALLEST_SCALE).minimum(scale)
+    doubled = (scale * 2).clamp(max=LARGEST_SCALE).maximum(scale)
+    return {
+        "loss_scale": torch.where(overflow, halved, torch.where(grows, doubled, scale)),
+        "good_steps": torch.where(overflow | grows, 0, good),
+    }
+
+
+def _step_optimizer(optimizer: Optimizer, correction: Correction) -> None:
+    # The host's optimizer cannot read the accelerator's memory: with CPU offload this waits.
+    device = _first_parameter(optimizer).device
+    correction = Correction(*(value.to(device) for value in correction))
+    if skips_on_device(optimizer):
+        _step_fused(optimizer, correction)
+    elif bool(correction.finite):
+        _multiply_gradients(optimizer, correction.factor)
+        optimizer.step()
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -84,7 +136,8 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
 def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
     # The kernel divides by grad_scale. Where the step is bad the factor is 0 and nothing is read.
     optimizer.found_inf = (~correction.finite).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
-    if _is_double(optimizer):
+    if _first_parameter(optimizer).dtype == torch.float64:
+        # A float32 grad_scale would round the factor more than the gradients.
         _multiply_gradients(optimizer, correction.factor)
     else:
         optimizer.grad_scale = correction.factor.reciprocal().to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,10 +147,8 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
         optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_double(optimizer: Optimizer) -> bool:
-    """Whether a float32 ``grad_scale`` would round the factor more than the gradients."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next(parameters).dtype == torch.float64
+def _first_parameter(optimizer: Optimizer) -> Tensor:
+    return next(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:

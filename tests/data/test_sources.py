@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forgekit.data.sources import stdlib_documents, text_documents
 
@@ -110,3 +116,118 @@ def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"a.jsonl:1 cannot be read as JSON"):
         list(text_documents([tmp_path]))
+
+
+def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counted(tmp_path):
+    file = tmp_path / "a.jsonl"
+    good = b'{"text": "a"}\n'
+    file.write_bytes(good * 1_000_002 + b'{"text": "a\n' + good * 2)
+    named = r"a.jsonl:1000003 cannot be read as JSON: Unterminated string .* mend the line or remo"
+    with pytest.raises(ValueError, match=named):
+        for _ in text_documents(file).read():
+            pass
+    broken = [r for r in text_documents(file, errors="skip").read() if r.problem is not None]
+    assert [record.name for record in broken] == [f"{file}:1000003"]
+    assert re.search(named, broken[0].problem or "")
+    (last,) = text_documents(file, errors="skip").read([0, broken[0].after[1] + len(good), 5, 5])
+    assert last.name == f"{file}:6"
+
+
+def test_documents_may_stand_under_another_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "a", "text": "b"}')
+    assert [text for _, text in text_documents(tmp_path, text_key="body")] == ["a"]
+    with pytest.raises(
+        ValueError, match=r'a.jsonl:1 has no string "title"; it is a dict with "bod'
+    ):
+        list(text_documents(tmp_path, text_key="title"))
+
+
+def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{\n[1]\n{"text": "\xff"}\n{"text": "b"}')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "d.txt").write_text("c")
+    documents = text_documents(tmp_path, errors="skip")
+    assert [text for _, text in documents] == ["a", "b", "c"]
+    problems = [record.problem or "" for record in documents.read()]
+    assert [Path(problem.split()[0]).name for problem in problems if problem] == [
+        *("a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "b.txt", "c.parquet"),
+    ]
+    assert re.search(r"c.parquet cannot be read as parquet: .* Write it again", problems[-2])
+    with pytest.raises(ValueError, match='errors \'ignore\' must be "raise" or "skip"'):
+        text_documents(tmp_path, errors="ignore")  # pyright: ignore[reportArgumentType]
+
+
+def test_nothing_but_broken_documents_is_an_error_that_names_the_first(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{\n{\n")
+    with pytest.raises(ValueError, match=r"1 files hold no text .* a.jsonl:1 cannot be read as"):
+        list(text_documents(tmp_path, errors="skip"))
+
+
+def write_parquet(file, texts, key="text", **options):
+    pa.parquet.write_table(pa.table({"id": range(len(texts)), key: texts}), file, **options)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+@pytest.mark.parametrize("row_group_size", [1, 3, 300, 1000])
+def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_group_size, kind):
+    texts = [f"text {number}" for number in range(700)]
+    write_parquet(tmp_path / "a.parquet", pa.array(texts, kind), row_group_size=row_group_size)
+    documents = text_documents(tmp_path)
+    assert [text for _, text in documents] == texts
+    records = list(documents.read())
+    assert records[299].name == f"{tmp_path}/a.parquet[299]"
+    assert records[-1].done == documents.size
+    for stop in (0, 2, 299, 555, 699):
+        following = [record.content for record in documents.read(records[stop].after)]
+        assert following == texts[stop + 1 :]
+
+
+def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, ["a", None])
+    with pytest.raises(ValueError, match=r'a.parquet\[1\] has null in column "text". Fill the row'):
+        list(text_documents(file))
+    with pytest.raises(ValueError, match=r'a.parquet has no column "body"; it has "id", "text"'):
+        list(text_documents(file, text_key="body", errors="skip"))
+    with pytest.raises(ValueError, match=r'a.parquet has int64 in column "id"; it must be strings'):
+        list(text_documents(file, text_key="id"))
+    write_parquet(file, ["a" * 1000] * 50, compression="gzip", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    content[100:130] = bytes(30)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as parquet: .* Write it again"):
+        list(text_documents(file))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
+        list(text_documents(file))
+
+
+LINES = st.one_of(
+    st.text("ab ü\n", max_size=4).map(lambda text: json.dumps({"text": text})),
+    st.sampled_from(["", "  ", "{", "[]", '{"text": 1}']),
+)
+
+
+@given(st.lists(LINES, max_size=12), st.lists(st.text("a b\n", max_size=3), max_size=6), st.data())
+@settings(max_examples=40, deadline=None)
+def test_readers_share_documents_and_each_goes_on_from_any_of_its_own(
+    tmp_path_factory, lines, texts, data
+):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.txt").write_text("".join(texts))
+    write_parquet(folder / "c.parquet", pa.array([*texts, None], pa.string()), row_group_size=2)
+    (folder / "d.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    documents = text_documents(folder, errors="skip")
+    whole = [(record.name, record.content) for record in documents.read()]
+    parts = data.draw(st.integers(1, 4))
+    found = []
+    for part in range(parts):
+        records = list(documents.read(part=part, parts=parts))
+        found += [(record.name, record.content) for record in records]
+        assert [record.done for record in records] == sorted(record.done for record in records)
+        for number, record in enumerate(records):
+            following = documents.read(record.after, part=part, parts=parts)
+            assert list(following) == records[number + 1 :]
+    assert sorted(map(str, found)) == sorted(map(str, whole))

@@ -69,6 +69,31 @@ TABLE = [
         {0: 0.1, 3: 0.4, 9: 1.0, 10: 1.0, 11: 0.0},
     ),
     (
+        "phases at, after and inside a step, two in one step",
+        fk.with_phases(
+            fk.constant(8.0),
+            [
+                fk.Phase(40, lr_scale=0.5),
+                fk.Phase(49, lr_scale=0.25),
+                fk.Phase(79, {"a": 1}),
+                fk.Phase(101, lr_scale=9),
+                fk.Phase(109, lr_scale=0.125),
+            ],
+            global_batch_size=10,
+        ),
+        {0: 8.0, 3: 8.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 8.0, 9: 8.0, 10: 1.0, 11: 1.0, 10**9: 1.0},
+    ),
+    (
+        "a phase from the start, one at the last sample of a step, one at the first",
+        fk.with_phases(
+            fk.linear(1.0, 8),
+            [fk.Phase(0, lr_scale=4), fk.Phase(15, lr_scale=2), fk.Phase(16, lr_scale=1)],
+            global_batch_size=8,
+        ),
+        {0: 4.0, 1: 1.75, 2: 0.75, 4: 0.5},
+    ),
+    ("no phases", fk.with_phases(fk.linear(1.0, 4), (), 7), {0: 1.0, 1: 0.75}),
+    (
         "warmup_linear, as long as the run",
         fk.warmup_linear(peak=1.0, warmup=4, total=4),
         {0: 0.25, 3: 1.0, 4: 1.0, 5: 0.0},
@@ -118,6 +143,14 @@ def test_a_rate_depends_on_the_step_alone(schedule):
         (
             lambda: fk.warmup_cosine(1.0, warmup=-1, total=4),
             r"^warmup is -1 steps; it must not be negative",
+        ),
+        (
+            lambda: fk.with_phases(fk.constant(1.0), (), 0),
+            r"^global_batch_size 0 must be at least 1\.$",
+        ),
+        (
+            lambda: fk.with_phases(fk.constant(1.0), [fk.Phase(9), fk.Phase(5)], 8),
+            r"^a phase at sample 5 follows one at sample 9; put phases in increasing order\.$",
         ),
     ],
 )

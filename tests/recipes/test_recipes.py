@@ -53,7 +53,35 @@ def check_pretrain(out, output):
     assert f"sample ({out / 'samples'}):\n{sample}\n" in output
 
 
-RECIPES = {"minimal": (minimal, check_minimal), "pretrain": (pretrain, check_pretrain)}
+def pipeline(out, data):
+    return ["steps=40"]
+
+
+def check_pipeline(out, output):
+    assert "rank 0 holds 39 parameters" in output
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]
+    assert not out.exists()
+
+
+def long_context(out, data):
+    return ["steps=100", "log_every=50", "seq_len=128", "documents=2"]
+
+
+def check_long_context(out, output):
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]
+    assert not out.exists()
+
+
+RECIPES = {
+    "minimal": (minimal, check_minimal),
+    "pretrain": (pretrain, check_pretrain),
+    "pipeline": (pipeline, check_pipeline),
+    "long_context": (long_context, check_long_context),
+}
 
 
 def test_each_recipe_has_a_row():

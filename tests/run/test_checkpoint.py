@@ -256,6 +256,37 @@ def test_every_kind_of_field_comes_back_exactly(tmp_path):
     assert loaded["rng"][0].equal(torch.tensor([7, 8], dtype=torch.uint8))
 
 
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class LaterState(TrainState):
+    """Fields that came after some checkpoints had been written."""
+
+    phase: torch.Tensor = attrs.field(metadata={"optional": True})
+    stream: Stream = attrs.field(metadata={"optional": True})
+
+
+def test_optional_fields_keep_their_values_where_a_checkpoint_lacks_them(tmp_path):
+    state = saved(tmp_path, 1)
+    file = tmp_path / "step_00000001" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["fields"]["good_steps"], manifest["tensors"]["state.good_steps"]
+    file.write_text(json.dumps(manifest))
+    later = {"phase": torch.tensor(3), "stream": Stream({"at": 4})}
+    fresh = donate(build(cls=LaterState, **later), good_steps=torch.tensor(5))
+    new = checkpoint_load(fresh, tmp_path)
+    assert (new.good_steps, new.phase, new.stream.position) == (5, 3, {"at": 4})
+    assert new.step == 1
+    assert_same(model_tensors(new.model), model_tensors(state.model))
+
+
+def test_optional_fields_come_back_where_a_checkpoint_has_them(tmp_path):
+    state = build(cls=LaterState, phase=torch.tensor(3), stream=Stream({"at": 4}))
+    state = donate(state, good_steps=torch.tensor(5))
+    checkpoint_save(state, tmp_path, blocking=True)
+    other = build(cls=LaterState, phase=torch.tensor(0), stream=Stream())
+    new = checkpoint_load(other, tmp_path)
+    assert (new.good_steps, new.phase, new.stream.position) == (5, 3, {"at": 4})
+
+
 def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog):
     state = build()
     (tmp_path / "torn" / "step_00000009").mkdir(parents=True)

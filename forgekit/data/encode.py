@@ -1,0 +1,90 @@
+"""Texts to token ids, many at a time, in bounded memory.
+
+The tokenizer works on a batch in threads of its own. Small documents are therefore encoded
+together, and large ones in pieces: what it returns takes a hundred bytes per token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["encode_texts"]
+
+T = TypeVar("T")
+
+AT_ONCE = 2**20
+"""Characters that are encoded together."""
+
+PIECE = 2**18
+"""Characters of one document that are encoded together. No document needs cutting below it."""
+
+_BEFORE_LINE = re.compile(r"(?<=\S\n)(?=\S)")
+_BEFORE_WORD = re.compile(r"(?<=\S)(?= \S)")
+
+
+def encode_texts(
+    tokenizer: Any, texts: Iterable[tuple[T, str]]
+) -> Iterator[tuple[T, NDArray[np.int32]]]:
+    """Encode texts in order, reading about a million characters ahead.
+
+    A text longer than 2**18 characters is cut before a line, else before a word. A byte-level
+    tokenizer cuts there too, so the ids are the same as of the whole.
+
+    Args:
+        tokenizer: A ``tokenizers.Tokenizer``.
+        texts: Pairs of anything and a text.
+
+    Yields:
+        What came with the text, and its ids, ``[s]`` int32.
+
+    Examples:
+        >>> from forgekit.data.tokenizer import train_tokenizer
+        >>> tokenizer = train_tokenizer(["to be"], vocab_size=257)
+        >>> [(name, ids.tolist()) for name, ids in encode_texts(tokenizer, [("a", "be")])]
+        [('a', [66, 69])]
+    """
+    ids: list[NDArray[np.int32]] = []
+    for batch in _batches(_pieces(texts)):
+        encoded = tokenizer.encode_batch_fast(
+            [text for _, text, _ in batch], add_special_tokens=False
+        )
+        for (what, _, is_last), encoding in zip(batch, encoded, strict=True):
+            ids.append(np.asarray(encoding.ids, dtype=np.int32))
+            if is_last:
+                yield what, ids[0] if len(ids) == 1 else np.concatenate(ids)
+                ids = []
+
+
+def _pieces(texts: Iterable[tuple[T, str]]) -> Iterator[tuple[T, str, bool]]:
+    for what, text in texts:
+        start = 0
+        while len(text) - start > PIECE:
+            stop = _cut(text, start + PIECE // 2, start + PIECE)
+            yield what, text[start:stop], False
+            start = stop
+        yield what, text[start:] if start else text, True
+
+
+def _cut(text: str, earliest: int, latest: int) -> int:
+    """Find a place where the tokenizer would cut as well; in a text without any, the latest."""
+    for place in (_BEFORE_LINE, _BEFORE_WORD):
+        if found := place.search(text, earliest, latest):
+            return found.start()
+    return latest
+
+
+def _batches(pieces: Iterable[tuple[T, str, bool]]) -> Iterator[list[tuple[T, str, bool]]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[1])
+        if characters >= AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

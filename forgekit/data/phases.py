@@ -1,0 +1,161 @@
+"""How sources are weighted, and when that changes: what a user says, checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+
+__all__ = ["Phase", "check_sizes", "mixed_weights"]
+
+
+def _copied(weights: Mapping[str, float]) -> dict[str, float]:
+    return dict(weights)
+
+
+@attrs.frozen
+class Phase:
+    """From a sample number on, other weights and another scale of the learning rate.
+
+    A phase lasts until the next one starts and inherits nothing from the one before: what it does
+    not name is as at the start of training.
+
+    Attributes:
+        start: The first sample that it governs, counted over all ranks since the start of training.
+        weights: Weights by source; a source that is not named keeps its original weight.
+        lr_scale: What the learning rate is multiplied by; see ``forgekit.with_phases``.
+
+    Raises:
+        ValueError: If ``start`` is negative, or ``lr_scale`` is negative or not finite.
+
+    Examples:
+        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5)
+        Phase(start=50000, weights={'code': 0.1}, lr_scale=0.5)
+    """
+
+    start: int = attrs.field(converter=operator.index)
+    weights: dict[str, float] = attrs.field(factory=dict, converter=_copied)
+    lr_scale: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.start < 0:
+            raise ValueError(
+                f"a phase starts at sample {self.start}; samples are counted from 0 since the "
+                "start of training."
+            )
+        if not 0 <= self.lr_scale < math.inf:
+            raise ValueError(
+                f"lr_scale of the phase at sample {self.start} is {self.lr_scale}; "
+                "it must be finite and not negative, and 1.0 changes nothing."
+            )
+
+
+def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the rows of each source as integers.
+
+    Raises:
+        TypeError: If a number of rows is no integer.
+        ValueError: If there is no source, or one has no rows.
+    """
+    if not sizes:
+        raise ValueError('sizes are empty; name each source and its rows: {"code": 1000}.')
+    counts = {}
+    for name, size in sizes.items():
+        try:
+            counts[name] = operator.index(size)
+        except TypeError:
+            raise TypeError(
+                f"source {name!r} has {size!r} rows, a {type(size).__name__}; rows are counted by "
+                "an integer: len(dataset)."
+            ) from None
+        if counts[name] < 1:
+            raise ValueError(
+                f"source {name!r} has {size} rows; it needs at least 1. Leave it out of the sizes, "
+                "or look at what it was made from."
+            )
+    return counts
+
+
+def mixed_weights(
+    sizes: Mapping[str, int],
+    weights: Mapping[str, float] | None,
+    temperature: float,
+    phases: Sequence[Phase],
+) -> Iterator[tuple[int, list[float]]]:
+    """Yield where each phase starts, the time before the first included, and its weights.
+
+    Args:
+        sizes: Rows of each source.
+        weights: Original weights of all sources; None is each source's part of all rows.
+        temperature: Weights are raised to the power ``1 / temperature``.
+        phases: By increasing start.
+
+    Yields:
+        The first sample, and one weight per source, the largest of them 1.
+
+    Raises:
+        ValueError: As ``make_order`` says.
+
+    Examples:
+        >>> later = Phase(start=10, weights={"a": 12})
+        >>> list(mixed_weights({"a": 5, "b": 5}, {"a": 1, "b": 3}, 1.0, [later]))
+        [(0, [0.3333333333333333, 1.0]), (10, [1.0, 0.25])]
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature} must be above 0; 1.0 leaves the weights as they are."
+        )
+    _check_increasing(phases)
+    if weights is None:
+        weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
+    _check_weights(weights, sizes, "weights")
+    if missing := [name for name in sizes if name not in weights]:
+        raise ValueError(
+            f"weights lack {_names(missing)}; give each source a weight. 0 leaves one out."
+        )
+    starts_at_once = bool(phases) and phases[0].start == 0
+    for phase in phases if starts_at_once else (Phase(start=0), *phases):
+        what = f"weights of the phase at sample {phase.start}" if phase.weights else "weights"
+        _check_weights(phase.weights, sizes, what)
+        mixed = {**weights, **phase.weights}
+        if not any(mixed.values()):
+            raise ValueError(
+                f"{what} leave every source at 0: {mixed}; at least one must be above 0."
+            )
+        yield phase.start, _tempered([mixed[name] for name in sizes], temperature)
+
+
+def _tempered(weights: list[float], temperature: float) -> list[float]:
+    # Divided by the largest first, so that no power overflows. A positive weight stays positive.
+    largest = max(weights)
+    least = math.ulp(0.0)
+    return [
+        max((weight / largest) ** (1 / temperature), least) if weight else 0.0 for weight in weights
+    ]
+
+
+def _check_weights(weights: Mapping[str, float], sizes: Mapping[str, int], what: str) -> None:
+    if unknown := [name for name in weights if name not in sizes]:
+        raise ValueError(f"{what} name {_names(unknown)}; the sources are {_names(sizes)}.")
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"{what} give {name!r} {weight}; a weight is finite and not negative, and 0 leaves "
+                "a source out."
+            )
+
+
+def _check_increasing(phases: Sequence[Phase]) -> None:
+    for before, after in itertools.pairwise(phases):
+        if after.start <= before.start:
+            raise ValueError(
+                f"a phase at sample {after.start} follows one at sample {before.start}; "
+                "put phases in increasing order, one per sample."
+            )
+
+
+def _names(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,34 @@
+"""How many micro-batches make a global batch."""
+
+from __future__ import annotations
+
+__all__ = ["count_micro_batches"]
+
+
+def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> int:
+    """Count the micro-batches per optimizer step that make a global batch.
+
+    Args:
+        global_batch_size: Rows per optimizer step, over all ranks.
+        batch_size: Rows per rank and micro-batch.
+        world: Number of data-parallel ranks.
+
+    Returns:
+        ``global_batch_size / (batch_size * world)``.
+
+    Raises:
+        ValueError: If that is not a whole number of at least 1.
+
+    Examples:
+        >>> count_micro_batches(64, batch_size=8, world=4)
+        2
+    """
+    at_once = batch_size * world
+    if global_batch_size < 1 or global_batch_size % at_once:
+        lower = global_batch_size // at_once * at_once
+        nearest = [str(size) for size in (lower, lower + at_once) if size > 0]
+        raise ValueError(
+            f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
+            f"{world} data-parallel ranks = {at_once}; the nearest are {' and '.join(nearest)}."
+        )
+    return global_batch_size // at_once

@@ -1,0 +1,175 @@
+"""Attention of some queries to some keys, as one term of a softmax over more keys.
+
+Each block gives its own normalised output and the logarithm of its weight, from which blocks are
+merged; backward takes output and weight of the *whole* softmax and gives the block's share of the
+gradients. Statistics are float32 or wider. On a CPU torch's flash kernel does the work; elsewhere
+a plain product, whose scores the caller bounds by giving few queries at a time.
+
+References:
+    FlashAttention-2, https://arxiv.org/abs/2307.08691
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+__all__ = ["Ids", "attend_block", "attend_block_backward", "has_flash", "merge_block", "wide"]
+
+Ids = tuple[Tensor, Tensor]
+"""Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def has_flash(tensor: Tensor) -> bool:
+    """Whether blocks on this tensor's device run in a kernel that never holds the scores."""
+    return tensor.device.type == "cpu"
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, ids: Ids | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend from some places to some others.
+
+    Args:
+        q: ``[b h m c]`` queries.
+        k: ``[b k n c]`` keys; ``k`` divides ``h``.
+        v: ``[b k n c]`` values.
+        offset: Place of the first query among the keys: query ``i`` sees the keys up to
+            ``i + offset``. None where all keys come before.
+        ids: Documents; a query sees the keys of its own. None for one document.
+
+    Returns:
+        ``[b h m c]`` output, zero where a query sees no key, and ``[b h m]`` logarithm of the sum
+        of exponentials in float32 or wider, there minus infinity.
+    """
+    if not has_flash(q):
+        return _plain(q, k, v, _mask(q, k, offset, ids))
+    causal, mask = _flash_mask(q, k, offset, ids)
+    bias = _bias(mask, q.dtype)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias
+    )
+    if mask is not None:  # where nothing is seen the kernel says 0
+        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+    return out, lse
+
+
+def attend_block_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    offset: int | None = None,
+    ids: Ids | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give a block's share of the gradients of the whole softmax.
+
+    Args:
+        gradient: ``[b h m c]`` gradient of the merged output.
+        q: As for ``attend_block``.
+        k: As for ``attend_block``.
+        v: As for ``attend_block``.
+        out: ``[b h m c]`` merged output.
+        lse: ``[b h m]`` merged logarithm of the sum of exponentials; finite.
+        offset: As for ``attend_block``.
+        ids: As for ``attend_block``.
+
+    Returns:
+        Shares of the gradients of ``q``, ``k`` and ``v``, in their dtype or wider.
+    """
+    if not has_flash(q):
+        return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
+    causal, mask = _flash_mask(q, k, offset, ids)
+    bias = _bias(mask, q.dtype)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+    )
+
+
+def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Add a block to a softmax, in place.
+
+    Args:
+        out: ``[b h m c]`` output so far, float32 or wider; zeros at first.
+        lse: ``[b h m]`` logarithm of the sum of exponentials so far; minus infinity at first. At
+            each place this or the block's must be finite.
+        block_out: ``[b h m c]`` output of the block.
+        block_lse: ``[b h m]`` its logarithm of the sum of exponentials.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor | None:
+    """``[b 1 m n]`` bool, the pairs that may attend; None for all."""
+    same = None if ids is None else ids[0][:, None, :, None] == ids[1][:, None, None, :]
+    if offset is None:
+        return same
+    pairs = (1, 1, q.shape[2], k.shape[2])
+    before = torch.ones(pairs, dtype=torch.bool, device=q.device).tril_(offset)
+    return before if same is None else same & before
+
+
+def _flash_mask(
+    q: Tensor, k: Tensor, offset: int | None, ids: Ids | None
+) -> tuple[bool, Tensor | None]:
+    """The kernel's own causal mask, which costs nothing, where it is the one that is meant."""
+    causal = offset == 0 and ids is None and q.shape[2] == k.shape[2]
+    return causal, None if causal else _mask(q, k, offset, ids)
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask)
+    lse = scores.logsumexp(-1, keepdim=True)
+    # Where nothing is seen: exp(-inf + inf) would be no number, exp(-inf + max) is 0.
+    weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
+    out = weights @ v.to(weights.dtype)
+    return _ungrouped(out, q, k), _ungrouped(lse, q, k).squeeze(-1)
+
+
+def _plain_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, out, queries, lse = (_grouped(x, k) for x in (gradient, out, q, lse.unsqueeze(-1)))
+    weights = _scores(q, k, mask).sub_(lse).exp_()
+    dv = weights.mT @ gradient
+    inner = (gradient * out).sum(-1, keepdim=True)
+    shares = (gradient @ v.to(gradient.dtype).mT).sub_(inner).mul_(weights)
+    shares *= q.shape[-1] ** -0.5
+    return _ungrouped(shares @ k.to(shares.dtype), q, k), shares.mT @ queries, dv
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """``[b k (g m) n]``: the queries of a key's heads side by side, so that no key is repeated."""
+    queries = _grouped(q, k)
+    scores = (queries * q.shape[-1] ** -0.5) @ k.to(queries.dtype).mT
+    if mask is not None:
+        by_head = scores.unflatten(2, (-1, q.shape[2]))
+        by_head.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+    return scores
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    x = x.to(wide(x.dtype))
+    return rearrange(x, "b (k g) m c -> b k (g m) c", k=k.shape[1])
+
+
+def _ungrouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return rearrange(x, "b k (g m) c -> b (k g) m c", g=q.shape[1] // k.shape[1])

@@ -1,0 +1,95 @@
+"""What a step has to know of how ``parallelize`` laid a model out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from forgekit.parallel.pipeline import Stages
+
+__all__ = ["Layout", "arrange", "layout_of", "set_layout", "size_of"]
+
+_ATTRIBUTE = "_forgekit_layout"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Layout:
+    """How a model was laid out, as seen from one rank.
+
+    Attributes:
+        ring: Ranks over which a sequence goes round in ring attention.
+        ulysses: Ranks that exchange places for heads; ``ring * ulysses`` is the size of ``cp``.
+        context_rank: This rank's place on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
+        tensor: Ranks that share each matrix.
+        sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
+        owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
+            batch is counted on one tensor-parallel rank of the last stage.
+        stages: This rank's pipeline stages; None where it holds the whole model.
+        dynamic_loss_scale: Whether the loss scale follows overflows (float16).
+    """
+
+    ring: int = 1
+    ulysses: int = 1
+    context_rank: int = 0
+    tensor: int = 1
+    sequence: int = 1
+    owns_loss: bool = True
+    stages: Stages | None = None
+    dynamic_loss_scale: bool = False
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def places_multiple(self) -> int:
+        """What the places of a sequence must be divisible by, so that every rank has as many."""
+        chunks = 2 * self.ring if self.ring > 1 else 1  # zigzag gives each rank two
+        return chunks * self.ulysses * self.sequence
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Return how a model was laid out; one rank holds all of it if ``parallelize`` never saw it."""
+    return getattr(model, _ATTRIBUTE, None) or Layout()
+
+
+def set_layout(model: nn.Module, layout: Layout) -> None:
+    """Note how a model was laid out, on the model itself."""
+    setattr(model, _ATTRIBUTE, layout)
+
+
+def size_of(mesh: DeviceMesh | None, name: str) -> int:
+    """Size of a mesh dimension; 1 where the mesh does not have it."""
+    is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
+    return mesh[name].size() if is_there else 1
+
+
+def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Arrange the ranks for sharding: parameters over ``dp_shard * cp`` and over ``tp``.
+
+    Ranks that share a sequence hold different places of it, so their gradients add up like those
+    of ranks with different rows: FSDP does it for both at once. The two meshes come from one
+    root, as tensors that are sharded over both need.
+
+    Args:
+        mesh: What ``build_mesh`` returned.
+
+    Returns:
+        The mesh over which FSDP shards, after ``dp_replicate`` where that is above 1 (HSDP), and
+        the one over which tensor parallelism does, or None for a single rank.
+    """
+    shard = "dp_shard"
+    if size_of(mesh, "cp") > 1:
+        pp, replicate, shards, context, tensor = mesh.mesh.shape
+        ranks = mesh.mesh.reshape(pp, replicate, shards * context, tensor)
+        shard = "dp_shard_cp"
+        names = ("pp", "dp_replicate", shard, "tp")
+        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    is_replicated = size_of(mesh, "dp_replicate") > 1
+    data = mesh["dp_replicate", shard] if is_replicated else mesh[shard]
+    return data, mesh["tp"] if size_of(mesh, "tp") > 1 else None

@@ -1,0 +1,337 @@
+"""Pipeline stages of one rank: how they were cut, and what their ranks agree on.
+
+The order of work and the sending is torch's, see ``engine.py``; what a stage computes comes from
+``steps/staged.py``. Ranks that disagree would wait for each other until a time-out. So they
+compare their configuration once and their micro-batches before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forgekit.parallel.cut import Cut, cut
+from forgekit.parallel.engine import Compute, Engine
+from forgekit.parallel.schedules import (
+    PipelineSchedule,
+    check_micro_batches,
+    forward_at,
+    stages_of,
+    stages_per_rank,
+)
+
+__all__ = ["Stages", "split_stages"]
+
+CPU = torch.device("cpu")
+
+SOCKETS = ("attend", "dispatch", "locate")
+
+
+def split_stages(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    schedule: PipelineSchedule,
+    blocks: str | None = None,
+    *,
+    splits_backward: bool = True,
+) -> Stages:
+    """Keep of a model what this rank's pipeline stages need, in place.
+
+    The model keeps the names of its parameters and can no longer be called; a step and an
+    evaluation run its stages. A collective over ``pp``, so that ranks which were set up
+    differently learn it here.
+
+    Args:
+        model: The same model on every rank, on meta or filled, not yet wrapped by FSDP.
+        mesh: What ``build_mesh`` returned.
+        schedule: The pipeline schedule.
+        blocks: Name of the list of repeated layers; ``"layers"`` if None.
+        splits_backward: Whether schedules that fill bubbles with gradients of weights may find
+            these apart from gradients of inputs. Recomputed blocks would be recomputed twice (and
+            selective recomputation refuses), compiled ones run their backward twice: pass False.
+
+    Returns:
+        The stages. Each of ``Stages.modules`` is to be wrapped by FSDP as a root of its own, after
+        its blocks and with ``reshard_after_forward=False``: a backward in two parts finds
+        parameters only while they are gathered.
+
+    Raises:
+        ValueError: If the model cannot be cut (see ``cut``), or the ranks differ in what they
+            were told to do.
+    """
+    mine = stages_of(schedule, mesh["pp"].size(), mesh.get_local_rank("pp"))
+    count = mesh["pp"].size() * stages_per_rank(schedule)
+    blocks = blocks or "layers"
+    pieces = cut(model, blocks, count, mine)
+    shown = f"{len(mine)} of {count} pipeline stages ({', '.join(map(str, mine))})"
+    model.forward = partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}")
+    stages = Stages(schedule, mesh, pieces, splits_backward=splits_backward)
+    stages.compare({"schedule": schedule, "blocks": blocks, "first blocks": pieces.bounds})
+    return stages
+
+
+@attrs.frozen
+class Boundary:
+    """What a stage returns, as seen for one shape of the first stage's input."""
+
+    given: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def at(self, given: Sequence[int]) -> tuple[int, ...]:
+        """The shape for another input: rows and places scale, the rest stays."""
+        scaled = list(self.shape)
+        for i in range(min(2, len(scaled), len(given))):
+            scaled[i] = scaled[i] * given[i] // self.given[i]
+        return tuple(scaled)
+
+
+class Stages:
+    """A rank's stages of a pipeline.
+
+    Attributes:
+        count: Number of stages of all ranks.
+        mine: The stages of this rank.
+        modules: Their modules, in the same order.
+        hollow: See ``Cut``.
+        boundaries: What each stage returns; empty before ``learn``.
+        device: Where the stages compute.
+    """
+
+    def __init__(
+        self, schedule: PipelineSchedule, mesh: DeviceMesh, pieces: Cut, *, splits_backward: bool
+    ) -> None:
+        self._schedule: PipelineSchedule = schedule
+        self._ranks, self._rank = mesh["pp"].size(), mesh.get_local_rank("pp")
+        self.count = self._ranks * stages_per_rank(schedule)
+        self.mine = stages_of(schedule, self._ranks, self._rank)
+        self._owners = {
+            stage: rank
+            for rank in range(self._ranks)
+            for stage in stages_of(schedule, self._ranks, rank)
+        }
+        self.modules = pieces.modules
+        self.hollow = pieces.hollow
+        self._copies = pieces.copies
+        self._group = mesh["pp"].get_group()
+        self._globals = dist.get_process_group_ranks(self._group)
+        on_cuda = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else CPU
+        # Small exchanges go over the processors, so that no host waits for a device.
+        has_gloo = "cpu:" in dist.get_backend_config(self._group)
+        self._wire = CPU if has_gloo else self.device
+        by_number = dict(zip(self.mine, self.modules, strict=True))
+        self._engine = Engine(
+            schedule,
+            by_number,
+            self.count,
+            self._group,
+            self.device,
+            splits_backward=splits_backward,
+        )
+        self.boundaries: list[Boundary] = []
+        self._failures = 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.count - 1 in self.mine
+
+    def follow(self) -> None:
+        """Bring the copies in the stages up to date with the model's modes and sockets."""
+        for original, twin in self._copies:
+            twin.training = original.training
+            for name in SOCKETS:
+                if name in vars(original):
+                    setattr(twin, name, vars(original)[name])
+
+    def compare(self, settings: dict[str, Any]) -> None:
+        """Make sure that all ranks of the pipeline were set up alike.
+
+        Raises:
+            ValueError: On every rank, with what each of them has.
+        """
+        everyone: list[Any] = [None] * self._ranks
+        dist.all_gather_object(everyone, settings, group=self._group)
+        for name in settings:
+            if any(theirs[name] != settings[name] for theirs in everyone):
+                each = [f"rank {rank} has {theirs[name]}" for rank, theirs in enumerate(everyone)]
+                raise ValueError(
+                    f"the ranks of a pipeline differ in their {name}: {'; '.join(each)}. "
+                    "Use one configuration for all ranks."
+                )
+
+    def agree(self, micro_batches: int | None, shape: Sequence[int]) -> None:
+        """Make sure that all ranks of the pipeline are about to run the same; a small exchange.
+
+        Args:
+            micro_batches: Their number; None if not known.
+            shape: Shape of the first one as the model takes it.
+
+        Raises:
+            ValueError: On every rank, with what each of them has.
+        """
+        rows, places = (*shape, 1, 1)[:2]
+        number = -1 if micro_batches is None else micro_batches
+        mine = torch.tensor([number, rows, places, self._failures], device=self._wire)
+        everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
+        dist.all_gather(everyone, mine, group=self._group)
+        found = [values.tolist() for values in everyone]
+        failures = max(values.pop() for values in found)
+        if failures > self._failures:
+            self._start_afresh(failures)
+        if any(values != found[0] for values in found):
+            each = [_shown(rank, *values) for rank, values in enumerate(found)]
+            raise ValueError(
+                f"the ranks of a pipeline came with different micro-batches: {'; '.join(each)}. "
+                "Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
+            )
+
+    def learn(self, shape: Sequence[int], compute: Callable[[int, Tensor | None], Tensor]) -> None:
+        """Run the stages one after the other, to learn what passes between them.
+
+        Needed once, before the first step or evaluation. Mistakes in the model or the loss come
+        up here, on every rank, where in the middle of a schedule one rank would raise and the
+        others wait for it.
+
+        Args:
+            shape: Shape of the first stage's input.
+            compute: ``compute(stage, received)``; what it returns is looked at, not kept.
+
+        Raises:
+            RuntimeError: On the ranks whose stages went well, if another's did not; that one
+                raises what went wrong.
+        """
+        boundaries: list[Boundary] = []
+        received: Tensor | None = None
+        for stage in range(self.count):
+            told: list[Any] = [None]
+            error: Exception | None = None
+            if stage in self.mine:
+                try:
+                    out = compute(stage, received)
+                    told = [(tuple(out.shape), out.dtype)]
+                except Exception as raised:
+                    told, error = [f"{type(raised).__name__}: {raised}"], raised
+            source = self._globals[self._owners[stage]]
+            dist.broadcast_object_list(told, src=source, group=self._group, device=self._wire)
+            if error is not None:
+                raise error
+            if isinstance(told[0], str):
+                raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {told[0]}")
+            boundaries.append(Boundary(tuple(shape), *told[0]))
+            received = torch.zeros(told[0][0], dtype=told[0][1], device=self.device)
+        # NCCL wants a group's first batch of sends to come from all of its ranks.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
+        self.boundaries = boundaries
+
+    def check(self, stage: int, shape: Sequence[int], out: Tensor) -> Tensor:
+        """Raise unless a stage returned what the next one is waiting for.
+
+        Args:
+            stage: The stage.
+            shape: Shape of the first stage's input.
+            out: What the stage returned.
+
+        Returns:
+            ``out``, contiguous, as only such tensors can be sent.
+
+        Raises:
+            ValueError: With both shapes.
+        """
+        boundary = self.boundaries[stage]
+        expected = boundary.at(shape)
+        if tuple(out.shape) != expected or out.dtype != boundary.dtype:
+            raise ValueError(
+                f"stage {stage} returned {tuple(out.shape)} of {out.dtype} for an input of "
+                f"{tuple(shape)}; the next one awaits {expected} of {boundary.dtype}, since it "
+                f"was {boundary.shape} for {boundary.given}. What passes between stages must be "
+                "[rows places ...] and of one dtype."
+            )
+        return out.contiguous()
+
+    def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> None:
+        """Run all forward and backward passes of a step; leaves reduced gradients.
+
+        Args:
+            micro_batches: Their number.
+            shape: Shape of the first stage's input, the same for all.
+            compute: See ``Compute``. The sum of what the last stage returns is differentiated.
+
+        Raises:
+            ValueError: If the schedule cannot run so many micro-batches.
+        """
+        check_micro_batches(self._schedule, self._ranks, micro_batches)
+        passed = [(boundary.at(shape), boundary.dtype) for boundary in self.boundaries]
+        with self.guarded():
+            self._engine.run(micro_batches, passed, compute, tag=self._failures)
+
+    def at(self, slot: int) -> tuple[int, int] | None:
+        """What this rank does in a slot of an evaluation; see ``forward_at``."""
+        return forward_at(self._schedule, self._ranks, self._rank, slot)
+
+    def pass_on(
+        self, sent: tuple[int, Tensor] | None, due: tuple[int, Sequence[int]] | None
+    ) -> Tensor | None:
+        """End a slot of an evaluation: send what a stage returned, receive what comes next.
+
+        Args:
+            sent: Stage of this slot and what it returned; None if this rank did nothing.
+            due: Stage of the next slot and the shape of the first stage's input; None for none.
+
+        Returns:
+            What the stage of the next slot is given, or None if it is the first or there is none.
+        """
+        operations: list[dist.P2POp] = []
+        # After the last stage there is none to send to.
+        target = self._rank if sent is None else self._owners.get(sent[0] + 1, self._rank)
+        if sent is not None and target != self._rank:
+            operations.append(self._operation(dist.isend, sent[1], target))
+        received = None
+        if due is not None and due[0] > 0:
+            source, boundary = self._owners[due[0] - 1], self.boundaries[due[0] - 1]
+            if source == self._rank and sent is not None:
+                received = sent[1]
+            else:
+                size = boundary.at(due[1])
+                received = torch.empty(size, dtype=boundary.dtype, device=self.device)
+                operations.append(self._operation(dist.irecv, received, source))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return received
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """After an exception inside, start afresh: what is on its way is never received."""
+        try:
+            yield
+        except BaseException:
+            self._start_afresh(self._failures + 1)
+            raise
+
+    def _start_afresh(self, failures: int) -> None:
+        self._failures = failures
+        self._engine.clear()
+
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._globals[rank], self._group, tag=self._failures)
+
+
+def _refuse_call(what: str, *_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError(
+        f"{what}, so it cannot be called on its own. A step (forgekit.accumulate) and "
+        "forgekit.evaluate run it through the pipeline: loss_fn(model, batch) calls its model."
+    )
+
+
+def _shown(rank: int, micro_batches: int, rows: int, places: int) -> str:
+    number = "an unknown number" if micro_batches < 0 else str(micro_batches)
+    return f"rank {rank} has {number} of {rows} rows and {places} places"

@@ -1,0 +1,211 @@
+"""Reading a tensor-parallel plan: each module's style, and whether everything divides.
+
+It needs no processes and changes nothing, so that a plan that cannot work stops on every rank
+alike, before the first collective.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["EXPERT", "Plan", "read_plan"]
+
+Plan = Mapping[str, str | ParallelStyle]
+
+EXPERT = "expert"
+"""The style of expert layers, which are spread over another mesh."""
+
+STYLES = ("colwise", "rowwise", "embedding", "sequence", "heads", "replicate", EXPERT)
+EXAMPLE = (
+    'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
+    '"head": "colwise"}'
+)
+
+
+def read_plan(
+    model: nn.Module, size: int, plan: Plan | None = None
+) -> dict[str, str | ParallelStyle]:
+    """Find each module's style and check that everything divides; nothing is changed.
+
+    Args:
+        model: The whole model.
+        size: Ranks that share each matrix.
+        plan: See ``apply_plan``.
+
+    Returns:
+        Styles by module name, in the order of registration; those of experts are left out.
+
+    Raises:
+        ValueError: If there is no plan, a pattern matches nothing, a style is unknown or does not
+            fit the module, a module with parameters lacks a style where the residual stream is
+            spread, or features, heads or the vocabulary are not divisible by ``size``.
+    """
+    plan = _own_plan(model, size) if plan is None else plan
+    names = {n: m for n, m in model.named_modules(remove_duplicate=False) if not _is_absent(m)}
+    first = {module: name for name, module in reversed(names.items())}
+    modules = {name: module for name, module in names.items() if first[module] == name}
+    is_pruned = any(map(_is_absent, model.modules()))
+    chosen: dict[str, str | ParallelStyle] = {}
+    for pattern, style in plan.items():
+        matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
+        _check_style(style, pattern)
+        if style != EXPERT and not matched and not is_pruned:
+            raise ValueError(_unmatched(pattern, [name for name in names if name]))
+        chosen |= dict.fromkeys(matched, style)
+    for name, style in chosen.items():
+        _check_kind(name, modules[name], style)
+    experts = [pattern for pattern, style in plan.items() if style == EXPERT]
+    unnamed = [n for n in _with_parameters(modules, experts) if n not in chosen]
+    if unnamed and "sequence" in chosen.values():
+        raise ValueError(
+            f"the plan spreads places ('sequence') and gives {unnamed} no style; gradients of what "
+            "sees only a rank's places would stay unsummed. Give each of them one: 'sequence' "
+            "for norms, 'heads' for norms of heads, 'replicate' for what sees all places."
+        )
+    chosen |= dict.fromkeys(unnamed, "replicate")
+    _check_sizes(modules, chosen, size)
+    return {name: chosen[name] for name in modules if chosen.get(name, EXPERT) != EXPERT}
+
+
+def _own_plan(model: nn.Module, size: int) -> Plan:
+    plan = getattr(model, "plan", None)
+    if isinstance(plan, Mapping):
+        return plan
+    raise ValueError(
+        f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for example "
+        f"{EXAMPLE}, or set tp to 1."
+    )
+
+
+def _check_style(style: Any, pattern: str) -> None:
+    if style not in STYLES and not isinstance(style, ParallelStyle):
+        raise ValueError(
+            f"the plan gives {pattern!r} the style {style!r}; it is one of "
+            f"{', '.join(map(repr, STYLES))}, or a ParallelStyle of torch."
+        )
+
+
+def _unmatched(pattern: str, names: list[str]) -> str:
+    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return (
+        f"the plan's pattern {pattern!r} matches no module; the nearest names are "
+        f"{', '.join(map(repr, nearest))}. Correct it or leave it out."
+    )
+
+
+KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
+    "colwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
+    "rowwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
+    "embedding": (
+        "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
+        lambda m: isinstance(m, nn.Embedding) and _is_plain(m),
+    ),
+    "sequence": ("norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)),
+    "heads": ("norms of a head's channels", lambda m: _is_norm(m)),
+}
+
+
+def _check_kind(name: str, module: nn.Module, style: str | ParallelStyle) -> None:
+    kind, fits = KINDS.get(style, ("", None)) if isinstance(style, str) else ("", None)
+    if fits is not None and not fits(module):
+        is_leaf = next(module.children(), None) is None
+        raise ValueError(
+            f"style {style!r} is for {kind}; {name!r} is {module if is_leaf else type(module)}. "
+            "Narrow the pattern or choose another style."
+        )
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it works on each place by itself, as far as its parameters tell."""
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and all(p.ndim == 1 for p in module.parameters())
+
+
+def _with_parameters(modules: Mapping[str, nn.Module], experts: list[str]) -> list[str]:
+    """Names of modules with parameters of their own, but for those of experts."""
+    found = []
+    for name, module in modules.items():
+        own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+        parts = name.split(".")
+        above = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        is_expert = any(fnmatchcase(n, pattern) for pattern in experts for n in (*above, *own))
+        if own and not is_expert:
+            found.append(name)
+    return found
+
+
+def _check_sizes(
+    modules: Mapping[str, nn.Module], chosen: Mapping[str, str | ParallelStyle], size: int
+) -> None:
+    for name, style in chosen.items():
+        parent = modules.get(name.rpartition(".")[0])
+        if style == "colwise" and parent is not None and _head_channels(parent):
+            _check_heads(name.rpartition(".")[0], parent, chosen, size)
+    for name, style in chosen.items():
+        module = modules[name]
+        if style == "colwise":
+            _check_divides(f"out_features of {name!r}", _int(module, "out_features"), size)
+        elif style == "rowwise":
+            _check_divides(f"in_features of {name!r}", _int(module, "in_features"), size)
+        elif style == "embedding":
+            _check_divides(f"the vocabulary of {name!r}", _int(module, "num_embeddings"), size)
+
+
+def _check_divides(what: str, features: int, size: int) -> None:
+    if features % size:
+        lower = features // size * size
+        nearest = " and ".join(str(n) for n in (lower, lower + size) if n)
+        raise ValueError(
+            f"{what} is {features}, which tp {size} must divide; the nearest are {nearest}. "
+            f"Change it, or tp to one of {_divisors(features)}."
+        )
+
+
+def _check_heads(
+    name: str, parent: nn.Module, chosen: Mapping[str, str | ParallelStyle], size: int
+) -> None:
+    """Whole heads stay on one rank: as many query heads everywhere, and key and value heads."""
+    channels = _head_channels(parent)
+    projections = {
+        leaf: _int(child, "out_features") // channels
+        for leaf, child in parent.named_children()
+        if chosen.get(f"{name}.{leaf}" if name else leaf) == "colwise"
+    }
+    if any(heads % size for heads in projections.values()):
+        shown = ", ".join(f"{leaf} {heads}" for leaf, heads in projections.items())
+        raise ValueError(
+            f"the heads of {name!r} ({shown}; {channels} channels each) must be divisible by tp "
+            f"{size}, key and value heads too. Change their numbers, or tp to one of "
+            f"{_divisors(math.gcd(*projections.values()))}."
+        )
+
+
+def _head_channels(parent: nn.Module) -> int:
+    for name in ("channels", "head_dim"):
+        if isinstance(value := getattr(parent, name, None), int) and value > 0:
+            return value
+    return 0
+
+
+def _is_absent(module: nn.Module) -> bool:
+    """Whether a pipeline left a placeholder here: another rank has the module."""
+    return type(module).__name__ == "Absent"
+
+
+def _int(module: nn.Module, name: str) -> int:
+    return int(getattr(module, name))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

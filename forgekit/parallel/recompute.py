@@ -1,0 +1,154 @@
+"""What backward recomputes instead of keeping it, and the compilation of blocks.
+
+Both work on one block at a time and keep its parameters' names: ``forward`` is replaced, where a
+wrapper module would put a prefix before them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+__all__ = ["ActivationCheckpoint", "check_recompute", "compile_block", "recompute"]
+
+ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
+
+BUDGET = "activation_memory_budget"
+"""The name of torch's setting."""
+
+
+def check_recompute(
+    what: ActivationCheckpoint, *, is_compiled: bool, memory_budget: float = 0.5
+) -> None:
+    """Refuse a budget where nothing would keep it.
+
+    Args:
+        what: What backward recomputes.
+        is_compiled: Whether blocks are compiled.
+        memory_budget: Share of what a block would keep, from 0 to 1.
+
+    Raises:
+        ValueError: If blocks are not compiled, the budget is no share, or torch has no budgets.
+    """
+    if what != "budget":
+        return
+    if not is_compiled:
+        raise ValueError(
+            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False. "
+            "Use compile=True, or activation_checkpoint='selective'."
+        )
+    if not 0 <= memory_budget <= 1:
+        raise ValueError(
+            f"memory_budget is {memory_budget}; it is a share from 0 (keep inputs only) to 1."
+        )
+    if not hasattr(_settings(), BUDGET):
+        raise ValueError(
+            f"activation_checkpoint is 'budget' and torch {torch.__version__} has no {BUDGET}. "
+            "Use activation_checkpoint='selective'."
+        )
+
+
+def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
+    """Make a block recompute its activations in backward, in place.
+
+    Args:
+        block: A repeated layer, before it is compiled and wrapped by FSDP.
+        what: ``"full"``: everything; ``"selective"``: everything but matrix products and
+            attention; with ``"none"`` nothing happens, and with ``"budget"`` ``compile_block``
+            sees to it.
+    """
+    if what in ("none", "budget"):
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if what == "selective":
+        options["context_fn"] = _selective_contexts
+    forward: Callable[..., Any] = block.forward
+    block.forward = partial(checkpoint, forward, **options)
+
+
+def compile_block(
+    block: nn.Module,
+    what: ActivationCheckpoint = "none",
+    *,
+    memory_budget: float = 0.5,
+    backend: str = "inductor",
+) -> None:
+    """Compile a block, in place; with ``"budget"`` so that it keeps no more than its share.
+
+    Args:
+        block: A repeated layer.
+        what: What backward recomputes.
+        memory_budget: Share of the bytes that a compiled block would keep for backward; the
+            compiler recomputes what costs least until the rest fits.
+        backend: A backend of ``torch.compile``.
+
+    References:
+        https://pytorch.org/blog/activation-checkpointing-techniques/
+    """
+    if what != "budget":
+        block.compile(backend=backend)
+        return
+    block.compile(backend=_budgeted(memory_budget, backend))
+
+
+@cache
+def _budgeted(budget: float, backend: str) -> Callable[..., Any]:
+    """One object for all blocks: with one each, alike blocks would not share what is compiled."""
+    return partial(_within_budget, budget, backend)
+
+
+def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **options: Any) -> Any:
+    # The setting is read where forward and backward are parted, which the backend does when it is
+    # called; set for good it would reach whatever else a program compiles.
+    from torch._dynamo.backends.registry import lookup_backend
+
+    with _settings().patch({BUDGET: budget}):
+        return lookup_backend(backend)(graph, inputs, **options)
+
+
+def _settings() -> Any:
+    from torch._functorch import config
+
+    return config
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, again = create_selective_checkpoint_contexts(_keep_expensive)
+    return first, _Repeatable(again)
+
+
+class _Repeatable:
+    """Recomputation that may run more than once, from the same kept values each time.
+
+    Pipeline schedules that part the backward pass recompute a block for its inputs and once more
+    for its weights; torch's context hands out what was kept only once.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._kept = context.storage
+
+    def __enter__(self) -> Any:
+        self._context.storage = {op: copy.copy(values) for op, values in self._kept.items()}
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._context.storage = {}
+        return self._context.__exit__(*error)
+
+
+def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = getattr(op, "__name__", "").split(".")[0]
+    is_expensive = name in {"mm", "addmm", "bmm"} or "scaled_dot_product" in name
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE

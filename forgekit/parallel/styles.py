@@ -1,0 +1,174 @@
+"""What tensor parallelism does to one module: its parameters become DTensors, its forward local.
+
+torch's own styles cut linear layers. The ones here compute with this rank's plain tensors, so that
+any module's ``forward`` works, fused kernels included, and say by placements what the gradients
+of its parameters are on each rank: the same everywhere, or parts of a sum.
+
+A module's ``forward`` is replaced on the instance: names of parameters stay as they are, and what
+wraps a module later (recomputation, compilation, FSDP) finds one like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as distribute
+
+__all__ = ["apply_alike", "apply_dropout", "apply_embedding", "apply_heads", "apply_sequence"]
+
+Forward = Callable[..., Any]
+
+PLACES = Shard(1)
+"""Activations are ``[b s d]``."""
+
+
+def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every rank compute the same, in place: plain activations in and out.
+
+    Args:
+        module: Any module; its own parameters become replicated DTensors, not its children's.
+        mesh: The ranks, a mesh of one dimension.
+    """
+    _place(module, mesh, Replicate())
+    # It takes its child's weight itself instead of calling the child.
+    readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
+    module.forward = partial(_alike, readers, module.forward)
+
+
+def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a norm over the channels of a head work on this rank's heads, in place.
+
+    Its weight is the same on all ranks and its gradient the sum of theirs.
+    """
+    _place(module, mesh, Replicate())
+    module.forward = partial(_local, [module], Partial(), module.forward)
+
+
+def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a norm work on this rank's places, in place, and return those of all ranks.
+
+    What follows (queries, keys and values) shares the one gathered DTensor, and in backward the
+    one reduce-scatter of their summed gradients.
+    """
+    _place(module, mesh, Replicate())
+    module.forward = partial(_gathered, module, mesh, module.forward)
+
+
+def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
+    """Let dropout act on this rank's places, in place, as it would if one rank had all of them.
+
+    Every rank draws the whole mask from the same generator and keeps its slice. A mask of the
+    slice's size would repeat over the slices.
+    """
+    module.forward = partial(_drop, module, mesh, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Cut an embedding by vocabulary rows, in place.
+
+    Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
+    looks for ``padding_idx`` among this rank's rows.
+
+    Args:
+        module: An embedding ``[v d]``.
+        mesh: The ranks, a mesh of one dimension whose size divides ``v``.
+        sequence: Whether the output is this rank's places ``[b s/tp d]``, else all of them.
+    """
+    _place(module, mesh, Shard(0))
+    output = PLACES if sequence else Replicate()
+    module.forward = partial(_embed, module, mesh, output, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of a module's own parameters; ranks cut what they hold and send nothing."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        spread = distribute(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+
+
+def _local(
+    modules: list[nn.Module], gradient: Placement, forward: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``forward`` while the modules' own parameters are this rank's plain tensors."""
+    spread = [module._parameters for module in modules]
+    for module, parameters in zip(modules, spread, strict=True):
+        here: dict[str, Any] = {name: _to_local(p, gradient) for name, p in parameters.items()}
+        module._parameters = here
+    try:
+        return forward(*args, **kwargs)
+    finally:  # also when recomputation stops early, by an exception
+        for module, parameters in zip(modules, spread, strict=True):
+            module._parameters = parameters
+
+
+def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    args = tuple(_whole(value) for value in args)
+    kwargs = {name: _whole(value) for name, value in kwargs.items()}
+    return _local(modules, Replicate(), forward, *args, **kwargs)
+
+
+def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
+    """``[b s/tp d]`` -> ``[b s d]``."""
+    out = _local([module], Partial(), forward, x)
+    spread = DTensor.from_local(out, mesh, (PLACES,), run_check=False)
+    return spread.redistribute(placements=(Replicate(),))
+
+
+def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> Tensor:
+    """``[b s/tp d]`` -> ``[b s/tp d]``."""
+    if not module.training or module.p == 0:
+        return x
+    size, rank = mesh.size(), mesh.get_local_rank()
+    whole = x.new_ones(x.shape[0], x.shape[1] * size, *x.shape[2:])
+    # A copy, so that backward does not keep the whole mask.
+    return x * forward(whole).chunk(size, 1)[rank].clone()
+
+
+def _embed(
+    module: nn.Embedding, mesh: DeviceMesh, output: Placement, forward: Forward, ids: Tensor
+) -> Tensor:
+    """``[b s]`` -> ``[b s d]``, or this rank's places of it."""
+    _check_places(ids, mesh, output)
+    rows = module.num_embeddings // mesh.size()
+    first = mesh.get_local_rank() * rows
+    is_here = (ids >= first) & (ids < first + rows)
+    # Ids outside the vocabulary are not masked, so that they fail as in one process.
+    is_elsewhere = ~is_here & (ids >= 0) & (ids < module.num_embeddings)
+    padding = module.padding_idx
+    if padding is not None:
+        module.padding_idx = padding - first if first <= padding < first + rows else None  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        x = _local([module], Shard(0), forward, torch.where(is_elsewhere, 0, ids - first))
+    finally:
+        module.padding_idx = padding
+    # `where`, not a product: weights may be infinite.
+    x = torch.where(is_here[..., None], x, 0.0)
+    spread = DTensor.from_local(x, mesh, (Partial(),), run_check=False)
+    return spread.redistribute(placements=(output,)).to_local()
+
+
+def _check_places(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
+    size = mesh.size()
+    if output == PLACES and ids.shape[1] % size:
+        lower = ids.shape[1] // size * size
+        nearest = " and ".join(str(n) for n in (lower, lower + size) if n)
+        raise ValueError(
+            f"input_ids has {ids.shape[1]} places, which tp {size} must divide; the nearest are "
+            f"{nearest}. Pad them (labels -100) or change the mesh."
+        )
+
+
+def _to_local(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
+    is_spread = isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=(gradient,)) if is_spread else parameter
+
+
+def _whole(value: Any) -> Any:
+    """A plain tensor of what all ranks hold together."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

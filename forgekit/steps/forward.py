@@ -1,0 +1,133 @@
+"""One micro-batch through the model: this rank's part of it, and its loss as plain tensors.
+
+Training, evaluation and pipelines share these lines. A micro-batch arrives as whole sequences;
+ranks that share a sequence take their places of it here. Under tensor parallelism logits may be
+spread over the vocabulary; a loss function may mix them with plain tensors, which every rank has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forgekit.data.slices import shard_sequence
+from forgekit.parallel.layout import Layout
+from forgekit.steps.losses import Loss
+
+__all__ = ["LossFn", "compute_loss", "mixing_tensors", "take_part"]
+
+LossFn = Callable[[nn.Module, TensorDictBase], Loss]
+
+
+def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> TensorDictBase:
+    """Move a micro-batch to the device and keep the places that belong to this rank.
+
+    Args:
+        batch: Whole sequences, ``[b s]``.
+        layout: How the model was laid out.
+        device: The model's device.
+
+    Returns:
+        ``[b s/cp]``: for a ring a zigzag slice, and of that a contiguous one for Ulysses.
+
+    Raises:
+        TypeError: If it is no TensorDict with rows.
+        ValueError: If the places cannot be shared evenly.
+    """
+    batch = _checked_batch(batch)
+    _check_places(batch, layout)
+    if layout.context > 1:
+        ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
+        whole = TensorDict(dict(batch.items()), batch.batch_size)
+        whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
+        batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
+    first = next(iter(batch.values(True, True)))
+    return batch if first.device == device else batch.to(device, non_blocking=True)
+
+
+def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
+    """Call a loss function and return its loss with plain tensors in it.
+
+    Raises:
+        TypeError: If it returns no ``Loss``.
+    """
+    loss: Any = loss_fn(model, batch)
+    if not isinstance(loss, Loss):
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
+            "the summed loss and the number of its targets."
+        )
+    return _plain(loss) if _is_spread(loss) else loss
+
+
+@contextmanager
+def mixing_tensors(layout: Layout) -> Iterator[None]:
+    """Let plain tensors meet those that tensor parallelism spreads, in a loss and its backward.
+
+    The plain ones (labels, masks) are the same on all tensor-parallel ranks.
+    """
+    if layout.tensor == 1:
+        yield
+        return
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    with implicit_replication():
+        yield
+
+
+def _is_spread(loss: Loss) -> bool:
+    metrics = (value for metric in loss.metrics.values() for value in _pair(metric))
+    return any(isinstance(v, DTensor) for v in (loss.sum, loss.count, *(loss.rows or ()), *metrics))
+
+
+def _plain(loss: Loss) -> Loss:
+    metrics = {name: tuple(map(_full, _pair(metric))) for name, metric in loss.metrics.items()}
+    rows = loss.rows and (_full(loss.rows[0]), _full(loss.rows[1]))
+    return dataclasses.replace(
+        loss, sum=_full(loss.sum), count=_full(loss.count), metrics=metrics, rows=rows
+    )
+
+
+def _pair(metric: Any) -> tuple[Any, Any]:
+    return metric if isinstance(metric, tuple | list) else (metric, 1)  # pyright: ignore[reportReturnType]
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _checked_batch(batch: Any) -> TensorDictBase:
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size or batch.is_empty():
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__} with batch_size "
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
+            "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
+        )
+    return batch
+
+
+def _check_places(batch: TensorDictBase, layout: Layout) -> None:
+    multiple = layout.places_multiple
+    if multiple == 1 or "input_ids" not in batch.keys():  # noqa: SIM118
+        return
+    places = batch["input_ids"].shape[1]
+    if places % multiple:
+        parts = {
+            "2 * ring": 2 * layout.ring if layout.ring > 1 else 1,
+            "ulysses": layout.ulysses,
+            "tp": layout.sequence,
+        }
+        shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+        lower = places // multiple * multiple
+        nearest = " and ".join(str(n) for n in (lower, lower + multiple) if n)
+        raise ValueError(
+            f"input_ids has {places} places, which {multiple} = {shown} must divide; the nearest "
+            f"are {nearest}. Change data.seq_len or the mesh."
+        )

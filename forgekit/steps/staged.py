@@ -1,0 +1,235 @@
+"""One step, or one evaluation, through the stages of a pipeline, with the same loss function.
+
+``loss_fn(model, batch)`` is called twice. The first time, on every rank, ``model`` notes what it
+is called with and leaves: these are the arguments for the stages. The second time, on the last
+stage, ``model`` gives the stage's output. The first argument travels from stage to stage, keywords
+are delivered to each stage by its own rank, and a micro-batch is pulled when this rank's first
+stage is about to work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from forgekit.parallel.fsdp import Sync, fsdp_modules, sum_gradients
+from forgekit.parallel.layout import layout_of
+from forgekit.parallel.pipeline import Stages
+from forgekit.state import TrainState
+from forgekit.steps.calls import Call, first_tensor, note_call, once
+from forgekit.steps.forward import LossFn, compute_loss, take_part
+from forgekit.steps.losses import Loss
+from forgekit.steps.totals import LossSums
+
+__all__ = ["accumulate_staged", "evaluate_staged"]
+
+
+def accumulate_staged(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    sync: Sync,  # noqa: ARG001 (a schedule reduces each stage's gradients once, after the last)
+    sharded: list[Any],
+) -> LossSums:
+    """Leave a step's summed raw gradient in the parameters of this rank's stages.
+
+    Args:
+        state: The state, its model cut by ``split_stages``.
+        batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
+        loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
+        sync: Without effect: gradients are reduced after the last micro-batch.
+        sharded: The FSDP modules of all stages.
+
+    Returns:
+        The losses on the rank of the last stage, zeros on the others; all count rows.
+
+    Raises:
+        TypeError: If the number of micro-batches is not known, a stage returns no tensor, or
+            ``loss_fn`` no ``Loss``.
+        ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
+            those of other ranks, ``loss_fn`` does not call the model, or the model's own
+            ``forward`` changes what passes between its blocks.
+        RuntimeError: If ``loss_fn`` calls the model twice.
+    """
+    size = _length(batches)
+    if size is None:
+        raise TypeError(
+            f"{type(batches).__name__} has no len(), and a pipeline has to know how many micro-"
+            "batches a step has. Pass list(batches), or groups of a known length: forgekit.groups."
+        )
+    for module in sharded:
+        sum_gradients(module)
+    work = _Work(state, batches, size, loss_fn)
+    shape = work.start()
+    if size:
+        work.stages.run(size, shape, work.train)
+    return work.sums
+
+
+def evaluate_staged(
+    state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn
+) -> LossSums:
+    """Compute the losses of any number of micro-batches, without gradients.
+
+    The ranks walk through the stages in step, see ``forward_at``. Micro-batches may differ in
+    shape, and need no length.
+
+    Args:
+        state: The state, its model cut by ``split_stages`` and in evaluation mode.
+        batches: Micro-batches, the same on every rank of the pipeline.
+        loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
+
+    Returns:
+        The losses on the rank of the last stage, zeros on the others; all count rows.
+
+    Raises:
+        ValueError: If the ranks of the pipeline come with different micro-batches.
+    """
+    work = _Work(state, batches, _length(batches), loss_fn)
+    work.start()
+    slot, received = 0, None
+    with work.stages.guarded():
+        while not work.is_done:
+            at, sent = work.stages.at(slot), None
+            if at is not None and work.has(at[1]):
+                sent = at[0], work.compute(*at, received)
+            slot += 1
+            at = work.stages.at(slot)
+            due = (at[0], work.shape(at[1])) if at is not None and work.has(at[1]) else None
+            received = work.stages.pass_on(sent, due)
+    return work.sums
+
+
+class _Work:
+    """One step or evaluation on this rank: its micro-batches, their losses, and what stages do."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        batches: Iterable[TensorDictBase],
+        size: int | None,
+        loss_fn: LossFn,
+    ) -> None:
+        self.model: nn.Module = state.model
+        self.layout = layout_of(state.model)
+        assert self.layout.stages is not None
+        self.stages: Stages = self.layout.stages
+        self.sums = LossSums(state.targets.device)
+        self._loss_scale = state.loss_scale
+        self._loss_fn = loss_fn
+        self._size = size
+        self._source: Iterator[TensorDictBase] = iter(batches)
+        self._pulled = 0
+        self._shape = torch.Size((0, 0))
+        self._calls: dict[int, Call] = {}
+        self._computed = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all micro-batches went through all stages of this rank."""
+        return self._size is not None and self._computed == self._size * len(self.stages.mine)
+
+    def start(self) -> torch.Size:
+        """Pull the first micro-batch, compare it with the other ranks', and return its shape."""
+        self.stages.follow()
+        if self.has(0):
+            self._shape = self.shape(0)
+        self.stages.agree(self._size, self._shape)
+        if self._pulled and not self.stages.boundaries:
+            self._rehearse()
+        return self._shape
+
+    def has(self, micro_batch: int) -> bool:
+        """Say whether there is such a micro-batch, pulling up to it and no further."""
+        while self._pulled <= micro_batch and self._pulled != self._size:
+            batch = next(self._source, None)
+            if batch is None and self._size is None:
+                self._size = self._pulled
+            elif batch is None:
+                raise ValueError(
+                    f"the micro-batches have a len() of {self._size} and ended after "
+                    f"{self._pulled}; len() must count the micro-batches that are yielded."
+                )
+            else:
+                part = take_part(batch, self.layout, self.stages.device)
+                self._calls[self._pulled] = note_call(self.model, part, self._loss_fn)
+                self._pulled += 1
+        return micro_batch < self._pulled
+
+    def shape(self, micro_batch: int) -> torch.Size:
+        """Shape of what the first stage is given."""
+        return self._calls[micro_batch].first.shape
+
+    def train(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """Compute as a part of a step: all shapes are the same, and the loss is scaled.
+
+        Raises:
+            ValueError: If the shape differs, or the loss does not depend on any parameter.
+        """
+        if self.has(micro_batch) and (shape := self.shape(micro_batch)) != self._shape:
+            raise ValueError(
+                f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the "
+                f"step {tuple(self._shape)}; in a pipeline they must all have the same. Pad rows "
+                "to one length, or pack them."
+            )
+        out = self.compute(stage, micro_batch, received)
+        return out if stage < self.stages.count - 1 else out * self._loss_scale.to(out.dtype)
+
+    def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """Run a micro-batch through a stage; of the last stage, add its loss up and return it."""
+        call = self._calls[micro_batch]
+        if stage == self.stages.mine[-1]:
+            del self._calls[micro_batch]
+        self._computed += 1
+        out = self._forward(stage, call, received)
+        if stage < self.stages.count - 1:
+            self._count_rows(stage, call)
+            return self.stages.check(stage, call.first.shape, out)
+        loss = self._loss(out, call)
+        self.sums.add(loss, rows=call.batch.batch_size[0])
+        return loss.sum
+
+    def _forward(self, stage: int, call: Call, received: Tensor | None) -> Any:
+        is_last = stage == self.stages.count - 1
+        first = call.first if received is None else received
+        module = self.stages.modules[self.stages.mine.index(stage)]
+        out = call.run(module, first, is_last=is_last)
+        return out if is_last else first_tensor(out, f"stage {stage}")
+
+    def _loss(self, out: Any, call: Call) -> Loss:
+        """Call the loss function again, with the real output."""
+        return compute_loss(once(self.model, out), call.batch, self._loss_fn)
+
+    def _count_rows(self, stage: int, call: Call) -> None:
+        if stage == self.stages.mine[0] and not self.stages.has_last:
+            nothing = torch.zeros((), device=self.sums.device)
+            self.sums.add(Loss(nothing, 0), rows=call.batch.batch_size[0])
+
+    @torch.no_grad()
+    def _rehearse(self) -> None:
+        """Run the first micro-batch's shapes through all stages; its loss does not count."""
+        call = self._calls[0]
+
+        def compute(stage: int, received: Tensor | None) -> Tensor:
+            if received is not None:
+                call.check_hollow(self.stages.hollow, received)
+            out = self._forward(stage, call, received)
+            return out if stage < self.stages.count - 1 else self._loss(out, call).sum
+
+        devices = [self.stages.device] if self.stages.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            self.stages.learn(call.first.shape, compute)
+        for root in self.stages.modules:
+            for module in fsdp_modules(root):
+                module.reshard()  # a forward without a backward leaves the root gathered
+
+
+def _length(batches: Iterable[TensorDictBase]) -> int | None:
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # also what a DataLoader over a stream answers
+        return None

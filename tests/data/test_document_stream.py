@@ -1,0 +1,324 @@
+"""Streams: every token once, on any number of readers, and exactly on from any micro-batch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgekit.data.batch import check_batch
+from forgekit.data.document_stream import stream_documents
+from forgekit.data.groups import groups
+from forgekit.data.huggingface import huggingface_documents
+from forgekit.data.id_documents import random_documents, token_documents
+from forgekit.data.sources import text_documents
+from forgekit.data.tokenizer import train_tokenizer
+from forgekit.data.tokens import write_tokens
+
+CORPUS = Path(__file__).parent / "corpus"
+TEXTS = [text for _, text in text_documents(CORPUS)]
+TOKENIZER = train_tokenizer(TEXTS, 300)
+
+
+def stream_of(documents, seq_len=8, batch_size=2, **options):
+    return stream_documents(documents, seq_len, batch_size, **{"eos_id": 0, **options})
+
+
+def content(batch):
+    return {key: batch[key].tolist() for key in sorted(batch.keys())}
+
+
+def targets(batches):
+    """Pairs of a token and the one that follows it in its document, in their order."""
+    found = []
+    for batch in batches:
+        kept = batch["labels"] != -100
+        pairs = torch.stack([batch["input_ids"][kept], batch["labels"][kept]], dim=1)
+        found += [tuple(pair) for pair in pairs.tolist()]
+    return found
+
+
+def pairs_of(documents):
+    """What a stream of these arrays must hold once, closing tokens included."""
+    closed = [[*map(int, ids), 0] for ids in documents if len(ids)]
+    return [pair for ids in closed for pair in pairwise(ids)]
+
+
+def test_a_row_is_as_written_by_hand():
+    """1 2 3 0 | 4 5 6 7 8 9 0: after a closing token nothing is left to predict in a row."""
+    stream = stream_of([[1, 2, 3], [4, 5, 6, 7, 8, 9]], seq_len=6, epochs=1)
+    (batch,) = stream
+    check_batch(batch)
+    assert content(batch) == {
+        "doc_ids": [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, -1]],
+        "input_ids": [[1, 2, 3, 0, 4, 5], [6, 7, 8, 9, 0, 0]],
+        "labels": [[2, 3, 0, -100, 5, 6], [7, 8, 9, 0, -100, -100]],
+        "position_ids": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0]],
+    }
+    assert (stream.samples, list(stream)) == (2, [])
+
+
+documents_strategy = st.lists(
+    st.lists(st.integers(1, 9), max_size=12), min_size=1, max_size=12
+).filter(any)
+
+
+@given(documents_strategy, st.integers(1, 9), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_every_token_that_follows_another_one_is_a_target_once(documents, seq_len, batch_size):
+    batches = list(stream_of(documents, seq_len, batch_size, epochs=1))
+    assert targets(batches) == pairs_of(documents)
+    for batch in batches:
+        assert batch["input_ids"].shape == (batch_size, seq_len)
+        starts = batch["doc_ids"][:, 1:] != batch["doc_ids"][:, :-1]
+        steps = batch["position_ids"][:, 1:] - batch["position_ids"][:, :-1]
+        real = batch["doc_ids"][:, 1:] >= 0
+        assert (steps[real & ~starts] == 1).all()
+        assert (batch["position_ids"][:, 1:][real & starts] == 0).all()
+        assert (batch["position_ids"][:, 0] == 0).all()
+        assert (batch["labels"][batch["doc_ids"] < 0] == -100).all()
+
+
+@given(documents_strategy, st.integers(1, 7), st.integers(1, 3), st.data())
+@settings(max_examples=40, deadline=None)
+def test_it_goes_on_exactly_from_any_micro_batch(documents, seq_len, batch_size, data):
+    whole = [content(b) for b in islice(stream_of(documents, seq_len, batch_size), 12)]
+    stop = data.draw(st.integers(0, 8))
+    first = stream_of(documents, seq_len, batch_size)
+    list(islice(first, stop))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = stream_of(documents, seq_len, batch_size)
+    second.load_state_dict(state)
+    assert [content(b) for b in islice(second, 12 - stop)] == whole[stop:]
+    assert second.samples == 12 * batch_size
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """Sources of every kind, each with more documents than there are readers."""
+    folder = tmp_path_factory.mktemp("documents")
+    texts = [f"{number} {text[:number]}" for number, text in enumerate(TEXTS * 5)]
+    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "b.txt").write_text(TEXTS[0])
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / "c.parquet")
+    arrays = [np.array(ids) for ids in ([5, 6, 7], [8], [9, 10, 11, 12], [13], [14, 15])]
+    write_tokens(folder / "tokens", arrays, vocab_size=300, eos_id=0)
+    rows = datasets.Dataset.from_dict({"text": texts})
+    return {
+        "files": text_documents([folder / "a.jsonl", folder / "b.txt", folder / "c.parquet"]),
+        "list": texts,
+        "named": list(text_documents(CORPUS)),
+        "eager": huggingface_documents(rows),
+        "streamed": huggingface_documents(rows.to_iterable_dataset(num_shards=3)),
+        "shuffled": huggingface_documents(
+            rows.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=7), reread=True
+        ),
+        "tokens": token_documents(folder / "tokens"),
+        "random": random_documents(300, 9, longest=20),
+    }
+
+
+KINDS = ["files", "list", "named", "eager", "streamed", "shuffled", "tokens", "random"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_documents_resumes_exactly_on_every_rank(kinds, kind, workers):
+    tokenizer = None if kind in ("tokens", "random") else TOKENIZER
+    for rank in range(2):
+        options = {"rank": rank, "world": 2, "tokenizer": tokenizer}
+        undisturbed = stream_of(kinds[kind], 16, 3, **options)
+        states, batches = [undisturbed.state_dict()], []
+        for batch in islice(undisturbed, 14):
+            batches.append(content(batch))
+            states.append(json.loads(json.dumps(undisturbed.state_dict())))
+        for stop in (0, 1, 4, 9, 13):
+            with stream_of(kinds[kind], 16, 3, **options, workers=workers) as resumed:
+                resumed.load_state_dict(states[stop])
+                assert [content(batch) for batch in islice(resumed, 14 - stop)] == batches[stop:]
+
+
+def read(documents, part, parts):
+    return [record.content for record in documents.read(part=part, parts=parts)]
+
+
+@pytest.mark.parametrize("kind", ["files", "eager", "streamed", "tokens", "random"])
+def test_readers_share_the_documents_and_read_none_twice(kinds, kind):
+    whole = Counter(map(str, read(kinds[kind], 0, 1)))
+    for parts in (2, 3, 4, 7):
+        shares = [read(kinds[kind], part, parts) for part in range(parts)]
+        assert Counter(str(each) for share in shares for each in share) == whole
+        assert max(map(len, shares)) - min(map(len, shares)) <= 3
+
+
+class _Torch(torch.utils.data.IterableDataset):
+    def __init__(self, stream, count):
+        self.stream, self.count = stream, count
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        for batch in islice(self.stream, self.count):
+            yield {**batch, "reader": torch.tensor(worker), "state": self.stream.state_dict()}
+
+
+# Workers are forked here, which newer Pythons frown upon.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["streamed", "files"])
+def test_workers_of_torchs_loader_share_the_documents_too(kinds, kind):
+    """Hugging Face divides its files among such workers once more, which would lose documents."""
+    stream = stream_of(kinds[kind], 16, 3, tokenizer=TOKENIZER, rank=1, world=2)
+    loader = torch.utils.data.DataLoader(_Torch(stream, 5), batch_size=None, num_workers=2)
+    found: dict = {0: [], 1: []}
+    for batch in loader:
+        state = batch.pop("state")
+        found[int(batch.pop("reader"))].append(content(batch))
+    for worker in (0, 1):
+        alone = stream_of(kinds[kind], 16, 3, tokenizer=TOKENIZER, rank=2 + worker, world=4)
+        assert found[worker] == [content(batch) for batch in islice(alone, 5)]
+    with pytest.raises(
+        ValueError, match=r"is that of rank 1 of 2, worker 1 of 2, and this is rank"
+    ):
+        stream.load_state_dict(state)
+
+
+def test_epochs_follow_each_other_without_end_and_are_counted():
+    stream = stream_of([[1, 2, 3], [4, 5]], seq_len=3, batch_size=1)
+    assert targets(islice(stream, 40))[: 3 * 5] == 3 * pairs_of([[1, 2, 3], [4, 5]])
+    assert stream.epoch == 20
+    assert (stream.samples, stream.is_endless) == (40, True)
+
+
+def test_groups_pull_micro_batches_when_they_are_used_and_count_samples():
+    stream = stream_of(random_documents(9, 50), rank=1, world=4)
+    for number, group in enumerate(islice(groups(stream, stream.micro_batches(24)), 3)):
+        assert stream.samples == number * 24
+        assert len(list(group)) == 3
+        assert group.samples == 24
+    with pytest.raises(
+        ValueError, match=r"size 20 must be divisible by batch_size 2 \* 4 data-par"
+    ):
+        stream.micro_batches(20)
+
+
+def test_transforms_are_applied_in_their_order():
+    def double(batch):
+        return batch.set("input_ids", batch["input_ids"] * 2)
+
+    def note(batch):
+        return batch.set("source", batch["input_ids"][:, 0])
+
+    (batch,) = stream_of([[1, 2]], 4, 1, epochs=1, transforms=[double, note])
+    assert batch["source"].tolist() == [2]
+
+
+def test_broken_documents_are_left_out_counted_and_named(tmp_path, caplog):
+    lines = ['{"text": "abc"}', "{", '{"text": 1}', '{"text": "def"}', ""]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = {"tokenizer": TOKENIZER, "batch_size": 1}
+    with pytest.raises(ValueError, match=r"a.jsonl:2 cannot be read as JSON"):
+        list(stream_of(text_documents(tmp_path), **options, epochs=1))
+    stream = stream_of(text_documents(tmp_path, errors="skip"), **options, epochs=1)
+    kept = [[*TOKENIZER.encode(text).ids] for text in ("abc", "def")]
+    assert targets(stream) == pairs_of(kept)
+    assert stream.broken == 2
+    named = [record.message.split()[2] for record in caplog.records]
+    assert [Path(name).name for name in named] == ["a.jsonl:2", "a.jsonl:3"]
+
+
+def test_a_thread_gives_the_same_batches_and_its_errors_arrive():
+    class Failing:
+        fingerprint, size = "failing", None
+
+        def read(self, position=None, *, part=0, parts=1):
+            yield from random_documents(9, 3).read(position)
+            raise OSError("the disk is gone")
+
+    whole = [content(batch) for batch in islice(stream_of(random_documents(9, 30)), 20)]
+    with stream_of(random_documents(9, 30), workers=1) as ahead:
+        assert [content(batch) for batch in islice(ahead, 7)] == whole[:7]
+        ahead.close()
+        assert [content(batch) for batch in islice(ahead, 13)] == whole[7:]
+    assert ahead.wait_seconds > 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(stream_of(Failing(), workers=1))
+
+
+BAD = {
+    "rank": ({"rank": 2, "world": 2}, ValueError, r"rank 2 must lie in range\(world=2\)"),
+    "seq_len": ({"seq_len": 0}, ValueError, "seq_len 0 must be at least 1"),
+    "batch_size": ({"batch_size": 0}, ValueError, "batch_size 0 must be at least 1"),
+    "epochs": ({"epochs": 0}, ValueError, "epochs 0 must be at least 1"),
+    "ends": ({"epochs": 1, "world": 2}, ValueError, "ranks would end after different numbers of"),
+    "workers": (
+        {"workers": 2},
+        ValueError,
+        "workers 2 must be 0 or 1: documents are read in their",
+    ),
+    "eos": ({"eos_id": None}, ValueError, "eos_id is missing; token ids without a tokenizer need"),
+    "iterator": (
+        {"documents": iter([[1]])},
+        TypeError,
+        "list_iterator, which can be read only once",
+    ),
+    "text": ({"documents": "text"}, TypeError, "documents is a str; it must be a source"),
+    "number": ({"documents": 3}, TypeError, "documents is a int; it must be a source"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        stream_of(**{"documents": [[1]], **options})
+
+
+BAD_DOCUMENTS = {
+    "none": (
+        [[]],
+        {},
+        ValueError,
+        "reader 0 of 1 found no document .0 are broken.. Stream at leas",
+    ),
+    "few": ([[1]], {"world": 2, "rank": 1}, ValueError, "reader 1 of 2 found no document"),
+    "text": (["a"], {}, TypeError, "are text, so the stream needs a tokenizer"),
+    "ids": (
+        [[1]],
+        {"tokenizer": TOKENIZER},
+        TypeError,
+        "are token ids, so the stream needs no tok",
+    ),
+    "floats": (
+        [[0.5]],
+        {},
+        ValueError,
+        r"document 0 is float64 of shape \(1,\); token ids are a 1-",
+    ),
+    "nested": ([[[1]]], {}, ValueError, r"document 0 is int64 of shape \(1, 1\)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "error", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS
+)
+def test_documents_that_cannot_be_streamed_are_refused(documents, options, error, message):
+    with pytest.raises(error, match=message):
+        next(iter(stream_of(documents, **options)))
+
+
+def test_a_position_of_another_rank_or_in_other_documents_is_refused():
+    state = stream_of(random_documents(9, 30), rank=1, world=4).state_dict()
+    for rank, world in ((1, 2), (0, 4), (3, 8)):
+        stream = stream_of(random_documents(9, 30), rank=rank, world=world)
+        now = rf"rank 1 of 4, and this is rank {rank} of {world}\. .* cannot be divided anew"
+        with pytest.raises(ValueError, match=now):
+            stream.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"lies in other documents: .* Stream the same ones"):
+        stream_of(random_documents(9, 31), rank=1, world=4).load_state_dict(state)

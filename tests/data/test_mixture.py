@@ -1,0 +1,533 @@
+"""Shares are exact, every row has its turn, and only the number of a sample counts."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import forgekit as fk
+from forgekit.data.shares import BLOCK, UNITS, count_dealt, cut_interval, deal_block
+
+FAR = 2**61
+WEIGHTS = st.one_of(st.integers(1, 9), st.floats(1e-6, 1e6))
+
+
+@st.composite
+def orders(draw, longest=4):
+    """An order of some sources with some phases; at least the first source always comes."""
+    names = "abcdef"[: draw(st.integers(1, longest))]
+    sizes = {name: draw(st.integers(1, 400)) for name in names}
+    weights = {name: draw(st.one_of(WEIGHTS, st.just(0))) for name in names} | {"a": draw(WEIGHTS)}
+    starts = sorted(draw(st.sets(st.integers(0, 5000), max_size=3)))
+    phases = [
+        fk.Phase(start, draw(st.dictionaries(st.sampled_from(names), WEIGHTS)), 0.5)
+        for start in starts
+    ]
+    seed = draw(st.integers(-(2**40), 2**70))
+    temperature = draw(st.sampled_from([1.0, 0.5, 3.0, float("inf")]))
+    return fk.make_order(sizes, weights, temperature=temperature, seed=seed, phases=phases)
+
+
+def walks(order, start, count):
+    """The rows of each source, in the sequence in which they come."""
+    sources, rows = order.span(start, count)
+    return [rows[sources == source].tolist() for source in range(len(order.sources))]
+
+
+@given(order=orders())
+@settings(max_examples=60, deadline=None)
+def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
+    for walk, size in zip(walks(order, 0, 8000), order.sizes, strict=True):
+        epochs = [tuple(walk[at : at + size]) for at in range(0, len(walk), size)]
+        for epoch in epochs:
+            assert len(epoch) == size or epoch == epochs[-1]
+            assert len({row for row in epoch if 0 <= row < size}) == len(epoch)
+        if size > 25:
+            assert len(set(epochs)) == len(epochs)
+            assert tuple(range(size)) not in epochs
+
+
+@pytest.mark.parametrize("start", [10**9, 10**12, FAR])
+def test_epochs_are_whole_at_any_distance(start):
+    order = fk.make_order({"a": 300, "b": 7}, {"a": 0.8, "b": 0.2}, seed=5)
+    gone = order.taken(start).tolist()
+    for walk, size, before in zip(walks(order, start, 5000), order.sizes, gone, strict=True):
+        rest = -before % size
+        epochs = [walk[at : at + size] for at in range(rest, len(walk) - size, size)]
+        assert len(epochs) > 10
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+
+
+@given(
+    order=orders(),
+    start=st.one_of(st.integers(0, 9000), st.integers(0, FAR)),
+    count=st.integers(0, 3000),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_taken_can_be_counted(order, start, count):
+    sources, _ = order.span(start, count)
+    counts = np.bincount(sources, minlength=len(order.sources))
+    assert (order.taken(start + count) - order.taken(start)).tolist() == counts.tolist()
+    assert order.taken(start).sum() == start
+    if count:
+        assert order.shares(start, count).tolist() == (counts / count).tolist()
+
+
+@given(order=orders(), start=st.integers(0, FAR), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_span_is_its_samples_one_by_one_and_any_span_in_it(order, start, data):
+    count = data.draw(st.integers(1, 2500))
+    sources, rows = order.span(start, count)
+    assert sources.dtype == rows.dtype == np.int64
+    for at in data.draw(st.lists(st.integers(0, count - 1), max_size=5)):
+        assert order(start + at) == (order.sources[sources[at]], rows[at])
+        some_sources, some_rows = order.span(start + at, count - at)
+        assert (some_sources == sources[at:]).all()
+        assert (some_rows == rows[at:]).all()
+    shuffled = np.random.default_rng(0).permutation(count)
+    for found, expected in zip(order.find(start + shuffled), (sources, rows), strict=True):
+        assert (found == expected[shuffled]).all()
+
+
+def exact(parts):
+    return [Fraction(part) / sum(map(Fraction, parts)) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[7, 3], [1, 1, 1], [1], [997, 2, 1], [0, 1, 0, 2], [1, 10**5], [10**6, 1, 1], range(1, 40)],
+    ids=str,
+)
+@pytest.mark.parametrize("start", [0, 1024 * 999, 1024 * 10**9])
+def test_shares_are_exact_to_one_sample_in_every_block(parts, start):
+    names = [f"s{number}" for number in range(len(parts))]
+    order = fk.make_order(dict.fromkeys(names, 10), dict(zip(names, parts, strict=True)), seed=1)
+    for block in range(start, start + 1024 * 50, 1024):
+        counts = np.bincount(order.span(block, 1024)[0], minlength=len(parts)).tolist()
+        for count, share in zip(counts, exact(parts), strict=True):
+            assert abs(count - 1024 * share) < 1
+
+
+@pytest.mark.parametrize("blocks", [1, 1000, 1001, 10**6 + 1, 10**9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_does_not_add_up(blocks, seed):
+    """A source of one row in 100,000, or in 10 million, gets just that, not none and not double."""
+    parts = [10**7, 100, 1, 6 * 10**6, 333]
+    sizes = dict.fromkeys("abcde", 10)
+    order = fk.make_order(sizes, dict(zip(sizes, parts, strict=True)), seed=seed)
+    for taken, share in zip(order.taken(blocks * 1024).tolist(), exact(parts), strict=True):
+        assert abs(taken - 1024 * blocks * share) < 12
+
+
+def test_weights_become_units_that_add_up():
+    """Each is rounded to the nearest but at least one unit; the largest takes what that leaves."""
+    for parts in ([1e-300, 1.0], [1.0] + [1e-13] * 9, [9] + [7] * 700, [0.1] * 10, [3e307, 6e307]):
+        units = np.diff(cut_interval(parts)).tolist()
+        assert sum(units) == UNITS
+        largest = parts.index(max(parts))
+        for place, (part, unit) in enumerate(zip(parts, units, strict=True)):
+            nearest = part / sum(parts) * UNITS
+            assert abs(unit - nearest) <= (len(parts) if place == largest else 1 / 2) or unit == 1
+
+
+def test_the_points_of_a_block_fall_into_the_parts_of_the_weights():
+    """By definition, in fractions; cuts and points coincide where the weights are 8192ths."""
+    cuts = np.array([0, 1, 9, 100, 100, 4096, 8191, 8192]) * (UNITS // 8192)
+    edges = [Fraction(int(cut), UNITS) for cut in cuts]
+    total = np.zeros(7, dtype=np.int64)
+    for block in range(16):
+        assert count_dealt(cuts, 0, block).tolist() == total.tolist()
+        offset = sum(Fraction(block >> digit & 1, 2 << digit) for digit in range(30))
+        points = [(number + offset) / 1024 for number in range(1024)]
+        total += np.diff([sum(point < edge for point in points) for edge in edges])
+        sources, _ = deal_block(cuts, block, key=1)
+        dealt = count_dealt(cuts, block, 1)
+        assert np.bincount(sources, minlength=7).tolist() == dealt.tolist()
+        assert count_dealt(cuts, 0, block + 1).tolist() == total.tolist()
+
+
+# Weights 3:1, then 1:1 from 3072 on, then b alone from 5120 on, and a as at first from 7168 on.
+HAND = (
+    fk.Phase(3072, {"a": 1}),
+    fk.Phase(5120, {"a": 0, "b": 0.1}),
+    fk.Phase(7168, {"b": 9}, lr_scale=0.1),
+)
+TAKEN = {
+    0: [0, 0],
+    1024: [768, 256],
+    3072: [2304, 768],
+    4096: [2816, 1280],
+    5120: [3328, 1792],
+    5121: [3328, 1793],
+    7168: [3328, 3840],
+    8192: [3328 + 256, 3840 + 768],
+    7168 + 1024 * 10**6: [3328 + 256 * 10**6, 3840 + 768 * 10**6],
+}
+
+
+@pytest.mark.parametrize("samples", TAKEN)
+def test_phases_take_what_was_worked_out_by_hand(samples):
+    order = fk.make_order({"a": 100, "b": 30}, {"a": 3, "b": 1}, phases=HAND)
+    assert order.taken(samples).tolist() == TAKEN[samples]
+
+
+@pytest.mark.parametrize("start", [0, 1, 999, 1023, 1024, 1500, 50_000])
+def test_a_phase_starts_at_its_sample_even_inside_a_block(start):
+    sizes, weights = {"a": 70, "b": 50, "c": 9}, {"a": 3, "b": 1, "c": 0}
+    plain = fk.make_order(sizes, weights, seed=2)
+    phase = fk.Phase(start, {"a": 0, "c": 3})
+    order = fk.make_order(sizes, weights, seed=2, phases=[phase])
+    for found, expected in zip(order.span(0, start), plain.span(0, start), strict=True):
+        assert (found == expected).all()
+    before, after = order.span(0, start)[0], order.span(start, 4096)[0]
+    assert 2 not in before
+    assert 0 not in after
+    for at in range(0, 4096, 1024):
+        assert np.bincount(after[at : at + 1024]).tolist() == [0, 256, 768]
+
+
+def test_a_phase_inherits_nothing_from_the_one_before():
+    sizes, weights = {"a": 10, "b": 10, "c": 10}, {"a": 1, "b": 2, "c": 1}
+    first, second = fk.Phase(1024, {"a": 6}), fk.Phase(2048, {"b": 6})
+    order = fk.make_order(sizes, weights, phases=[first, second])
+    expected = {0: [1 / 4, 2 / 4, 1 / 4], 1024: [6 / 9, 2 / 9, 1 / 9], 2048: [1 / 8, 6 / 8, 1 / 8]}
+    for start, shares in expected.items():
+        assert order.shares(start, 1024) == pytest.approx(shares, abs=1 / 1024)
+
+
+def test_a_phase_that_changes_no_weight_changes_no_sample():
+    sizes = {"a": 40, "b": 60}
+    plain = fk.make_order(sizes)
+    order = fk.make_order(sizes, phases=[fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})])
+    assert [(order.span(0, 3000)[part] == plain.span(0, 3000)[part]).all() for part in (0, 1)]
+    assert order.fingerprint == plain.fingerprint
+
+
+@given(order=orders())
+@settings(max_examples=30, deadline=None)
+def test_only_the_number_counts(order):
+    """Not what was asked before, by whom, on which thread, in which process."""
+    numbers = [0, 4999, 10**12, 3, 10**9, 1023, 1024, 0, FAR]
+    expected = [order(number) for number in numbers]
+    copy = pickle.loads(pickle.dumps(order))
+    assert [copy(number) for number in reversed(numbers)] == expected[::-1]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(copy, numbers * 5)) == expected * 5
+
+
+def test_by_default_every_row_comes_equally_often():
+    order = fk.make_order({"a": 300, "b": 100, "c": 112})
+    assert order.taken(1024 * 512).tolist() == [300 * 1024, 100 * 1024, 112 * 1024]
+    order = fk.make_order({"a": 300, "b": 100}, phases=[fk.Phase(1024, {"a": 0.25})])
+    assert order.shares(1024, 1024).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "shares"),
+    [(1, [16 / 17, 1 / 17]), (2, [0.8, 0.2]), (0.5, [256 / 257, 1 / 257]), ("inf", [0.5, 0.5])],
+)
+def test_temperature_is_a_root_of_the_weights_in_every_phase(temperature, shares):
+    sizes, phases = {"a": 1600, "b": 100, "c": 50}, [fk.Phase(10_240, {"a": 1, "b": 16})]
+    weights = {"a": 16, "b": 1, "c": 0}
+    order = fk.make_order(sizes, weights, temperature=float(temperature), phases=phases)
+    assert order.shares(0, 10_240) == pytest.approx([*shares, 0], abs=5e-4)
+    later = order.shares(10_240, 1024 * 10**6)
+    assert later == pytest.approx([*reversed(shares), 0], abs=1e-8)
+
+
+def test_sources_follow_each_other_as_at_random():
+    """In blocks of a shuffle: a neighbour of the same source with p = (n_k - 1) / 1023."""
+    order = fk.make_order({"a": 10, "b": 10, "c": 10}, {"a": 2, "b": 1, "c": 1}, seed=3)
+    sources = np.stack([order.span(block * BLOCK, BLOCK)[0] for block in range(400)])
+    same = (np.diff(sources, axis=1) == 0).mean()
+    expected = (512 * 511 + 2 * 256 * 255) / (1024 * 1023)
+    assert abs(same - expected) < 4 * np.sqrt(expected * (1 - expected) / (400 * 1023))
+    at_place = (sources == 0).mean(axis=0)
+    assert abs(at_place - 0.5).max() < 4.5 * 0.5 / np.sqrt(400)
+    assert abs(((sources == 0).mean(axis=0) - 0.5).std() * 2 * np.sqrt(400) - 1) < 0.1
+    assert len({row.tobytes() for row in sources}) == 400
+
+
+def test_seeds_and_names_give_walks_of_their_own():
+    sizes = {"a": 500, "b": 500}
+    walked = [
+        tuple(walk) for seed in (0, 1) for walk in walks(fk.make_order(sizes, seed=seed), 0, 1000)
+    ]
+    assert len(set(walked)) == 4
+    other = fk.make_order({"new": 9, "b": 500, "a": 500}, {"new": 0, "a": 1, "b": 1})
+    assert walks(other, 0, 1024)[2][:500] == list(walked[0])[:500]
+
+
+def test_the_order_is_pinned():
+    """A change here would silently change the order of every resumed run."""
+    phases = [fk.Phase(1000, {"b": 2.0})]
+    order = fk.make_order({"a": 1000, "b": 300}, {"a": 0.7, "b": 0.3}, seed=3, phases=phases)
+    found = [order(sample) for sample in (0, 1, 999, 1000, 10**9, 10**12, FAR)]
+    names, rows = zip(*found, strict=True)
+    assert (names, rows) == (tuple("baaaaba"), (52, 845, 574, 46, 984, 126, 770))
+    assert order.fingerprint[:16] == "7885420f2950d6a1"
+
+
+SIZES = {"a": 40, "b": 60}
+CHANGED = {
+    "rows": ({"a": 41, "b": 60}, {}),
+    "name": ({"a": 40, "c": 60}, {}),
+    "sequence": ({"b": 60, "a": 40}, {}),
+    "weights": (SIZES, {"weights": {"a": 1, "b": 1}}),
+    "temperature": (SIZES, {"temperature": 2.0}),
+    "seed": (SIZES, {"seed": 1}),
+    "phase": (SIZES, {"phases": [fk.Phase(10**6, {"a": 1})]}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options"), CHANGED.values(), ids=CHANGED)
+def test_a_fingerprint_tells_orders_apart(sizes, options):
+    assert fk.make_order(sizes, **options).fingerprint != fk.make_order(SIZES).fingerprint
+
+
+def test_a_fingerprint_is_that_of_the_samples_not_of_their_description():
+    described = [
+        fk.make_order(SIZES),
+        fk.make_order(SIZES, {"a": 0.4, "b": 0.6}),
+        fk.make_order(SIZES, {"a": 16, "b": 36}, temperature=2.0, seed=np.int64(0)),
+        fk.make_order(SIZES, {"a": 9, "b": 1}, phases=[fk.Phase(0, {"a": 4, "b": 6})]),
+    ]
+    assert len({order.fingerprint for order in described}) == 1
+
+
+def test_a_phase_to_come_may_still_change():
+    plans = [[], [fk.Phase(2000, {"a": 1})], [fk.Phase(2001, {"a": 1})]]
+    orders = [fk.make_order(SIZES, phases=plan) for plan in plans]
+    for samples, kinds in ((0, 1), (2000, 1), (2001, 2), (2002, 3)):
+        assert len({order.fingerprint_at(samples) for order in orders}) == kinds
+        found = {tuple(map(bytes, order.span(0, samples))) for order in orders}
+        assert len(found) == kinds
+
+
+class Rows:
+    """A dataset whose row ``i`` is made of the numbers of the dataset and of the row."""
+
+    def __init__(self, number, n, **attributes):
+        self.number, self.n = number, n
+        self.__dict__.update(attributes)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, row):
+        ids = torch.tensor([self.number, row])
+        return TensorDict({"input_ids": ids, "labels": ids})
+
+
+class BatchedRows(Rows):
+    def __getitems__(self, rows):
+        return [self[row] for row in rows]
+
+
+def mixture(phases=(), seed=4):
+    """Rows of three kinds of dataset, a plain one, a batched one and a list."""
+    datasets = {
+        "a": Rows(0, 50),
+        "b": BatchedRows(1, 31),
+        "c": [Rows(2, 0)[row] for row in range(9)],
+    }
+    sizes = {name: len(dataset) for name, dataset in datasets.items()}
+    order = fk.make_order(sizes, {"a": 5, "b": 3, "c": 1}, seed=seed, phases=phases)
+    return fk.mixture_dataset(datasets, order)
+
+
+def rows_of(batch):
+    assert batch["source"].equal(batch["input_ids"][:, 0])
+    assert batch["labels"].equal(batch["input_ids"])
+    return [tuple(row) for row in batch["input_ids"].tolist()]
+
+
+PHASES = (fk.Phase(100, {"a": 0, "c": 9}), fk.Phase(161, {"b": 0}), fk.Phase(1300, {"c": 0}))
+
+
+def test_row_i_of_a_mixture_is_sample_i():
+    data = mixture(PHASES)
+    samples = [0, 161, 3, 3, 10**12, 160]
+    expected = [(data.order.sources.index(name), row) for name, row in map(data.order, samples)]
+    assert rows_of(data.__getitems__(samples)) == expected
+    assert [tuple(data[sample]["input_ids"].tolist()) for sample in samples] == expected
+    assert [int(data[sample]["source"]) for sample in samples] == [source for source, _ in expected]
+    batch = data.__getitems__(samples)
+    assert (batch["source"].dtype, batch.batch_size) == (torch.int64, torch.Size([6]))
+    fk.check_batch(batch)
+
+
+@given(
+    start=st.sampled_from([0, 90, 100, 150, 161, 1200, 10**12]),
+    stretches=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 2)),
+        min_size=1,
+        max_size=4,
+    ),
+)
+@settings(max_examples=20, deadline=None)
+def test_resuming_around_changes_on_other_ranks_and_workers_gives_the_undisturbed_rows(
+    start, stretches
+):
+    """Micro-batch m of R ranks with B rows: samples start + (m*R + r)*B + (0..B-1)."""
+    undisturbed = mixture(PHASES)
+    for world, b, micro_batches, workers in stretches:
+        seen = {}
+        for rank in range(world):
+            options = {"batch_size": b, "rank": rank, "world": world, "workers": workers}
+            with fk.make_loader(mixture(PHASES), start=start, seed=77, **options) as loader:
+                for m, batch in enumerate(itertools.islice(loader, micro_batches)):
+                    first = start + (m * world + rank) * b
+                    seen |= dict(zip(range(first, first + b), rows_of(batch), strict=True))
+                end = loader.samples
+        assert sorted(seen) == list(range(start, end))
+        sources, rows = undisturbed.order.span(start, end - start)
+        expected = list(zip(sources.tolist(), rows.tolist(), strict=True))
+        assert [seen[sample] for sample in range(start, end)] == expected
+        start = end
+
+
+def test_processes_know_the_order_too():
+    data = mixture(PHASES)
+    options = {"batch_size": 7, "start": 90, "workers": 1, "processes": True}
+    with fk.make_loader(data, **options) as loader:
+        batches = [rows_of(batch) for batch in itertools.islice(loader, 4)]
+    assert batches == [rows_of(data.__getitems__(range(at, at + 7))) for at in (90, 97, 104, 111)]
+
+
+@pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": False}])
+def test_a_loader_leaves_a_mixture_in_its_order(options):
+    loader = fk.make_loader(mixture(), 8, **options)
+    assert rows_of(next(iter(loader))) == rows_of(mixture().__getitems__(range(8)))
+    assert loader.is_endless
+    assert rows_of(next(iter(fk.make_loader(mixture(seed=5), 8)))) != rows_of(next(iter(loader)))
+
+
+def test_a_mixture_of_token_files_trains(tmp_path):
+    datasets = {}
+    for name in ("code", "prose"):
+        documents = [[len(name), number, 1] for number in range(2, 30)]
+        file = fk.write_tokens(tmp_path / name, documents, vocab_size=32, eos_id=0)
+        datasets[name] = fk.token_dataset(file, seq_len=8, doc_ids=True)
+    order = fk.make_order({name: len(dataset) for name, dataset in datasets.items()})
+    data = fk.mixture_dataset(datasets, order)
+    batch = next(iter(fk.make_loader(data, 16)))
+    fk.check_batch(batch)
+    for source, ids in zip(batch["source"].tolist(), batch["input_ids"], strict=True):
+        assert (4 if source == 0 else 5) in ids.tolist()
+    assert data.seq_len == 8
+    swapped = {"code": datasets["prose"], "prose": datasets["code"]}
+    assert fk.mixture_dataset(swapped, order).fingerprint != data.fingerprint
+    assert data.fingerprint_at(0) == data.fingerprint_at(10**9) == data.fingerprint
+
+
+def order_of(**options):
+    return fk.make_order({"a": 5, "b": 5}, **options)
+
+
+def mixed(datasets, sizes=None):
+    sizes = sizes or {name: len(dataset) for name, dataset in datasets.items()}
+    return fk.mixture_dataset(datasets, fk.make_order(sizes))
+
+
+def odd_rows(**tensors):
+    return [TensorDict(tensors)] * 5
+
+
+BAD = {
+    "no sources": (lambda: fk.make_order({}), r'sizes are empty; .*: \{"code": 1000\}'),
+    "no rows": (lambda: fk.make_order({"a": 0}), "source 'a' has 0 rows; it needs at least 1. L"),
+    "unknown": (lambda: order_of(weights={"c": 1}), "^weights name 'c'; the sources are 'a', 'b'"),
+    "missing": (lambda: order_of(weights={"a": 1}), "^weights lack 'b'; give each source a weight"),
+    "negative": (
+        lambda: order_of(weights={"a": -1, "b": 1}),
+        "^weights give 'a' -1; a weight is f",
+    ),
+    "nan": (lambda: order_of(weights={"a": 1, "b": np.nan}), "^weights give 'b' nan; a weight is"),
+    "infinite": (
+        lambda: order_of(weights={"a": 1, "b": np.inf}),
+        "^weights give 'b' inf; a weight",
+    ),
+    "nothing": (lambda: order_of(weights={"a": 0, "b": 0}), "^weights leave every source at 0: .*"),
+    "temperature": (lambda: order_of(temperature=0), "^temperature 0 must be above 0; 1.0 leaves"),
+    "hot": (lambda: order_of(temperature=np.nan), "^temperature nan must be above 0"),
+    "phase": (lambda: fk.Phase(start=-1), "^a phase starts at sample -1; samples are counted from"),
+    "scale": (
+        lambda: fk.Phase(9, lr_scale=-1),
+        "^lr_scale of the phase at sample 9 is -1; it must",
+    ),
+    "nan scale": (
+        lambda: fk.Phase(9, lr_scale=np.nan),
+        "^lr_scale of the phase .* is nan; it must",
+    ),
+    "phase's unknown": (
+        lambda: order_of(phases=[fk.Phase(9, {"c": 1})]),
+        "^weights of the phase at sample 9 name 'c'; the sources are 'a', 'b'",
+    ),
+    "phase's nan": (
+        lambda: order_of(phases=[fk.Phase(9, {"a": np.nan})]),
+        "^weights of the phase at sample 9 give 'a' nan",
+    ),
+    "phase's nothing": (
+        lambda: order_of(weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]),
+        r"^weights of the phase at sample 9 leave every source at 0: \{'a': 0, 'b': 0\}; at least",
+    ),
+    "phases": (
+        lambda: order_of(phases=[fk.Phase(9), fk.Phase(9)]),
+        "^a phase at sample 9 follows one at sample 9; put phases in increasing order",
+    ),
+    "sample": (lambda: order_of()(-1), "^sample -1 must be at least 0; the first sample is numbe"),
+    "span": (lambda: order_of().span(-3, 9), "^sample -3 must be at least 0"),
+    "count": (lambda: order_of().span(0, -1), "^count -1 must be at least 0"),
+    "taken": (lambda: order_of().taken(-1), "^samples -1 must be at least 0"),
+    "shares": (lambda: order_of().shares(0, 0), "^count 0 must be at least 1"),
+    "row": (lambda: mixture()[-1], "^sample -1 must be at least 0"),
+    "names": (
+        lambda: mixed({"a": Rows(0, 5)}, {"a": 5, "b": 5}),
+        "^the data sets are 'a', the sources of the order 'a', 'b'; make the order",
+    ),
+    "length": (
+        lambda: mixed({"a": Rows(0, 5)}, {"a": 6}),
+        r"^data set 'a' has 5 rows and the order was made for 6; make it from len\(dataset\)",
+    ),
+    "seq_len": (
+        lambda: mixed({"a": Rows(0, 5, seq_len=8), "b": Rows(1, 5, seq_len=9)}),
+        "^the data sets differ in seq_len, {'a': 8, 'b': 9}; cut all to one length",
+    ),
+    "shapes": (
+        lambda: mixed(
+            {"a": odd_rows(x=torch.ones(2)), "b": odd_rows(x=torch.ones(3))}
+        ).__getitems__(range(9)),
+        "^rows of 'b' are {'x': 'float32 .3.'}, those of 'a' {'x': 'float32 .2.'}; the rows of",
+    ),
+    "source": (
+        lambda: mixed({"a": odd_rows(source=torch.ones(()))})[0],
+        "^rows of 'a' have a \"source\" of their own, which the mixture adds",
+    ),
+    "epochs": (
+        lambda: fk.make_loader(mixture(), epochs=1),
+        "^epochs 1 of a Mixture, which has no end; leave epochs out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_mixed_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_no_integer_is_refused():
+    with pytest.raises(TypeError, match=r"source 'a' has 2\.5 rows, a float; rows are counted by"):
+        fk.make_order({"a": 2.5})
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        fk.Phase(start=1e5)

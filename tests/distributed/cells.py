@@ -1,0 +1,162 @@
+"""A job of the pool: one layout on its ranks, and in it any number of cells, one after another.
+
+A rank that sees the first places of everything but the pipeline sends the full tensors it holds;
+the others send digests, which must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from distributed.batches import global_batch
+from distributed.matrix import Cell
+from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, STEPS, build_model
+from distributed.mutations import MUTATIONS
+from oracle import full
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import forgekit as fk
+
+__all__ = ["Found", "LaidOut", "lay_out", "merge", "own_batches", "run_cells", "run_layout"]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
+Found = dict[str, Any]
+
+
+def run_layout(cells: Sequence[Cell], mutation: str | None = None) -> list[Sequence[Found]]:
+    """Run cells of one layout on its ranks; for each what every rank found, for ``merge``."""
+    world = cells[0].row.world
+    by_rank = run_ranks(run_cells, world, list(cells), mutation, timeout_s=220)
+    return list(zip(*by_rank, strict=True))
+
+
+def run_cells(rank: int, world: int, cells: Sequence[Cell], mutation: str | None) -> list[Found]:
+    """One rank's part; a model is laid out once for the cells that compute alike."""
+    with MUTATIONS[mutation]() if mutation else nullcontext():
+        sizes = {"dp_shard": 1, **cells[0].row.sizes}
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        models: dict[Any, LaidOut] = {}
+        found = []
+        for cell in cells:
+            kind = cell.dtype, cell.recompute
+            if kind not in models:
+                models[kind] = LaidOut(lay_out(cell, mesh), mesh)
+            found.append(_run_cell(cell, models[kind]))
+        return found
+
+
+class LaidOut:
+    """A model in its layout, and what it started from."""
+
+    def __init__(self, model: nn.Module, mesh: Any) -> None:
+        self.model, self.mesh = model, mesh
+        self.sends = not any(mesh.get_coordinate()[1:])
+        self.shards = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.start = self.send(self.shards)
+
+    def state(self, optimizer: str) -> fk.TrainState:
+        """A state at step 0, from the same parameters each time."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.shards[name])
+        return fk.TrainState.create(self.model, BUILDERS[optimizer](self.model), mesh=self.mesh)
+
+    def send(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Any]]:
+        """Full tensors on one rank of each pipeline stage, and their digests on all."""
+        whole = {name: full(tensor).detach() for name, tensor in tensors.items()}
+        copies = {name: tensor.numpy(force=True).copy() for name, tensor in whole.items()}
+        digests = {name: blake2b(copy.tobytes()).hexdigest() for name, copy in copies.items()}
+        return digests, copies if self.sends else {}
+
+    def send_parameters(self) -> tuple[dict[str, str], dict[str, Any]]:
+        return self.send(dict(self.model.named_parameters()))
+
+
+def lay_out(cell: Cell, mesh: Any, **options: Any) -> nn.Module:
+    """Build a cell's model on meta and lay it out."""
+    model = build_model(cell.row, device="meta").to(DTYPES[cell.dtype])
+    options = {"activation_checkpoint": cell.recompute, **cell.row.options, **options}
+    precision = "bf16" if cell.dtype == "bf16" else "fp32"
+    return fk.parallelize(model, mesh, precision=precision, **options)
+
+
+def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
+    """The micro-batches of this data rank."""
+    rank, ranks = fk.data_ranks(mesh)
+    return global_batch(cell.row, cell.micros, cell.targets, cell.packed, step)[rank::ranks]
+
+
+def _run_cell(cell: Cell, laid_out: LaidOut) -> Found:
+    sgd = _by_parts(cell, laid_out.state("sgd"))
+    gradients = laid_out.send(sgd.pop("gradients"))
+    sgd["parameters"] = laid_out.send_parameters()
+    adamw = _by_make_step(cell, laid_out.state("adamw"))
+    adamw["parameters"] = laid_out.send_parameters()
+    return {"start": laid_out.start, "gradients": gradients, "sgd": sgd, "adamw": adamw}
+
+
+def _by_parts(cell: Cell, state: fk.TrainState) -> Found:
+    """The step written out; gradients of the first step before they are clipped."""
+    numbers, gradients = [], {}
+    for step in range(STEPS):
+        totals = fk.accumulate(state, own_batches(cell, state.mesh, step), LOSSES[cell.loss])
+        totals = fk.reduce_totals(totals, state)
+        if step == 0:
+            factor = fk.clip(totals).factor
+            gradients = {n: full(p.grad) * factor for n, p in state.model.named_parameters()}
+        lr = SCHEDULES["sgd"](step)
+        correction = fk.clip(totals, max_norm=MAX_NORM)
+        state = fk.update(state, correction, lr=lr, totals=totals)
+        metrics = fk.step_metrics(totals, correction, lr=lr)
+        numbers.append({**_values(metrics), "factor": correction.factor.item()})
+    return {"gradients": gradients, "numbers": numbers, **_counters(state)}
+
+
+def _by_make_step(cell: Cell, state: fk.TrainState) -> Found:
+    sync = "hsdp_last" if cell.row.size("dp_replicate") > 1 else "every"
+    schedule = SCHEDULES["adamw"]
+    step = fk.make_step(LOSSES[cell.loss], schedule=schedule, max_norm=MAX_NORM, sync=sync)
+    numbers = []
+    for index in range(STEPS):
+        state, metrics = step(state, own_batches(cell, state.mesh, index))
+        numbers.append(_values(metrics))
+    return {"numbers": numbers, **_counters(state)}
+
+
+def _values(metrics: Any) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def _counters(state: fk.TrainState) -> dict[str, int]:
+    return {"samples": state.samples, "targets": int(state.targets), "step": state.step}
+
+
+def merge(by_rank: Sequence[Found], *, agree: bool = True) -> Found:
+    """One answer from all ranks: full tensors united over stages, everything else as on the first.
+
+    Args:
+        by_rank: What each rank found.
+        agree: Raise unless copies of a tensor, and numbers, are bitwise the same on every rank.
+    """
+    return {key: _merge_value([found[key] for found in by_rank], agree) for key in by_rank[0]}
+
+
+def _merge_value(values: list[Any], agree: bool) -> Any:
+    if isinstance(values[0], dict):
+        return merge(values, agree=agree)
+    if not isinstance(values[0], tuple):
+        assert not agree or all(value == values[0] for value in values), f"ranks differ: {values}"
+        return values[0]
+    digests: dict[str, str] = {}
+    for rank, (theirs, _) in enumerate(values):
+        for name, digest in theirs.items():
+            same = digests.setdefault(name, digest) == digest
+            assert same or not agree, f"{name} differs on rank {rank}"
+    tensors = {n: torch.from_numpy(t) for _, sent in values for n, t in sent.items()}
+    assert tensors.keys() == digests.keys()
+    return tensors

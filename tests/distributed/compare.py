@@ -1,0 +1,94 @@
+"""How far a cell is from the reference, in units of what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from distributed.cells import DTYPES, Found
+from distributed.matrix import Cell
+from distributed.reference import Expected, Training, expect
+from oracle import relative_error
+from torch import Tensor
+
+__all__ = ["BOUNDS", "Bounds", "check", "errors"]
+
+
+@attrs.frozen
+class Bounds:
+    """Largest allowed errors.
+
+    Attributes:
+        gradients: Relative to the largest gradient.
+        parameters: After five steps, relative to the largest parameter.
+        moved: Of what five steps moved, relative to the largest move.
+        numbers: Of losses and gradient norms, each relative to its own.
+        drifted: The same after the first step of AdamW, which divides by the root of the second
+            moment and so magnifies rounding.
+    """
+
+    gradients: float
+    parameters: float
+    moved: float
+    numbers: float
+    drifted: float
+
+
+BOUNDS = {
+    "fp32": Bounds(gradients=5e-7, parameters=1e-6, moved=3e-5, numbers=1e-6, drifted=3e-5),
+    "fp64": Bounds(gradients=1e-10, parameters=1e-12, moved=1e-11, numbers=1e-11, drifted=1e-10),
+    # Measured: 0.015, 0.0015, 0.045 and 0.002. A lost rank or a factor of two is 0.3 and more.
+    "bf16": Bounds(gradients=0.04, parameters=0.005, moved=0.1, numbers=0.01, drifted=0.05),
+}
+
+
+def check(cell: Cell, found: Found) -> None:
+    """Raise unless everything that a cell found is what one process finds."""
+    expected = expect(cell)
+    assert found["start"].keys() == expected.start.keys()
+    for name, tensor in found["start"].items():
+        assert torch.equal(tensor, expected.start[name].to(DTYPES[cell.dtype])), name
+    for name in expected.training:
+        assert found[name]["step"] == len(expected.rows)
+        assert found[name]["samples"] == sum(expected.rows)
+        assert found[name]["targets"] == sum(expected.targets)
+        assert [n["targets"] for n in found[name]["numbers"]] == expected.targets
+        assert not any(n["skipped"] for n in found[name]["numbers"])
+    far = {what: ratio for what, ratio in errors(cell, found).items() if not ratio < 1}
+    assert not far, f"errors in units of what is allowed: {far}"
+
+
+def errors(cell: Cell, found: Found) -> dict[str, float]:
+    """Each error over its bound."""
+    bounds, expected = BOUNDS[cell.dtype], expect(cell)
+    ratios = {
+        "gradients": relative_error(found["gradients"], expected.gradients) / bounds.gradients
+    }
+    for name, training in expected.training.items():
+        parameters = found[name]["parameters"]
+        moved = _difference(parameters, expected), _difference(training.parameters, expected)
+        ratios |= {
+            f"{name} parameters": relative_error(parameters, training.parameters)
+            / bounds.parameters,
+            f"{name} moved": relative_error(*moved) / bounds.moved,
+            **_numbers(name, found[name], training, bounds),
+        }
+    return ratios
+
+
+def _difference(parameters: Mapping[str, Tensor], expected: Expected) -> dict[str, Tensor]:
+    return {name: parameters[name].double() - expected.start[name] for name in expected.start}
+
+
+def _numbers(name: str, found: Found, training: Training, bounds: Bounds) -> dict[str, float]:
+    """The largest error of the losses and of the norms over its bound."""
+    later = bounds.drifted if name == "adamw" else bounds.numbers
+    allowed = [bounds.numbers, *[later] * (len(training.losses) - 1)]
+    ratios = {}
+    for what, wanted in (("loss", training.losses), ("grad_norm", training.norms)):
+        values = torch.tensor([numbers[what] for numbers in found["numbers"]], dtype=torch.float64)
+        expected = torch.tensor(wanted, dtype=torch.float64)
+        errors = (values - expected).abs() / expected / torch.tensor(allowed, dtype=torch.float64)
+        ratios[f"{name} {what}"] = float(errors.max())  # NaN if there is one
+    return ratios

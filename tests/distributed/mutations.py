@@ -1,0 +1,96 @@
+"""Faults that trainers have had, each as a context in which every step has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import attrs
+import torch
+import torch.distributed as dist
+from distributed import models
+from torch.distributed.tensor import DTensor
+
+import forgekit as fk
+from forgekit.parallel.layout import layout_of
+
+__all__ = ["MUTATIONS"]
+
+
+def _replacing(*targets: str, by: Any) -> Callable[[], Any]:
+    """A context in which names of modules mean something else."""
+
+    @contextmanager
+    def mutation() -> Iterator[None]:
+        with ExitStack() as stack:
+            for target in targets:
+                stack.enter_context(patch(target, by))
+            yield
+
+    return mutation
+
+
+def _with_loss(loss_fn: Callable[[Any, Any], fk.Loss]) -> Callable[[], Any]:
+    return lambda: patch.dict(models.LOSSES, {"logits": loss_fn})
+
+
+def _divided_by_micro_batches(model: Any, batch: Any) -> fk.Loss:
+    """What ``(loss / len(batches)).backward()`` does with two of them."""
+    loss = models.logits_loss(model, batch)
+    return dataclasses.replace(loss, sum=loss.sum / 2)
+
+
+def _mean_of_micro_batch(model: Any, batch: Any) -> fk.Loss:
+    loss = models.logits_loss(model, batch)
+    return fk.Loss(loss.sum / max(int(loss.count), 1), 1)
+
+
+def _shifted_twice(model: Any, batch: Any) -> fk.Loss:
+    labels = batch["labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    return models.logits_loss(model, batch.copy().update({"labels": labels}))
+
+
+def _average(module: Any) -> None:
+    """What FSDP does unless it is told otherwise."""
+    module.set_gradient_divide_factor(float(dist.get_world_size()))
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _one_owner(gradient: Any, world: int) -> tuple[Any, int]:
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient), 1
+
+
+def _everybody_owns(model: Any) -> Any:
+    return attrs.evolve(layout_of(model), owns_loss=True)
+
+
+_reduce = fk.reduce_totals
+
+
+def _norm_of_own_stage(totals: fk.Totals, state: fk.TrainState) -> fk.Totals:
+    """Everything added up over the ranks but the norm."""
+    gradients = [p.grad for p in state.model.parameters()]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    squares = torch.stack([g.double().square().sum() for g in local]).sum()
+    return _reduce(totals, state).plus(grad_sq=squares)
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "divide by micro-batches": _with_loss(_divided_by_micro_batches),
+    "mean of each micro-batch": _with_loss(_mean_of_micro_batch),
+    "labels shifted twice": _with_loss(_shifted_twice),
+    "average over ranks": _replacing("forgekit.parallel.fsdp.sum_gradients", by=_average),
+    "forget replicas in the norm": _replacing(
+        "forgekit.steps.totals._shard_and_owners", by=_one_owner
+    ),
+    "clip per stage": _replacing(
+        "forgekit.reduce_totals", "forgekit.steps.make_step.reduce_totals", by=_norm_of_own_stage
+    ),
+    "count each tensor-parallel rank": _replacing(
+        "forgekit.steps.totals.layout_of", by=_everybody_owns
+    ),
+}

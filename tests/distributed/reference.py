@@ -1,0 +1,99 @@
+"""What one process finds for a cell's data: float64, plain torch, the whole batch at once.
+
+Nothing of the step is used: torch's cross-entropy is summed over the global batch and divided by
+its number of targets; clipping and updates are torch's too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import attrs
+import torch
+from distributed.batches import global_batch
+from distributed.experts import compute_densely
+from distributed.matrix import LAYOUTS, Cell, Row
+from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, STEPS, build_model
+from oracle import reference_gradients
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+__all__ = ["Expected", "expect"]
+
+
+@attrs.frozen
+class Training:
+    """Five steps with one optimizer: the parameters after them and each step's numbers."""
+
+    parameters: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+
+
+@attrs.frozen
+class Expected:
+    """What every layout has to find.
+
+    Attributes:
+        start: Parameters before the first step, float32.
+        gradients: Of the token-mean loss of the first step's global batch.
+        training: By optimizer.
+        targets: Targets of each step.
+        rows: Rows of each step.
+    """
+
+    start: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    training: dict[str, Training]
+    targets: list[int]
+    rows: list[int]
+
+
+def expect(cell: Cell) -> Expected:
+    """The reference of a cell; cells that differ in how they compute share it."""
+    return _expect(_like(cell.layout), cell.micros, cell.targets, cell.packed)
+
+
+def _like(layout: str) -> str:
+    """The first layout of the table with the same data and the same model."""
+    return next(name for name, row in LAYOUTS.items() if _data(row) == _data(LAYOUTS[layout]))
+
+
+def _data(row: Row) -> tuple[object, ...]:
+    shared = row.options.get("context_parallel", "ring") if row.size("cp") > 1 else None
+    return row.layers, row.experts, row.data_ranks, row.size("pp") > 1, shared
+
+
+@cache
+def _expect(layout: str, micros: int, targets: str, packed: bool) -> Expected:
+    row = LAYOUTS[layout]
+    steps = [global_batch(row, micros, targets, packed, step) for step in range(STEPS)]
+    model = _model(row)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients, _ = reference_gradients(model.double(), [steps[0]])
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    training = {name: _train(row, steps, name) for name in BUILDERS}
+    counts = [sum(int((b["labels"] != -100).sum()) for b in batches) for batches in steps]
+    rows = [sum(b.shape[0] for b in batches) for batches in steps]
+    return Expected(start, gradients, training, counts, rows)
+
+
+def _model(row: Row) -> nn.Module:
+    model = build_model(row)
+    compute_densely(model)
+    return model
+
+
+def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
+    model = _model(row).double()
+    optimizer = BUILDERS[name](model, fused=False)
+    losses, norms = [], []
+    for step, batches in enumerate(steps):
+        _, loss = reference_gradients(model, [batches])
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        losses.append(float(loss))
+        assert norms[-1] > MAX_NORM, "clipping has to bite"
+        for group in optimizer.param_groups:
+            group["lr"] = SCHEDULES[name](step)
+        optimizer.step()
+    return Training({n: p.detach() for n, p in model.named_parameters()}, losses, norms)

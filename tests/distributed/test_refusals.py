@@ -1,0 +1,154 @@
+"""What cannot work stops before training, on every rank, with the arithmetic."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+import torch
+from distributed.batches import VOCABULARY
+from distributed.matrix import LAYOUTS, Row
+from distributed.models import BUILDERS, logits_loss, spec_of
+from ranks import run_ranks
+from tensordict import TensorDict
+
+import forgekit as fk
+
+
+@attrs.frozen
+class Case:
+    """A mistake and what the error has to say.
+
+    Attributes:
+        sizes: Mesh dimensions.
+        match: Pattern of the message.
+        spec: Changes of the model's sizes.
+        options: Arguments of ``parallelize``.
+        micros: Micro-batches of the step; by rank if ranks differ.
+        places: Places of a micro-batch.
+        twice: Whether the loss calls the model twice.
+    """
+
+    sizes: dict[str, int]
+    match: str
+    spec: dict[str, int] = attrs.field(factory=dict)
+    options: dict[str, object] = attrs.field(factory=dict)
+    micros: int = 2
+    places: int = 16
+    twice: bool = False
+
+
+def _schedule(name: str, **more: object) -> dict[str, object]:
+    return {"pipeline_schedule": name, **more}
+
+
+LAYING_OUT = {
+    "heads by tp": Case({"tp": 2}, r"divisible by tp 2", {"heads": 3, "kv_heads": 3, "dim": 24}),
+    "key and value heads by tp": Case({"tp": 2}, r"divisible by tp 2", {"kv_heads": 1}),
+    "feed-forward by tp": Case(
+        {"tp": 2}, r"49, which tp 2 must divide.*48 and 50", {"ffn_dim": 49}
+    ),
+    "vocabulary by tp": Case({"tp": 2}, r"41, which tp 2 must divide", {"vocab_size": 41}),
+    "heads by ulysses": Case(
+        {"cp": 2},
+        r"heads",
+        {"heads": 3, "kv_heads": 3, "dim": 24},
+        {"context_parallel": "ulysses"},
+    ),
+    "layers by stages": Case({"pp": 4}, r"2 .*4", {"layers": 2}),
+    "layers by two stages on each rank": Case({"pp": 2}, r"3 .*4", {"layers": 3}, _schedule("zbv")),
+    "tied embeddings": Case({"pp": 2}, "tied", {"tied": True}),
+    "a plan that matches nothing": Case(
+        {"tp": 2},
+        r"'blocks\.\*\.up' matches no module",
+        options={"plan": {"blocks.*.up": "colwise"}},
+    ),
+    "a style on the wrong module": Case(
+        {"tp": 2}, r"'colwise' is for nn\.Linear; 'norm' is", options={"plan": {"norm": "colwise"}}
+    ),
+    "an unknown style": Case(
+        {"tp": 2}, r"the style 'diagonal'; it is one of", options={"plan": {"norm": "diagonal"}}
+    ),
+}
+STEPPING = {
+    "places by a ring": Case({"cp": 2}, r"14 places, which 4 = 2 \* ring 4.* 12 and 16", places=14),
+    "places by ulysses": Case(
+        {"cp": 2}, r"15 places, which 2", options={"context_parallel": "ulysses"}, places=15
+    ),
+    "places by tp": Case({"tp": 2}, r"15 places, which 2 = tp 2 .* 14 and 16", places=15),
+    "a loss that calls twice": Case({"pp": 2}, "twice|second", twice=True),
+    **{
+        f"{micros} micro-batches for {name} on {ranks}": Case(
+            {"pp": ranks},
+            rf"{micros} micro-batches do not fit the pipeline schedule '{name}' on {ranks} ranks",
+            options={"pipeline_schedule": name},
+            spec={"layers": LAYOUTS[f"pp{ranks}-{name}"].layers},
+            micros=micros,
+        )
+        for ranks, name, micros in [
+            (2, "1f1b", 1),
+            (2, "interleaved_1f1b", 5),
+            (2, "interleaved_zero_bubble", 5),
+            (2, "dualpipev", 3),
+            (4, "1f1b", 3),
+            (4, "interleaved_1f1b", 9),
+            (4, "interleaved_zero_bubble", 9),
+            (4, "dualpipev", 7),
+        ]
+    },
+}
+
+
+def _batches(case: Case, rank: int) -> list[TensorDict]:
+    ids = torch.arange(2 * case.places).reshape(2, case.places) % VOCABULARY
+    return [TensorDict({"input_ids": ids, "labels": ids}, [2]) for _ in range(case.micros)]
+
+
+def _calls_twice(model, batch):
+    return logits_loss(model, batch) + logits_loss(model, batch)
+
+
+def _lay_out(case: Case, device: str = "cpu"):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **case.sizes}), device="cpu")
+    with torch.device(device):
+        model = fk.Transformer(spec_of(Row({}), **case.spec))
+    return mesh, fk.parallelize(model, mesh, **case.options)
+
+
+def _message(what, *args):
+    try:
+        what(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _lay_out_message(rank, world, case):
+    return _message(_lay_out, case)
+
+
+def _step_message(rank, world, case):
+    mesh, model = _lay_out(case)
+    state = fk.TrainState.create(model, BUILDERS["adamw"](model), mesh=mesh)
+    before = [p.detach().clone() for p in model.parameters()]
+    step = fk.make_step(_calls_twice if case.twice else logits_loss, schedule=fk.constant(0.1))
+    message = _message(step, state, _batches(case, rank))
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), before))
+    return message
+
+
+def _check(messages, case):
+    for message in messages:
+        assert message.startswith("ValueError"), message
+        assert re.search(case.match, message), message
+
+
+@pytest.mark.parametrize("case", LAYING_OUT.values(), ids=list(LAYING_OUT))
+def test_a_layout_that_cannot_be_is_refused(case):
+    _check(run_ranks(_lay_out_message, Row(case.sizes).world, case), case)
+
+
+@pytest.mark.parametrize("case", STEPPING.values(), ids=list(STEPPING))
+def test_a_step_that_cannot_be_is_refused_and_changes_nothing(case):
+    _check(run_ranks(_step_message, Row(case.sizes).world, case), case)

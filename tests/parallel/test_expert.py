@@ -1,0 +1,467 @@
+"""Experts spread over ranks: the gradient, the one norm and the training of one process."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import full, full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import forgekit as fk
+from forgekit.mesh import expert_ranks
+from forgekit.model.dispatch import dispatch_local, sort_by_expert
+from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
+
+VOCAB, DIM, FFN, EXPERTS = 19, 8, 12, 4
+PADDING = 0
+PATTERN = "layers.*.routed.experts"
+LAYOUTS = {
+    "EP2": (2, {"ep": 2}),
+    "EP2xFSDP2": (4, {"ep": 2}),
+    "EP4": (4, {"ep": 4}),
+    "EP2xHSDP2": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+}
+KINDS = ("ragged", "idle expert", "rank without tokens", "rank without targets")
+MAX_NORM = 0.05
+
+
+class Experts(nn.Module):
+    """Matrices of all experts, each applied to the tokens that its count gives it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, DIM, FFN))
+        self.bias = nn.Parameter(torch.empty(EXPERTS, FFN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, FFN, DIM))
+
+    def forward(self, tokens, counts):
+        ids = torch.arange(len(counts)).repeat_interleave(counts)
+        hidden = torch.einsum("md,mdf->mf", tokens, self.up[ids]) + self.bias[ids]
+        return torch.einsum("mf,mfd->md", F.gelu(hidden), self.down[ids])
+
+
+class Routed(nn.Module):
+    """Each token to the two experts that its router prefers; padding to none.
+
+    By place the experts take turns: rounding cannot turn a token to another one.
+    """
+
+    def __init__(self, idle, by_place):
+        super().__init__()
+        self.by_place = by_place
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = Experts()
+        self.dispatch = dispatch_local
+        self.idle = idle
+
+    def forward(self, x, is_token):
+        tokens = x[is_token]
+        scores = self.router(tokens)
+        if self.idle is not None:
+            scores = scores.index_fill(1, torch.tensor([self.idle]), float("-inf"))
+        weights, ids = scores.softmax(-1).topk(2)
+        if self.by_place:
+            ids = (torch.arange(len(tokens)).unsqueeze(1) + torch.arange(2)) % EXPERTS
+            weights = scores.softmax(-1).gather(1, ids)
+        twice = tokens.repeat_interleave(2, dim=0)
+        out = self.dispatch(twice, ids.flatten(), EXPERTS, self.experts)
+        mixed = (out.unflatten(0, (-1, 2)) * weights.unsqueeze(-1)).sum(1)
+        return torch.zeros_like(x).index_put((is_token,), mixed)
+
+
+class Layer(nn.Module):
+    def __init__(self, *routing):
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.routed = Routed(*routing)
+
+    def forward(self, x, is_token):
+        return x + self.routed(self.norm(x), is_token)
+
+
+class Model(nn.Module):
+    def __init__(self, idle=None, *, by_place=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Layer(idle, by_place) for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def initial_std(self, name):
+        return None if name.endswith("norm.weight") else 0.3
+
+    def forward(self, input_ids):
+        x, is_token = self.embed(input_ids), input_ids != PADDING
+        for layer in self.layers:
+            x = layer(x, is_token)
+        return self.head(x)
+
+
+def _model(kind):
+    idle = 1 if kind == "idle expert" else None
+    model = Model(idle, by_place=kind == "by place").double()
+    fk.init_weights(model, 0)
+    return model
+
+
+def _batches(world, kind, step=0):
+    """``[micro-batch][rank]`` of two rows of ragged places."""
+    generator = torch.Generator().manual_seed(step)
+    draw = partial(torch.randint, generator=generator)
+    micro_batches = []
+    for places in (5, 7):
+        row = []
+        for rank in range(world):
+            ids = draw(1, VOCAB, (2, places))
+            labels = draw(0, VOCAB, (2, places))
+            labels[draw(0, 10, labels.shape) < 3 + rank] = -100
+            if rank == world - 1 and kind == "rank without tokens":
+                ids[:] = PADDING
+            if rank == world - 1 and kind.startswith("rank without"):
+                labels[:] = -100
+            row.append(TensorDict({"input_ids": ids, "labels": labels}, [2]))
+        micro_batches.append(row)
+    return micro_batches
+
+
+def _loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS = {"sgd": (_sgd, 0.5), "adamw": (fk.adamw, 0.01)}
+
+
+# The reference
+
+
+def _dense(experts, tokens, expert_ids, count, compute):
+    """Every expert computes every token; no order, no counts."""
+    up, bias, down = experts.up, experts.bias, experts.down
+    hidden = F.gelu(torch.einsum("nd,edf->nef", tokens, up) + bias)
+    out = torch.einsum("nef,efd->ned", hidden, down)
+    return (out * F.one_hot(expert_ids, count).unsqueeze(-1)).sum(1)
+
+
+def _reference(world, kind, name):
+    """Gradients and norm of the first step, and parameters after five, in one process."""
+    model = _model(kind)
+    for layer in model.layers:
+        layer.routed.dispatch = partial(_dense, layer.routed.experts)
+    build, lr = OPTIMIZERS[name]
+    optimizer = build(model)
+    gradients, norms = {}, []
+    for step in range(5):
+        batches = [batch for row in _batches(world, kind, step) for batch in row]
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        optimizer.zero_grad()
+        for batch in batches:
+            logits = model(batch["input_ids"]).flatten(0, 1)
+            loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+            (loss / targets).backward()
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return gradients, norms, {n: p.detach() for n, p in model.named_parameters()}
+
+
+# The layouts
+
+
+def _lay_out(model, mesh, **options):
+    return fk.parallelize(model, mesh, plan={PATTERN: "expert"}, **options)
+
+
+def _train(rank, world, sizes, kind, name, checkpoint="none"):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = _lay_out(_model(kind), mesh, activation_checkpoint=checkpoint)
+    build, lr = OPTIMIZERS[name]
+    state = fk.TrainState.create(model, build(model), mesh=mesh)
+    gradients, norms = {}, []
+    for step in range(5):
+        batches = [row[rank] for row in _batches(world, kind, step)]
+        totals = fk.reduce_totals(fk.accumulate(state, batches, _loss), state)
+        if not gradients:
+            factor = fk.clip(totals).factor
+            gradients = {n: full(p.grad) * factor for n, p in state.model.named_parameters()}
+        correction = fk.clip(totals, MAX_NORM)
+        norms.append(correction.grad_norm.item())
+        state = fk.update(state, correction, lr=lr, totals=totals)
+    return gradients, norms, full_tensors(state.model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "name"),
+    [
+        *itertools.product(LAYOUTS, KINDS, ["sgd"]),
+        *itertools.product(LAYOUTS, ["idle expert"], ["adamw"]),
+    ],
+)
+def test_experts_train_as_in_one_process(layout, kind, name):
+    world, sizes = LAYOUTS[layout]
+    gradients, norms, parameters = _reference(world, kind, name)
+    assert norms[0] > 2 * MAX_NORM  # so that the one factor clips
+    idle = gradients["layers.0.routed.experts.up"][1].abs().max()
+    assert (idle == 0) == (kind == "idle expert")
+    for found, found_norms, found_parameters in run_ranks(_train, world, sizes, kind, name):
+        assert relative_error(found, gradients) < 1e-10
+        assert found_norms == pytest.approx(norms, rel=1e-10)
+        assert relative_error(found_parameters, parameters) < 1e-10
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_recomputation_sends_the_tokens_again(what):
+    gradients, norms, _ = _reference(4, "ragged", "sgd")
+    for found, found_norms, _ in run_ranks(_train, 4, {"ep": 2}, "ragged", "sgd", what):
+        assert relative_error(found, gradients) < 1e-10
+        assert found_norms == pytest.approx(norms, rel=1e-10)
+
+
+# The one norm
+
+
+def _norms(rank, world, sizes, owners):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = _lay_out(_model("ragged"), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    totals = fk.accumulate(state, [row[rank] for row in _batches(world, "ragged")], _loss)
+    counted = fk.steps.totals._shard_and_owners
+    wrong = {
+        "counted": counted,
+        # Experts are held by as many ranks as there are groups of them.
+        "replicas forgotten": lambda gradient, world: (counted(gradient, world)[0], 1),
+        "experts shared": lambda gradient, world: (
+            counted(gradient, world)[0],
+            counted(gradient, world)[1] * (2 if gradient.ndim == 3 else 1),
+        ),
+    }[owners]
+    with patch("forgekit.steps.totals._shard_and_owners", wrong):
+        return fk.clip(fk.reduce_totals(totals, state)).grad_norm.item()
+
+
+@pytest.mark.parametrize("layout", ["EP2xFSDP2", "EP2xHSDP2"])
+@pytest.mark.parametrize("owners", ["counted", "replicas forgotten", "experts shared"])
+def test_the_norm_needs_the_right_owners(layout, owners):
+    world, sizes = LAYOUTS[layout]
+    expected = _reference(world, "ragged", "sgd")[1][0]
+    is_right = owners == "counted" or (owners == "replicas forgotten" and layout == "EP2xFSDP2")
+    for found in run_ranks(_norms, world, sizes, owners):
+        assert (abs(found / expected - 1) < 1e-10) == is_right
+        assert is_right or abs(found / expected - 1) > 0.05
+
+
+# What lies where
+
+
+def _placed(rank, world, sizes, on_meta):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Model()
+    if not on_meta:
+        fk.init_weights(model, 7)
+    names = [name for name, _ in model.named_parameters()]
+    _lay_out(model, mesh, seed=7)
+    up = model.layers[0].routed.experts.up
+    assert [name for name, _ in model.named_parameters()] == names
+    return (
+        up.device_mesh.mesh_dim_names,
+        up.placements,
+        tuple(up.to_local().shape),
+        full_tensors(model),
+        expert_ranks(mesh),
+    )
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "names", "placements", "shape"),
+    [
+        ("EP2", ("fsdp_ep", "ep"), (Shard(1), Shard(0)), (2, 8, 12)),
+        ("EP2xFSDP2", ("fsdp_ep", "ep"), (Shard(1), Shard(0)), (2, 4, 12)),
+        (
+            "EP2xHSDP2",
+            ("dp_replicate", "fsdp_ep", "ep"),
+            (Replicate(), Shard(1), Shard(0)),
+            (2, 8, 12),
+        ),
+    ],
+)
+def test_experts_lie_over_ep_and_their_rows_over_the_rest(
+    layout, names, placements, shape, on_meta
+):
+    """Bitwise the same full tensors, filled or from meta; neighbours share experts."""
+    world, sizes = LAYOUTS[layout]
+    model = Model()
+    fk.init_weights(model, 7)
+    expected = full_tensors(model)
+    for rank, found in enumerate(run_ranks(_placed, world, sizes, on_meta)):
+        assert found[:3] == (names, placements, shape)
+        assert all(torch.equal(found[3][name], expected[name]) for name in expected)
+        assert found[4] == (rank % 2, 2)
+
+
+def _view(rank, world, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    view = expert_mesh(mesh)
+    if view is None:
+        return None, expert_ranks(mesh)
+    shape = dict(zip(view.mesh_dim_names, view.mesh.shape, strict=True))
+    assert expert_ranks(mesh) == (view.get_local_rank("ep"), view["ep"].size())
+    return shape, view["ep"].mesh.tolist()
+
+
+def test_the_view_keeps_neighbours_together():
+    sizes = {"pp": 2, "dp_shard": 1, "cp": 2, "ep": 2}
+    for rank, (shape, group) in enumerate(run_ranks(_view, 4, sizes)):
+        assert shape == {"pp": 2, "dp_replicate": 1, "fsdp_ep": 1, "ep": 2, "tp": 1}
+        assert group == [rank // 2 * 2, rank // 2 * 2 + 1]
+    for rank, (shape, group) in enumerate(run_ranks(_view, 4, {"ep": 2})):
+        assert shape["fsdp_ep"] == 2
+        assert group == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert run_ranks(_view, 2, {}) == [(None, (0, 1))] * 2
+
+
+def test_one_process_shares_no_experts():
+    assert expert_ranks(None) == (0, 1)
+
+
+# Precision
+
+
+def _bf16(rank, world, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = _lay_out(_model("by place").float(), mesh, precision="bf16")
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    sent = []
+    experts = model.layers[0].routed.experts
+    experts.register_forward_pre_hook(lambda _, args: sent.append(args[0].dtype))
+    totals = fk.accumulate(state, [row[rank] for row in _batches(world, "by place")], _loss)
+    factor = fk.clip(fk.reduce_totals(totals, state)).factor
+    gradients = full_tensors(model, gradients=True)
+    return sent, {n: g * factor for n, g in gradients.items()}
+
+
+def test_tokens_travel_in_bfloat16():
+    gradients, _, _ = _reference(2, "by place", "sgd")
+    for sent, found in run_ranks(_bf16, 2, {"ep": 2}):
+        assert sent == [torch.bfloat16] * 2
+        assert {g.dtype for g in found.values()} == {torch.float32}
+        assert relative_error(found, gradients) < 5e-2
+
+
+# The local socket
+
+
+def test_tokens_of_an_expert_stay_in_order():
+    ids = torch.tensor([3, 0, 3, 1, 0])
+    order, counts = sort_by_expert(ids, 5)
+    assert order.tolist() == [1, 4, 3, 0, 2]
+    assert counts.tolist() == [2, 1, 0, 2, 0]
+    order, counts = sort_by_expert(ids[:0], 3)
+    assert order.tolist() == []
+    assert counts.tolist() == [0, 0, 0]
+
+
+# Errors
+
+
+class _Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+
+class _WithRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dispatch = dispatch_local
+        self.router = nn.Linear(DIM, EXPERTS)
+        self.up = nn.Parameter(torch.empty(EXPERTS, DIM, FFN))
+
+
+class _Shaped(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.dispatch = dispatch_local
+        self.up = nn.Parameter(torch.empty(shape))
+
+
+@pytest.mark.parametrize(
+    ("build", "pattern", "message"),
+    [
+        (_Alone, "experts", r"neither 'experts' nor a module above it has a `dispatch` socket"),
+        (
+            _WithRouter,
+            "",
+            r"'' \(_WithRouter\) has the parameters .* and the layers \['router'\]; style 'expert' "
+            r"is for a module whose parameters are all .* Keep the router outside of it",
+        ),
+        (partial(_Shaped, 3), "", r"has the parameters \{'up': \(3,\)\}; style 'expert' is for"),
+        (
+            partial(_Shaped, 7, 8, 2),
+            "",
+            r"has 7 experts, which ep 2 must divide; the nearest are 6 and 8\.",
+        ),
+        (
+            partial(_Shaped, 4, 9, 2),
+            "",
+            r"'\.up' is \(4, 9, 2\); dp_shard \* cp / ep = 2 must divide its second dimension, the "
+            r"nearest are 8 and 10\. Or raise ep\.",
+        ),
+        (
+            Model,
+            "layers.*.moe",
+            r"'layers\.\*\.moe' matches no module of Model; the modules with a dispatch socket are "
+            r"\['layers\.0\.routed', 'layers\.1\.routed'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(build, pattern, message):
+    for found in run_ranks(_refusal, 4, build, pattern):
+        with pytest.raises(ValueError, match=message):
+            raise found
+
+
+def _refusal(rank, world, build, pattern):
+    view = expert_mesh(fk.build_mesh(fk.MeshSpec(ep=2), device="cpu"))
+    model = build()
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
+        apply_experts(model, view, find_experts(model, [pattern]))
+    return error.value
+
+
+def _refused_view(rank, world, sizes, ep):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
+        expert_mesh(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"), ep)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ep", "message"),
+    [
+        ({}, 3, r"^ep 3 does not divide dp_shard 4 \* cp 1 = 4\.$"),
+        ({"tp": 2}, 2, r"^ep 2 with tp 2: tokens that ranks compute alike .* Use tp=1"),
+    ],
+)
+def test_views_that_do_not_fit_are_refused(sizes, ep, message):
+    for found in run_ranks(_refused_view, 4, sizes, ep):
+        with pytest.raises(ValueError, match=message):
+            raise found
+
+
+def test_a_module_inside_another_one_is_not_cut_twice():
+    model = Model()
+    found = find_experts(model, ["layers.*.routed*"])
+    assert found == [layer.routed for layer in model.layers]

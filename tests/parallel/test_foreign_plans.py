@@ -1,0 +1,358 @@
+"""Plans for models that are not ours, and plans that cannot be: against one process in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import SPEC, full_tensors, relative_error
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import forgekit as fk
+from forgekit.parallel.fsdp import shard
+from forgekit.parallel.plans import read_plan
+from forgekit.parallel.tensor import apply_plan
+
+VOCAB, PLACES, WIDTH = 12, 6, 8
+IDS = torch.arange(2 * PLACES).reshape(2, PLACES) * 5 % VOCAB
+LABELS = (IDS + 1) % VOCAB
+LABELS[0, 3:] = -100
+
+
+class Mixer(nn.Module):
+    """A causal mean over places, between biased projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 20)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.down = nn.Linear(20, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x))
+        counts = torch.arange(1, h.shape[1] + 1, dtype=h.dtype)
+        return x * self.scale + self.drop(self.down(F.gelu(h.cumsum(1) / counts[:, None])))
+
+
+class Foreign(nn.Module):
+    """Biases, a padding id, a parameter of a module with children, and tied embeddings."""
+
+    def __init__(self, *, tied: bool = True):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=7)
+        self.body = nn.ModuleList(Mixer() for _ in range(2))
+        self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.last = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.body:
+            x = layer(x)
+        return self.head(self.last(x + self.attend(x, x, x, need_weights=False)[0]))
+
+
+class Spread(nn.Module):
+    """What can have its places spread: nothing between norms and projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 20)
+        self.down = nn.Linear(20, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.drop(self.down(F.gelu(self.up(self.norm(x)).cumsum(1))))
+        return self.head(self.last(x))
+
+
+MATRICES = {"embed": "embedding", "*.up": "colwise", "*.down": "rowwise", "head": "colwise"}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tied": (Foreign, MATRICES),
+    "a later pattern counts": (Foreign, {"*.norm": "replicate", "*.*": "replicate", **MATRICES}),
+    "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}),
+    "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}),
+    "places": (
+        Spread,
+        {
+            "embed": "embedding",
+            "[nl]*": "sequence",
+            "drop": "sequence",
+            "up": "colwise",
+            "down": "rowwise",
+            "head": "colwise",
+        },
+    ),
+}
+
+
+def filled(build: Any, seed: int = 0) -> nn.Module:
+    model = build().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases too
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tensor_mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+
+
+def gradients(model: nn.Module, loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    logits = model(IDS)
+    total = loss(getattr(logits, "logits", logits))
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    total.backward()
+    return total.detach(), full_tensors(model, gradients=True)
+
+
+def by_torch(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum")
+
+
+def by_forgekit(logits: Tensor) -> Tensor:
+    return fk.cross_entropy(logits, LABELS).sum
+
+
+def _foreign(rank, world, case, with_fsdp):
+    build, plan = CASES[case]
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp_shard", "tp"))
+    results = []
+    for loss in (by_forgekit, by_torch):
+        torch.manual_seed(0)
+        model = filled(build)
+        assert apply_plan(model, mesh["tp"], plan) == (world if case == "places" else 1)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        if with_fsdp:
+            shard([model], list(getattr(model, "body", ())), mesh["dp_shard"], "fp32")
+        with implicit_replication():
+            results.append(gradients(model, loss))
+        logits = model(IDS)
+        assert isinstance(logits, DTensor) == (case != "only a matrix")
+    return results
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_foreign_model_has_the_gradients_of_one_process(case, with_fsdp):
+    torch.manual_seed(0)
+    expected_loss, expected = gradients(filled(CASES[case][0]), by_torch)
+    for results in run_ranks(_foreign, 2, case, with_fsdp):
+        for loss, found in results:
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
+            assert relative_error(found, expected) < 1e-10
+
+
+def build_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+LLAMA = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "*norm": "replicate",
+    "lm_head": "colwise",
+}
+
+
+def _llama(rank, world):
+    results = []
+    for loss in (by_forgekit, by_torch):
+        model = build_llama()
+        assert apply_plan(model, tensor_mesh(world), LLAMA) == 1
+        with implicit_replication():
+            results.append(gradients(model, loss))
+    results.append(model(IDS).logits.full_tensor().detach())
+    return results
+
+
+def test_a_hugging_face_llama_has_the_gradients_of_one_process():
+    model = build_llama()
+    expected_loss, expected = gradients(model, by_torch)
+    logits = model(IDS).logits.detach()
+    for *results, found_logits in run_ranks(_llama, 2):
+        torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-12)
+        for loss, found in results:
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
+            assert relative_error(found, expected) < 1e-10
+
+
+# Refusals: nothing is sent, so one process finds them
+
+
+class Norms(nn.Module):
+    """Whatever the table of refusals needs."""
+
+    def __init__(self, heads: int = 6, kv_heads: int = 2):
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj = nn.Linear(24, 4 * heads)
+        self.k_proj = nn.Linear(24, 4 * kv_heads)
+        self.bounded = nn.Embedding(12, 4, max_norm=1.0)
+        self.narrow = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 10))
+
+
+def transformer(**sizes: Any) -> fk.Transformer:
+    return fk.Transformer(attrs.evolve(SPEC, **sizes))
+
+
+REFUSED: list[tuple[Any, int, Any, str]] = [
+    (
+        Foreign,
+        2,
+        None,
+        r"^tp is 2 and Foreign has no plan of its own; pass plan=, for example "
+        r"plan=\{\"embed\": \"embedding\", .*set tp to 1\.$",
+    ),
+    (
+        Foreign,
+        2,
+        {"body.*.upp": "colwise"},
+        r"^the plan's pattern 'body.\*.upp' matches no module; the nearest names are 'body.\d.up', "
+        r".*leave it out\.$",
+    ),
+    (Foreign, 2, {"embed.weight": "embedding"}, r"matches no module; the nearest names are 'embed"),
+    (
+        Foreign,
+        2,
+        {"body.*.up": "columns"},
+        r"^the plan gives 'body.\*.up' the style 'columns'; it is one of 'colwise', 'rowwise', 'emb"
+        r"edding', 'sequence', 'heads', 'replicate', 'expert', or a ParallelStyle of torch\.$",
+    ),
+    (Foreign, 2, {"last": "colwise"}, r"^style 'colwise' is for nn.Linear; 'last' is LayerNorm\("),
+    (Foreign, 2, {"body": "rowwise"}, r"^style 'rowwise' is for nn.Linear; 'body' is <class"),
+    (
+        Norms,
+        2,
+        {"bounded": "embedding"},
+        r"^style 'embedding' is for an nn.Embedding without max_norm, .*; 'bounded' is Embedding\("
+        r"12, 4, max_norm=1.0\)\. Narrow the pattern or choose another style\.$",
+    ),
+    (Foreign, 2, {"head": "sequence"}, r"^style 'sequence' is for norms and nn.Dropout; 'head' is"),
+    (Foreign, 2, {"body.0": "heads"}, r"^style 'heads' is for norms of a head's channels; 'body.0"),
+    (
+        Foreign,
+        2,
+        {**MATRICES, "last": "sequence"},
+        r"^the plan spreads places \('sequence'\) and gives \['body.0', 'body.0.norm', .*\] no "
+        r"style; .*'replicate' for what sees all places\.$",
+    ),
+    (
+        Norms,
+        2,
+        {"narrow.0": "colwise"},
+        r"^out_features of 'narrow.0' is 7, which tp 2 must divide; the nearest are 6 and 8\. "
+        r"Change it, or tp to one of \[1, 7\]\.$",
+    ),
+    (Norms, 2, {"narrow.1": "rowwise"}, r"^in_features of 'narrow.1' is 7, which tp 2 must divide"),
+    (
+        Foreign,
+        5,
+        {"embed": "embedding"},
+        r"^the vocabulary of 'embed' is 12, which tp 5 must divide; the nearest are 10 and 15\. "
+        r"Change it, or tp to one of \[1, 2, 3, 4, 6, 12\]\.$",
+    ),
+    (
+        Norms,
+        4,
+        {"?_proj": "colwise"},
+        r"^the heads of '' \(q_proj 6, k_proj 2; 4 channels each\) must be divisible by tp 4, key "
+        r"and value heads too\. Change their numbers, or tp to one of \[1, 2\]\.$",
+    ),
+    (transformer, 3, None, r"^the heads of 'layers.0.attention' \(query 6, key 2, value 2; 4 chan"),
+    (transformer, 2, None, r"^the vocabulary of 'embedding' is 37, which tp 2 must divide; the ne"),
+]
+
+
+@pytest.mark.parametrize(("build", "size", "plan", "message"), REFUSED)
+def test_plans_that_do_not_fit_are_refused(build, size, plan, message):
+    model = build()
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        read_plan(model, size, plan)
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def _refused(rank, world):
+    mesh = tensor_mesh(world)
+    message = (
+        r"^'embed.weight' and 'head.weight' are one parameter and the plan cuts them differently "
+        r"\(Shard\(dim=0\), Replicate\(\)\)\. Give both styles that cut alike, as 'embedding' and"
+    )
+    with pytest.raises(ValueError, match=message):
+        apply_plan(Foreign(), mesh, {"embed": "embedding"})
+    model = transformer(vocab_size=40)
+    apply_plan(model, mesh)
+    message = r"^input_ids has 5 places, which tp 2 must divide; the nearest are 4 and 6\. Pad them"
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 5, dtype=torch.int64))
+    for wrong in (40, -1):
+        with pytest.raises(IndexError, match="index out of range"):
+            model(torch.full((1, 4), wrong))
+
+
+def test_what_shows_only_on_ranks_is_refused():
+    run_ranks(_refused, 2)
+
+
+class Absent(nn.Module):
+    """What a pipeline leaves in place of a module that another rank has."""
+
+
+def test_a_pruned_model_keeps_the_plan_of_the_whole_one():
+    model = transformer()
+    whole = read_plan(model, 1)
+    model.embedding, model.layers[0] = Absent(), Absent()
+    assert read_plan(model, 1) == {
+        n: s for n, s in whole.items() if not n.startswith(("embedding", "layers.0"))
+    }
+    model.layers[1] = Absent()
+    assert read_plan(model, 1) == {"dropout": "sequence", "norm": "sequence", "output": "colwise"}
+
+
+def test_experts_are_left_to_their_own_mesh():
+    model = transformer(vocab_size=40)
+    model.layers[0].feed_forward.experts = nn.Linear(2, 2)
+    plan = {**model.plan, "layers.*.experts": "expert"}
+    assert read_plan(model, 2, plan) == read_plan(transformer(vocab_size=40), 2)
+
+
+def test_a_shared_layer_has_one_style():
+    layer = nn.Linear(4, 4)
+    model = nn.ModuleDict({"first": layer, "second": layer})
+    assert read_plan(model, 2, {"second": "colwise"}) == {"first": "colwise"}

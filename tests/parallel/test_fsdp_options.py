@@ -1,0 +1,264 @@
+"""What FSDP is told: each option leaves the gradient as it is and does what it says."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    full_tensors,
+    global_batch,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.parallel.fsdp import _groups, fsdp_modules, shard
+
+LAYERS = 4
+DEEP = attrs.evolve(SPEC, layers=LAYERS)
+IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
+LAYOUTS = {
+    "fsdp 2": (2, {}),
+    "hsdp 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "fsdp 4": (4, {}),
+}
+OPTIONS = {
+    "default": {},
+    "keep": {"reshard_after_forward": False},
+    "neighbours": {"reshard_after_forward": 2},
+    "offload": {"cpu_offload": True},
+    "no prefetch": {"prefetch": 0},
+    "far prefetch": {"prefetch": 9, "reshard_after_forward": True},
+}
+
+
+@pytest.fixture
+def mesh():
+    yield fk.build_mesh(device="cpu")
+    fk.shutdown()
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts all-gathers, also those that backward issues."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    @property
+    def count(self):
+        return sum("allgather" in name for name in self.found)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _sharded(sizes, dtype=torch.float32, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    return fk.parallelize(fk.Transformer(DEEP).to(dtype), mesh, **options), mesh
+
+
+# The gradient
+
+
+def _gradients(rank, world, sizes, sync, options):
+    model, mesh = _sharded(sizes, torch.float64, **options)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.0), sync=sync)
+    # The second step meets whatever the first one left gathered.
+    state, _ = step(state, [row[rank] for row in global_batch(world, seed=1)])
+    totals = fk.accumulate(state, [row[rank] for row in global_batch(world)], logits_loss)
+    factor = fk.clip(fk.reduce_totals(totals, state)).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("layout", "sync"),
+    [("fsdp 2", "last"), ("fsdp 4", "every"), ("hsdp 2x2", "last"), ("hsdp 2x2", "hsdp_last")],
+)
+def test_no_option_changes_the_gradient(layout, option, sync):
+    world, sizes = LAYOUTS[layout]
+    expected, _ = reference_gradients(fk.Transformer(DEEP), global_batch(world))
+    for found in run_ranks(_gradients, world, sizes, sync, OPTIONS[option]):
+        assert relative_error(found, expected) < 1e-10
+
+
+# Resharding
+
+
+def _gathered(rank, world, options):
+    model, _ = _sharded({}, **options)
+    weight = model.layers[1].attention.query
+    with _Gathers() as forward:
+        logits = model(IDS)
+    kept = weight.weight
+    with _Gathers() as backward:
+        logits.sum().backward()
+    local = kept.to_local() if isinstance(kept, DTensor) else kept
+    return local.numel() / kept.numel(), forward.count, backward.count, len(backward.found)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "share", "gathers"), [(True, 1 / 4, LAYERS), (2, 1 / 2, LAYERS), (False, 1, 0)]
+)
+def test_resharding_decides_what_stays_and_what_backward_gathers(reshard, share, gathers):
+    """The root stays gathered in each: backward begins with it."""
+    scatters = LAYERS + 1
+    for found in run_ranks(_gathered, 4, {"reshard_after_forward": reshard}):
+        assert found == (share, LAYERS + 1, gathers, gathers + scatters)
+
+
+# Prefetch
+
+
+def _ahead(rank, world, prefetch):
+    """All-gathers issued by the time each block computes, in forward and in backward."""
+    model, _ = _sharded({}, prefetch=prefetch)
+    model(IDS).sum().backward()  # FSDP learns the order in which modules run
+    forward, backward = [], []
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda *_: forward.append(gathers.count))
+        block.register_forward_hook(
+            lambda _m, _a, out: out.register_hook(lambda _: backward.append(gathers.count)) and None
+        )
+    with _Gathers() as gathers:
+        logits = model(IDS)
+    with _Gathers() as gathers:
+        logits.sum().backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "forward", "backward"),
+    [
+        (0, [2, 3, 4, 5], [1, 2, 3, 4]),
+        (1, [3, 4, 5, 5], [2, 3, 4, 4]),
+        (2, [4, 5, 5, 5], [3, 4, 4, 4]),
+        (9, [5, 5, 5, 5], [4, 4, 4, 4]),
+    ],
+)
+def test_prefetch_gathers_as_many_blocks_ahead(prefetch, forward, backward):
+    """With the root's own parameters the first block is the second to be gathered."""
+    for found in run_ranks(_ahead, 2, prefetch):
+        assert found == (forward, backward)
+
+
+# Offload
+
+
+def _offloaded(rank, world, cpu_offload):
+    model, mesh = _sharded({}, cpu_offload=cpu_offload)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    state, metrics = step(state, [row[rank] for row in global_batch(world)])
+    held = [p for m in fsdp_modules(model) for g in _groups(m) for p in g.fsdp_params]
+    tensors = [*state.optimizer.state.values()]
+    where = {t.device.type for entry in tensors for t in entry.values()}
+    where |= {p.device.type for p in model.parameters()} | {state.targets.device.type}
+    return {p.offload_to_cpu for p in held}, {p.pin_memory for p in held}, where, metrics["loss"]
+
+
+def test_offload_keeps_shards_on_the_host_and_pins_only_beside_an_accelerator():
+    results = {offload: run_ranks(_offloaded, 2, offload) for offload in (False, True)}
+    for offload, ranks in results.items():
+        for on_host, pinned, where, loss in ranks:
+            assert (on_host, pinned, where) == ({offload}, {False}, {"cpu"})
+            assert torch.equal(loss, results[False][0][3])
+
+
+# Deferred all-reduce
+
+
+def _collectives(rank, world, sync):
+    model, mesh = _sharded({"dp_replicate": 2, "dp_shard": 2})
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    batches = [row[rank] for row in global_batch(world)]
+    fk.accumulate(state, batches, logits_loss, sync=sync)
+    with _Gathers() as calls:
+        fk.accumulate(state, batches, logits_loss, sync=sync)
+    modules = len(fsdp_modules(model))
+    scatters = sum("reduce_scatter" in name for name in calls.found)
+    reduces = sum("allreduce" in name for name in calls.found)
+    return scatters / modules, reduces / modules
+
+
+@pytest.mark.parametrize(
+    ("sync", "scatters", "reduces"), [("last", 1, 1), ("every", 3, 3), ("hsdp_last", 3, 1)]
+)
+def test_hsdp_last_defers_the_sum_over_replicas(sync, scatters, reduces):
+    for found in run_ranks(_collectives, 4, sync):
+        assert found == (scatters, reduces)
+
+
+# Precision of pipeline stages
+
+
+class _Stages(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (torch.nn.Linear(4, 4) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_only_the_last_of_several_roots_casts_its_output(mesh, precision, dtype):
+    model = _Stages()
+    shard([model.first, model.last], [], mesh["dp_shard"], precision, inner=[model.first])
+    passed_on = model.first(torch.ones(1, 4))
+    assert passed_on.dtype == dtype
+    assert model.last(passed_on).dtype == torch.float32
+    assert not isinstance(model, FSDPModule)
+
+
+# Errors
+
+
+def _refused(rank, world, sizes, options):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched below, in the parent)
+        _sharded(sizes, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        (
+            {},
+            {"reshard_after_forward": 3},
+            "reshard_after_forward is 3; True, False, or a number above 1 that divides the 4 "
+            "shards: one of [2, 4].",
+        ),
+        ({}, {"reshard_after_forward": 1}, "reshard_after_forward is 1; True, False, or a number"),
+        (
+            {"pp": 2},
+            {"reshard_after_forward": 2},
+            "reshard_after_forward=2 needs all 4 ranks on dp_replicate, dp_shard and cp, and they "
+            "have 2. Use True or False beside tp or pp.",
+        ),
+        ({}, {"prefetch": -1}, "prefetch is -1 blocks; it must not be negative, 0 is none."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(sizes, options, message):
+    for found in run_ranks(_refused, 4, sizes, options):
+        assert found.startswith(message)
+
+
+def test_a_block_that_is_no_part_of_a_root_is_not_prefetched(mesh):
+    """Stages of one rank share the list of blocks; none may gather another's."""
+    stages = [torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2))) for _ in range(2)]
+    blocks = [block for stage in stages for block in stage]
+    shard(stages, blocks, mesh["dp_shard"], "fp32", prefetch=4)
+    for stage in stages:
+        ahead = stage[0]._get_fsdp_state()._states_to_forward_prefetch
+        assert ahead == [stage[1]._get_fsdp_state()]

@@ -1,0 +1,153 @@
+"""Streams in a state: each rank's position is saved, and returns to that rank or to none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from forgekit.data.document_stream import stream_documents
+from forgekit.data.groups import groups
+from forgekit.data.id_documents import random_documents
+from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
+from forgekit.run.commit import CheckpointError
+from forgekit.state import TrainState
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Streaming(TrainState):
+    stream: Any = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Sampling(TrainState):
+    own: Any = attrs.field(repr=False, metadata={"per_rank": True})
+    common: Any = attrs.field(repr=False, metadata={"per_rank": False})
+
+
+class Rollouts:
+    """A user's stream: numbers and a tensor, and nothing of forgekit."""
+
+    def __init__(self, start):
+        self.at = start
+        self.reward = torch.full((2,), float(start))
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            self.reward += self.at
+            yield self.at
+
+    def state_dict(self):
+        return {"at": self.at, "reward": self.reward}
+
+    def load_state_dict(self, state):
+        self.at, self.reward = state["at"], state["reward"]
+
+
+def build(world, kind=Streaming, **fields):
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return kind.create(model, optimizer, mesh=mesh, **fields)
+
+
+def stream_of(rank, world, seed=0, **options):
+    documents = random_documents(50, 40, longest=30, seed=seed)
+    return stream_documents(documents, 16, 2, eos_id=0, rank=rank, world=world, **options)
+
+
+def pull(stream, count):
+    return [batch["input_ids"].tolist() for batch, _ in zip(stream, range(count), strict=False)]
+
+
+def _save(rank, world, directory):
+    state = build(world, stream=stream_of(rank, world))
+    for group in groups(state.stream, 2):
+        assert len(list(group)) == 2
+        if state.stream.samples >= 3 * 2 * 2 * world:
+            break
+    pending = checkpoint_save(state, directory)
+    following = pull(state.stream, 5)  # beside the save, which must not see it
+    pending.wait()
+    return following
+
+
+def _resume(rank, world, directory, workers=0):
+    state = build(world, stream=stream_of(rank, world, workers=workers))
+    state = checkpoint_load(state, directory)
+    with state.stream:
+        return pull(state.stream, 5)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_rank_goes_on_where_it_stood(tmp_path, world):
+    expected = run_ranks(_save, world, tmp_path)
+    assert len({str(following) for following in expected}) == world
+    assert run_ranks(_resume, world, tmp_path) == expected
+    assert run_ranks(_resume, world, tmp_path, 1) == expected
+
+
+def _refuse(rank, world, directory, message, stream):
+    state = build(world, stream=stream(rank, world))
+    weights = [p.clone() for p in state.model.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_load(state, directory)
+    return [p.equal(q) for p, q in zip(state.model.parameters(), weights, strict=True)]
+
+
+def _swapped(rank, world):
+    return stream_of(rank if rank == 0 else 3 - rank, world)
+
+
+def _other(rank, world):
+    return stream_of(rank, world, seed=1)
+
+
+def test_another_number_of_ranks_is_refused_before_anything_is_read(tmp_path):
+    run_ranks(_save, 3, tmp_path)
+    message = r"the field 'stream' of each of 3 ranks, and now there are {}. .* Resume on 3 ranks"
+    for world in (2, 1):
+        kept = run_ranks(_refuse, world, tmp_path, message.format(world), stream_of)
+        assert all(all(each) for each in kept)
+
+
+def test_what_one_rank_refuses_all_ranks_refuse(tmp_path):
+    run_ranks(_save, 3, tmp_path)
+    message = r"rank 1: ValueError: .* position is that of rank 1 of 3, and this is rank 2 of 3"
+    run_ranks(_refuse, 3, tmp_path, message, _swapped)
+    run_ranks(_refuse, 3, tmp_path, r"rank 0: .* position lies in other documents", _other)
+
+
+def _save_rollouts(rank, world, directory):
+    rollouts = Rollouts(10 * rank)
+    state = build(world, stream=rollouts)
+    next(iter(rollouts))
+    checkpoint_save(state, directory, blocking=True)
+    state = checkpoint_load(build(world, stream=Rollouts(77)), directory)
+    return state.stream.at, state.stream.reward.tolist()
+
+
+def test_a_stream_of_the_users_own_needs_no_mark_and_keeps_its_tensors(tmp_path):
+    found = run_ranks(_save_rollouts, 2, tmp_path)
+    assert found == [(1, [1.0, 1.0]), (11, [21.0, 21.0])]
+
+
+def _save_marked(rank, world, directory):
+    values = {"own": torch.tensor([rank]), "common": Rollouts(rank)}
+    checkpoint_save(build(world, Sampling, **values), directory, blocking=True)
+    values = {"own": torch.tensor([-1]), "common": Rollouts(-1)}
+    state = checkpoint_load(build(world, Sampling, **values), directory)
+    return state.own.tolist(), state.common.at
+
+
+def test_the_mark_on_a_field_decides_what_is_each_ranks_own(tmp_path):
+    assert run_ranks(_save_marked, 2, tmp_path) == [([0], 0), ([1], 0)]

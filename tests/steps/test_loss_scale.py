@@ -1,0 +1,236 @@
+"""The loss scale of float16: it follows overflows on the device and never touches the gradient."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    full_tensors,
+    global_batch,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.steps.update import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE
+
+LAYOUTS = [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
+HUGE = 2.0**20
+CONSTANT = fk.constant(0.01)
+
+
+@pytest.fixture
+def mesh():
+    yield fk.build_mesh(device="cpu")
+    fk.shutdown()
+
+
+def _state(sizes, precision="fp16", optimizer=fk.adamw, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = fk.parallelize(fk.Transformer(SPEC), mesh, precision=precision)
+    return fk.TrainState.create(model, optimizer(model), mesh=mesh, **options)
+
+
+class _Reads(TorchDispatchMode):
+    """Refuses operations that make the host wait for a device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+def _batches(world, rank, kind="ragged", seed=0):
+    return [row[rank] for row in global_batch(world, kind, seed)]
+
+
+def _parts(state, batches, **options):
+    """A step written out, with its options of ``update``."""
+    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    return fk.update(state, fk.clip(totals, 1.0), lr=0.01, totals=totals, **options)
+
+
+def _moments(state):
+    entries = state.optimizer.state_dict()["state"]
+    return {f"{i}.{k}": v.clone() for i, e in entries.items() for k, v in e.items()}
+
+
+def _same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Overflow
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _overflow(rank, world, sizes, optimizer):
+    """A good step, as many bad ones as the scale is too large, and a good one again."""
+    state = _state(sizes, optimizer=optimizer, loss_scale=1.0)
+    state = _parts(state, _batches(world, rank))
+    state = attrs.evolve(state, loss_scale=torch.tensor(HUGE), good_steps=torch.tensor(5))
+    before, moments = full_tensors(state.model), _moments(state)
+    seen = []
+    while True:
+        state = _parts(state, _batches(world, rank, seed=1))
+        untouched = _same(full_tensors(state.model), before) and _same(_moments(state), moments)
+        numbers = (state.loss_scale, state.good_steps, state.skipped)
+        seen.append((untouched, *(number.item() for number in numbers)))
+        if not untouched:
+            return seen, full_tensors(state.model)
+
+
+@pytest.mark.parametrize("optimizer", [fk.adamw, _sgd])
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+def test_overflows_change_nothing_and_halve_the_scale_until_a_step_is_good(world, sizes, optimizer):
+    results = run_ranks(_overflow, world, sizes, optimizer)
+    seen, parameters = results[0]
+    bad = len(seen) - 1
+    assert 3 < bad < 20
+    for step, numbers in enumerate(seen[:-1], start=1):
+        assert numbers == (True, HUGE / 2**step, 0, step)
+    assert seen[-1] == (False, HUGE / 2**bad, 1, 0)
+    assert all(tensor.isfinite().all() for tensor in parameters.values())
+    assert all(found == seen for found, _ in results)
+
+
+def test_a_step_without_targets_is_no_overflow(mesh):
+    state = attrs.evolve(_state({}), good_steps=torch.tensor(7))
+    state = _parts(state, _batches(1, 0, "no_targets"))
+    assert state.skipped == 1
+    assert state.loss_scale == 2.0**-12
+    assert state.good_steps == 7
+
+
+# Growth
+
+
+def _growth(rank, world, sizes):
+    state = _state(sizes, loss_scale=2.0**-6)
+    scales = []
+    for seed in range(7):
+        state = _parts(state, _batches(world, rank, seed=seed), growth_interval=3)
+        scales.append((state.loss_scale.log2().item(), state.good_steps.item()))
+    return scales
+
+
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+def test_good_steps_in_a_row_double_the_scale(world, sizes):
+    expected = [(-6, 1), (-6, 2), (-5, 0), (-5, 1), (-5, 2), (-4, 0), (-4, 1)]
+    assert run_ranks(_growth, world, sizes) == [expected] * world
+
+
+def test_a_bad_step_starts_the_count_again(mesh):
+    state = _state({}, loss_scale=1.0)
+    for kind, scale in [("good", 1.0), ("bad", 0.5), ("good", 0.5), ("good", 1.0)]:
+        if kind == "bad":
+            state = attrs.evolve(state, loss_scale=torch.tensor(HUGE))
+        state = _parts(state, _batches(1, 0), growth_interval=2)
+        if kind == "bad":
+            assert state.loss_scale == HUGE / 2
+            state = attrs.evolve(state, loss_scale=torch.tensor(0.5))
+        assert state.loss_scale == scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "targets", "grad_sq", "expected"),
+    [
+        (SMALLEST_SCALE, 4.0, float("inf"), SMALLEST_SCALE),
+        (SMALLEST_SCALE / 8, 4.0, float("nan"), SMALLEST_SCALE / 8),
+        (LARGEST_SCALE, 4.0, 1.0, LARGEST_SCALE),
+        (LARGEST_SCALE * 4, 4.0, 1.0, LARGEST_SCALE * 4),
+        (1.0, 4.0, 1.0, 2.0),
+        (1.0, 4.0, float("inf"), 0.5),
+        (1.0, 0.0, 0.0, 1.0),
+        (1.0, 0.0, float("nan"), 1.0),
+    ],
+)
+def test_the_scale_stays_within_its_bounds(mesh, scale, targets, grad_sq, expected):
+    state = _state({}, loss_scale=scale)
+    fk.accumulate(state, _batches(1, 0), logits_loss)
+    totals = fk.Totals.of(targets=targets, grad_sq=grad_sq, loss_scale=scale, loss=1.0)
+    state = fk.update(state, fk.clip(totals), lr=0.01, totals=totals, growth_interval=1)
+    assert state.loss_scale == expected
+
+
+def test_an_interval_without_steps_is_refused(mesh):
+    state = _state({})
+    totals = fk.reduce_totals(fk.accumulate(state, _batches(1, 0), logits_loss), state)
+    with pytest.raises(ValueError, match=r"^growth_interval is 0 steps; it must be at least 1\.$"):
+        fk.update(state, fk.clip(totals), lr=0.01, totals=totals, growth_interval=0)
+    assert GROWTH_INTERVAL == 2000
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_precisions_keep_their_scale(mesh, precision):
+    state = _state({}, precision)
+    state = _parts(state, _batches(1, 0), growth_interval=1)
+    assert state.loss_scale == 2.0**-12
+    assert state.good_steps == 0
+
+
+def test_the_scale_is_moved_without_a_host_read(mesh, monkeypatch):
+    state = _parts(_state({}), _batches(1, 0))
+    totals = fk.reduce_totals(fk.accumulate(state, _batches(1, 0), logits_loss), state)
+    for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, n=name: pytest.fail(n))
+    with _Reads():
+        state = fk.update(state, fk.clip(totals), lr=0.01, totals=totals, growth_interval=1)
+    monkeypatch.undo()
+    assert state.loss_scale == 2.0**-11
+
+
+# The gradient
+
+
+def _gradients(rank, world, sizes, scale):
+    state = _state(sizes, loss_scale=scale)
+    totals = fk.accumulate(state, _batches(world, rank), logits_loss)
+    factor = fk.clip(fk.reduce_totals(totals, state)).factor
+    gradients = full_tensors(state.model, gradients=True)
+    dtypes = {p.dtype for p in state.model.parameters()} | {g.dtype for g in gradients.values()}
+    return {n: g * factor for n, g in gradients.items()}, dtypes
+
+
+@pytest.mark.parametrize("scale", [2.0**-4, 1.0, 2.0**6])
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+def test_the_gradient_is_right_at_every_scale_in_range(world, sizes, scale):
+    """Within the rounding of float16 (2**-11), and along the true one: no scale shortens it."""
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
+    for found, dtypes in run_ranks(_gradients, world, sizes, scale):
+        assert dtypes == {torch.float32}
+        assert relative_error(found, expected) < 4 * 2**-11
+        along = sum((found[n].double() * expected[n]).sum() for n in expected)
+        assert along / sum(g.square().sum() for g in expected.values()) == pytest.approx(
+            1, abs=3e-4
+        )
+
+
+def test_a_scale_far_too_small_loses_the_gradient():
+    """The control: what the scale is there for."""
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(1))
+    ((found, _),) = run_ranks(_gradients, 1, {}, 2.0**-20)
+    assert relative_error(found, expected) > 0.1
+
+
+# State
+
+
+def test_a_state_that_is_written_out_needs_no_count():
+    model = torch.nn.Linear(2, 2)
+    zero = torch.zeros((), dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = fk.TrainState(
+        model=model, optimizer=optimizer, targets=zero, skipped=zero, loss_scale=torch.ones(())
+    )
+    assert state.good_steps == 0
+    assert state.good_steps.dtype == torch.int64
+    assert state.good_steps is not state.targets
