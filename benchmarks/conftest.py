@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import ranks
 import torch
 from pairs import Times, machine
+
+ranks.start()  # before torch computes anything in this process
+
+
+def pytest_sessionfinish() -> None:
+    ranks.stop()
 
 
 class Tape:

@@ -5,7 +5,14 @@ The names that recipes use, in the order in which a run meets them.
 
 from importlib.metadata import version as _version
 
-from forgekit.mesh import MeshSpec, build_mesh, data_ranks, process_rank, shutdown
+from forgekit.mesh import (
+    MeshSpec,
+    build_mesh,
+    data_ranks,
+    expert_ranks,
+    process_rank,
+    shutdown,
+)
 from forgekit.data.sources import stdlib_documents, text_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
 from forgekit.data.prepare import prepare
@@ -20,6 +27,7 @@ from forgekit.data.slices import shard_sequence, unshard_sequence
 from forgekit.data.loader import make_loader
 from forgekit.data.groups import groups
 from forgekit.model.attention import attend_causal, document_mask
+from forgekit.model.dispatch import dispatch_local
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
 from forgekit.optim.groups import decay_groups
@@ -74,6 +82,7 @@ __all__ = [
     "MeshSpec",
     "build_mesh",
     "data_ranks",
+    "expert_ranks",
     "process_rank",
     "shutdown",
     "stdlib_documents",
@@ -101,6 +110,7 @@ __all__ = [
     "groups",
     "attend_causal",
     "document_mask",
+    "dispatch_local",
     "Transformer",
     "TransformerSpec",
     "init_weights",

@@ -185,6 +185,15 @@ def shutdown() -> None:
     """Destroy the process groups, so that the process can end without complaint."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Empty DTensor's caches: a later mesh may equal one of those whose groups are gone."""
+    from torch.distributed.tensor import debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
 
 
 def _default_device() -> str:

@@ -104,8 +104,10 @@ class Mixture:
         }
         _check_alike(parts)
         back = torch.from_numpy(np.argsort(by_source))
-        keys: list[Any] = list(next(iter(parts.values())).keys())
-        batch = {key: torch.cat([part[key] for part in parts.values()])[back] for key in keys}
+        first, *others = parts.values()
+        keys: list[Any] = list(first.keys())
+        joined = {key: torch.cat([first[key], *(part[key] for part in others)]) for key in keys}
+        batch = {key: rows.index_select(0, back) for key, rows in joined.items()}
         return TensorDict({**batch, "source": torch.from_numpy(sources)}, [len(samples)])
 
     def _named(self, order: str) -> str:

@@ -86,13 +86,16 @@ def _lines(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:
 
 def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
     try:
-        record = _JSON.decode(_utf8(line, name))
+        record = _JSON.decode(_utf8(line.rstrip(), name))
         if isinstance(record, dict) and isinstance(record.get(key), str):
             record[key].encode()  # half of a surrogate pair is JSON and no text
             return record[key]
     except (json.JSONDecodeError, UnicodeEncodeError, RecursionError) as error:
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):  # which would name line 1 as well
+            what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ValueError(
-            f"{name()} cannot be read as JSON: {error}. "
+            f"{name()} cannot be read as JSON: {what}. "
             "Each line must be one JSON object; mend the line or remove it."
         ) from None
     keys = ", ".join(f'"{key}"' for key in record) if isinstance(record, dict) else ""
@@ -106,7 +109,7 @@ def _rows(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:
     parquet = require("pyarrow.parquet", extra="hf")
     size = file.stat().st_size
     try:
-        with parquet.ParquetFile(file, memory_map=True) as opened:
+        with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
             _check_column(opened.schema_arrow, file, key)
             rows = opened.metadata.num_rows
             for number, column, row in _values(opened, place, key):
@@ -117,7 +120,8 @@ def _rows(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:
     except (require("pyarrow", extra="hf").ArrowException, OSError) as error:
         if getattr(error, "errno", None):
             raise  # of the disk, not of what is in the file
-        load = partial(_refuse, f"{file} cannot be read as parquet: {error}. Write it again.")
+        what = " ".join(str(error).split()).rstrip(".")
+        load = partial(_refuse, f"{file} cannot be read as parquet: {what}. Write it again.")
         yield Raw(partial(str, file), load, place=_NEVER, number=number, bytes=size)
 
 

@@ -120,7 +120,9 @@ class TokenWriter:
         """Add a document and the id that closes it."""
         vocab_size, eos_id = self._sizes
         ids = _checked_ids(document, self._shards.documents, vocab_size)
-        self._shards.append(np.append(ids.astype(self._dtype), self._dtype.type(eos_id)))
+        closed = np.empty(len(ids) + 1, dtype=self._dtype)
+        closed[:-1], closed[-1] = ids, eos_id
+        self._shards.append(closed)
 
     def position(self) -> dict[str, Any]:
         """Where it stands, in JSON values; what is written up to here outlives a kill."""

@@ -15,8 +15,8 @@ from typing import Literal, Protocol, get_args
 
 __all__ = [
     "Decay",
-    "Schedule",
     "Scaled",
+    "Schedule",
     "constant",
     "cosine",
     "linear",

@@ -65,8 +65,9 @@ def set_layout(model: nn.Module, layout: Layout) -> None:
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
     """Size of a mesh dimension; 1 where the mesh does not have it."""
-    is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
-    return mesh[name].size() if is_there else 1
+    if mesh is None or name not in (mesh.mesh_dim_names or ()):
+        return 1
+    return mesh[name].size()
 
 
 def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import DIMENSIONS
 from forgekit.model.initial import init_weights
+from forgekit.parallel.alike import check_alike
 from forgekit.parallel.context import ContextParallel, apply_context
 from forgekit.parallel.cut import Absent
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
@@ -88,16 +89,35 @@ def parallelize(
         The same model, on the mesh's device, without anything left on meta.
 
     Raises:
-        ValueError: If an option is unknown, sizes do not divide (heads, features, layers), the
-            plan does not fit, the blocks are not found, a buffer is on meta (only its module knows
-            its values), or a parameter on meta is shared by two modules.
+        ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
+            (heads, features, layers), the plan does not fit, the blocks are not found, a buffer is
+            on meta (only its module knows its values), or a parameter on meta is shared by two
+            modules.
     """
+    _check_mesh(mesh)
+    check_alike(
+        model,
+        {
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "precision": precision,
+            "activation_checkpoint": activation_checkpoint,
+            "memory_budget": memory_budget,
+            "compile": compile,
+            "pipeline_schedule": pipeline_schedule,
+            "context_parallel": context_parallel,
+            "plan": None if plan is None else sorted(plan),
+            "blocks": blocks,
+            "reshard_after_forward": reshard_after_forward,
+            "cpu_offload": cpu_offload,
+            "prefetch": prefetch,
+            "seed": seed,
+        },
+    )
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("activation_checkpoint", activation_checkpoint, get_args(ActivationCheckpoint))
     _check_choice("pipeline_schedule", pipeline_schedule, get_args(PipelineSchedule))
     _check_choice("context_parallel", context_parallel, get_args(ContextParallel))
     check_recompute(activation_checkpoint, is_compiled=compile, memory_budget=memory_budget)
-    _check_mesh(mesh)
     layers = _blocks(model, blocks)
     if not layers and (compile or activation_checkpoint != "none"):
         raise ValueError(

@@ -145,6 +145,11 @@ class Stages:
         """Whether this rank computes the loss."""
         return self.count - 1 in self.mine
 
+    @property
+    def _tag(self) -> int:
+        """Sets what is sent apart from what was before an exception; torch's own have 0."""
+        return self._failures + 1
+
     def follow(self) -> None:
         """Bring the copies in the stages up to date with the model's modes and sockets."""
         for original, twin in self._copies:
@@ -272,7 +277,7 @@ class Stages:
         check_micro_batches(self._schedule, self._ranks, micro_batches)
         passed = [(boundary.at(shape), boundary.dtype) for boundary in self.boundaries]
         with self.guarded():
-            self._engine.run(micro_batches, passed, compute, tag=self._failures)
+            self._engine.run(micro_batches, passed, compute, tag=self._tag)
 
     def at(self, slot: int) -> tuple[int, int] | None:
         """What this rank does in a slot of an evaluation; see ``forward_at``."""
@@ -322,7 +327,7 @@ class Stages:
         self._engine.clear()
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._globals[rank], self._group, tag=self._failures)
+        return dist.P2POp(kind, tensor, self._globals[rank], self._group, tag=self._tag)
 
 
 def _refuse_call(what: str, *_args: Any, **_kwargs: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -74,7 +73,13 @@ def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
     if what == "selective":
         options["context_fn"] = _selective_contexts
     forward: Callable[..., Any] = block.forward
-    block.forward = partial(checkpoint, forward, **options)
+
+    # A function of this file: the compiler passes over a bound `checkpoint`, which is torch's own,
+    # and the block with it.
+    def repeatable(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    block.forward = repeatable
 
 
 def compile_block(
@@ -123,32 +128,44 @@ def _settings() -> Any:
     return config
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> tuple[Any, Any]:
+    """Modes of forward and of its repetition, which keep and bring back what is expensive."""
     first, again = create_selective_checkpoint_contexts(_keep_expensive)
-    return first, _Repeatable(again)
+    kept = again.storage
 
+    class Again(type(again)):
+        """Knows what was kept and nothing else, and may run more than once.
 
-class _Repeatable:
-    """Recomputation that may run more than once, from the same kept values each time.
+        Torch's own counts every operation, and FSDP around a module inside of the block (experts)
+        gathers and lets go at other moments when the block is repeated. It hands out what was kept
+        only once, and pipeline schedules that part the backward pass repeat a block for its inputs
+        and once more for its weights.
+        """
 
-    Pipeline schedules that part the backward pass recompute a block for its inputs and once more
-    for its weights; torch's context hands out what was kept only once.
-    """
+        def __enter__(self) -> Any:
+            self.storage = {op: copy.copy(values) for op, values in kept.items()}
+            return super().__enter__()
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._kept = context.storage
+        def __exit__(self, *error: Any) -> Any:
+            self.storage = {}
+            return super().__exit__(*error)
 
-    def __enter__(self) -> Any:
-        self._context.storage = {op: copy.copy(values) for op, values in self._kept.items()}
-        return self._context.__enter__()
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if _is_expensive(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
 
-    def __exit__(self, *error: Any) -> Any:
-        self._context.storage = {}
-        return self._context.__exit__(*error)
+    again.__class__ = Again
+    return first, again
 
 
 def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_expensive(op: Any) -> bool:
     name = getattr(op, "__name__", "").split(".")[0]
-    is_expensive = name in {"mm", "addmm", "bmm"} or "scaled_dot_product" in name
-    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+    costly = {"mm", "addmm", "bmm", "_grouped_mm", "attend_ring"}
+    return name in costly or "scaled_dot_product" in name

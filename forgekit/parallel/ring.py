@@ -141,7 +141,7 @@ def attend_ring_backward(
     route = Route.plan(q, ids, rank=members.rank, size=members.size)
     if gradient.stride(-1) != 1:  # kernels read channels that lie side by side
         gradient = gradient.contiguous()
-    dq, dk, dv = (_like(x) for x in (q, k, v))
+    dq, shared_gradients = _like(q), []
     for own, shared in _turns(q, k):
         summed = _zeros(_by_head(dq, own), lse.dtype)
         behind = _attend_back(
@@ -154,9 +154,12 @@ def attend_ring_backward(
             dq=summed,
         )
         _by_head(dq, own).copy_(summed)
-        _by_head(dk, shared).copy_(behind[0])
-        _by_head(dv, shared).copy_(behind[1])
+        # Not before a first turn is over: where it is the only one, its room is free now.
+        shared_gradients = shared_gradients or [_like(k), _like(v)]
+        for whole, part in zip(shared_gradients, behind, strict=True):
+            _by_head(whole, shared).copy_(part)
         del summed, behind  # before the next turn needs the room
+    dk, dv = shared_gradients
     return dq, dk, dv
 
 

@@ -51,7 +51,8 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
     them, return logits as a DTensor that stays cut by the vocabulary, for ``cross_entropy``.
 
     A projection that holds several matrices side by side (one weight for queries, keys and values)
-    cannot be cut as one: its first rows would be queries on one rank and keys on another.
+    cannot be cut as one: its first rows would be queries on one rank and keys on another. What a
+    cut module returns must not be changed in place (``nn.ReLU(inplace=True)``); torch refuses it.
 
     Args:
         model: Any model; modules that a pipeline took out are passed over.

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 
 from forgekit.data.bins import Bins, open_bins, save_bins
@@ -215,6 +216,7 @@ def test_bad_arguments_leave_nothing(tmp_path):
 
 def _cache(rank, world, folder):
     lengths = np.arange(200_000) % 997 + 1
+    torch.distributed.barrier()
     bins = cached_bins(folder, lengths, 1024)
     return bins.fingerprint, (bins.path / "index.json").stat().st_ino
 

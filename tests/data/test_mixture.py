@@ -263,6 +263,8 @@ def test_seeds_and_names_give_walks_of_their_own():
         tuple(walk) for seed in (0, 1) for walk in walks(fk.make_order(sizes, seed=seed), 0, 1000)
     ]
     assert len(set(walked)) == 4
+    mixes = {fk.make_order(sizes, seed=seed).span(0, 1024)[0].tobytes() for seed in range(9)}
+    assert len(mixes) == 9
     other = fk.make_order({"new": 9, "b": 500, "a": 500}, {"new": 0, "a": 1, "b": 1})
     assert walks(other, 0, 1024)[2][:500] == list(walked[0])[:500]
 

@@ -27,7 +27,7 @@ KINDS = {
     "recv_": "receive",
     "broadcast_": "broadcast",
 }
-SILENT = {"wait_tensor", "_allgather_base_coalesced_"}
+SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Collectives(TorchDispatchMode):
@@ -44,12 +44,12 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "forgekit":  # our own operators communicate inside
             with self:
                 return OPDEFS[f"forgekit::{name}"]._init_fn(*args, **(kwargs or {}))
-        if "c10d" in func.namespace and name not in SILENT and _ranks(args) > 1:
+        if "c10d" in func.namespace and name not in SILENT and _ranks(func, args) > 1:
             self.found[KINDS[name]] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _ranks(args: tuple[Any, ...]) -> int:
+def _ranks(func: Any, args: tuple[Any, ...]) -> int:
     """Size of the group among a collective's arguments."""
     for value in args:
         if isinstance(value, str):
@@ -59,4 +59,4 @@ def _ranks(args: tuple[Any, ...]) -> int:
                 continue
         if "ProcessGroup" in str(getattr(value, "_type", lambda: "")()):
             return dist.ProcessGroup.unbox(value).size()
-    raise AssertionError(f"no process group among {args}")
+    raise AssertionError(f"{func} has no process group among its arguments")

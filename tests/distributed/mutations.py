@@ -12,10 +12,13 @@ import attrs
 import torch
 import torch.distributed as dist
 from distributed import models
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.parallel.areas import Area, areas_seen
 from forgekit.parallel.layout import layout_of
+from forgekit.steps import staged
 
 __all__ = ["MUTATIONS"]
 
@@ -68,6 +71,30 @@ def _everybody_owns(model: Any) -> Any:
     return attrs.evolve(layout_of(model), owns_loss=True)
 
 
+def _without_offset(rank: int, source: int, places: int) -> list[Area]:
+    """In the step with a rank's own keys every query sees all of a chunk."""
+    return [attrs.evolve(area, offset=None) for area in areas_seen(rank, source, places)]
+
+
+_build_schedule = schedules._PipelineSchedule.__init__
+
+
+def _scaled_schedule(self: Any, *args: Any, **options: Any) -> None:
+    """Torch's default: gradients are divided by the number of micro-batches."""
+    _build_schedule(self, *args, **options | {"scale_grads": True})
+
+
+_loss_of_last_stage = staged._Work._loss
+
+
+def _counted_rehearsal(work: Any, out: Any, call: Any) -> fk.Loss:
+    """The loss of the call that finds shapes enters the sums."""
+    loss = _loss_of_last_stage(work, out, call)
+    if not torch.is_grad_enabled():
+        work.sums.add(loss, rows=0)
+    return loss
+
+
 _reduce = fk.reduce_totals
 
 
@@ -90,6 +117,13 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "clip per stage": _replacing(
         "forgekit.reduce_totals", "forgekit.steps.make_step.reduce_totals", by=_norm_of_own_stage
     ),
+    "divide by micro-batches in the schedule": _replacing(
+        "torch.distributed.pipelining.schedules._PipelineSchedule.__init__", by=_scaled_schedule
+    ),
+    "count the shape-inference call": _replacing(
+        "forgekit.steps.staged._Work._loss", by=_counted_rehearsal
+    ),
+    "drop the causal offset": _replacing("forgekit.parallel.areas.areas_seen", by=_without_offset),
     "count each tensor-parallel rank": _replacing(
         "forgekit.steps.totals.layout_of", by=_everybody_owns
     ),

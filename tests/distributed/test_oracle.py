@@ -12,9 +12,6 @@ from distributed.compare import check
 from distributed.matrix import LAYOUTS, Cell, default_cells, full_cells
 from ranks import RankError
 
-NOT_WIRED = {name for name, row in LAYOUTS.items() if {"tp", "cp", "pp", "ep"} & row.sizes.keys()}
-WIRED = [name for name in LAYOUTS if name not in NOT_WIRED]
-
 
 @pytest.fixture(scope="session")
 def found(request):
@@ -41,12 +38,12 @@ def found(request):
     return get
 
 
-@pytest.mark.parametrize("cell", default_cells(WIRED), ids=str)
+@pytest.mark.parametrize("cell", default_cells(list(LAYOUTS)), ids=str)
 def test_a_layout_finds_what_one_process_finds(cell, found):
     check(cell, found(cell))
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("cell", full_cells(WIRED), ids=str)
+@pytest.mark.parametrize("cell", full_cells(list(LAYOUTS)), ids=str)
 def test_the_full_product(cell, found):
     check(cell, found(cell))

@@ -25,9 +25,10 @@ class Case:
         match: Pattern of the message.
         spec: Changes of the model's sizes.
         options: Arguments of ``parallelize``.
-        micros: Micro-batches of the step; by rank if ranks differ.
+        micros: Micro-batches of the step.
         places: Places of a micro-batch.
         twice: Whether the loss calls the model twice.
+        second: What every second rank does instead.
     """
 
     sizes: dict[str, int]
@@ -37,10 +38,19 @@ class Case:
     micros: int = 2
     places: int = 16
     twice: bool = False
+    second: Case | None = None
 
 
 def _schedule(name: str, **more: object) -> dict[str, object]:
     return {"pipeline_schedule": name, **more}
+
+
+def _context(name: str) -> dict[str, object]:
+    return {"context_parallel": name}
+
+
+def _differing(sizes: dict[str, int], match: str, **second: object) -> Case:
+    return Case(sizes, match, second=Case(sizes, match, **second))
 
 
 LAYING_OUT = {
@@ -52,13 +62,18 @@ LAYING_OUT = {
     "vocabulary by tp": Case({"tp": 2}, r"41, which tp 2 must divide", {"vocab_size": 41}),
     "heads by ulysses": Case(
         {"cp": 2},
-        r"heads",
+        r"3 query heads .* divisible by ulysses = 2.* 2 and 4 heads",
         {"heads": 3, "kv_heads": 3, "dim": 24},
-        {"context_parallel": "ulysses"},
+        _context("ulysses"),
     ),
-    "layers by stages": Case({"pp": 4}, r"2 .*4", {"layers": 2}),
-    "layers by two stages on each rank": Case({"pp": 2}, r"3 .*4", {"layers": 3}, _schedule("zbv")),
-    "tied embeddings": Case({"pp": 2}, "tied", {"tied": True}),
+    "layers by stages": Case(
+        {"pp": 4}, "2 blocks for 4 pipeline stages.* at least 4 blocks", {"layers": 2}
+    ),
+    "layers by two stages on each rank": Case(
+        {"pp": 2}, "3 blocks for 4 pipeline stages.* at most 3", {"layers": 3}, _schedule("zbv")
+    ),
+    "tied embeddings": Case({"pp": 2}, r"one tensor.*tied=False.*pp=1", {"tied": True}),
+    "experts without a plan": Case({"dp_shard": 2, "ep": 2}, "no plan names the experts.*ep to 1"),
     "a plan that matches nothing": Case(
         {"tp": 2},
         r"'blocks\.\*\.up' matches no module",
@@ -67,17 +82,37 @@ LAYING_OUT = {
     "a style on the wrong module": Case(
         {"tp": 2}, r"'colwise' is for nn\.Linear; 'norm' is", options={"plan": {"norm": "colwise"}}
     ),
+    "other schedules": _differing(
+        {"pp": 2},
+        "pipeline_schedule: '1f1b' on rank 0, 'gpipe' on rank 1",
+        options=_schedule("gpipe"),
+    ),
+    "other numbers of blocks": _differing(
+        {"dp_shard": 2}, "model: .*25 parameters.* on rank 0, .*47 .* on rank 1", spec={"layers": 4}
+    ),
+    "other widths": _differing(
+        {"dp_shard": 2}, "18,112 numbers.* on rank 0, .* 24,560 .* on rank 1", spec={"dim": 40}
+    ),
+    "other ways to share a sequence": _differing(
+        {"cp": 2}, "context_parallel: 'ring' on rank 0, 'ulysses' on", options=_context("ulysses")
+    ),
     "an unknown style": Case(
         {"tp": 2}, r"the style 'diagonal'; it is one of", options={"plan": {"norm": "diagonal"}}
     ),
 }
 STEPPING = {
-    "places by a ring": Case({"cp": 2}, r"14 places, which 4 = 2 \* ring 4.* 12 and 16", places=14),
+    "places by a ring": Case({"cp": 2}, r"14 places, which 4 = .* 12 and 16", places=14),
     "places by ulysses": Case(
         {"cp": 2}, r"15 places, which 2", options={"context_parallel": "ulysses"}, places=15
     ),
     "places by tp": Case({"tp": 2}, r"15 places, which 2 = tp 2 .* 14 and 16", places=15),
-    "a loss that calls twice": Case({"pp": 2}, "twice|second", twice=True),
+    "a loss that calls twice": Case(
+        {"pp": 2}, "RuntimeError: loss_fn called its model twice.*pp=1", twice=True
+    ),
+    "other numbers of micro-batches": _differing(
+        {"pp": 2}, r"rank 0 has 2 .*rank 1 has 3", micros=3
+    ),
+    "other shapes": _differing({"pp": 2}, r"16 places; rank 1 .*24 places", places=24),
     **{
         f"{micros} micro-batches for {name} on {ranks}": Case(
             {"pp": ranks},
@@ -125,23 +160,26 @@ def _message(what, *args):
 
 
 def _lay_out_message(rank, world, case):
+    case = case.second if case.second and rank % 2 else case
     return _message(_lay_out, case)
 
 
 def _step_message(rank, world, case):
+    case = case.second if case.second and rank % 2 else case
     mesh, model = _lay_out(case)
     state = fk.TrainState.create(model, BUILDERS["adamw"](model), mesh=mesh)
     before = [p.detach().clone() for p in model.parameters()]
     step = fk.make_step(_calls_twice if case.twice else logits_loss, schedule=fk.constant(0.1))
     message = _message(step, state, _batches(case, rank))
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), before))
+    after = [p.detach() for p in model.parameters()]
+    assert all(map(torch.equal, [p.to_local() for p in after], [p.to_local() for p in before]))
     return message
 
 
 def _check(messages, case):
     for message in messages:
-        assert message.startswith("ValueError"), message
         assert re.search(case.match, message), message
+        assert message.startswith("RuntimeError" if case.twice else "ValueError"), message
 
 
 @pytest.mark.parametrize("case", LAYING_OUT.values(), ids=list(LAYING_OUT))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forgekit.data.slices import slice_places
 from forgekit.parallel import areas
-from forgekit.parallel.areas import Area, Route, areas_seen, areas_of_documents, areas_of_queries
+from forgekit.parallel.areas import Area, Route, areas_of_documents, areas_of_queries, areas_seen
 
 HEADS = 2
 

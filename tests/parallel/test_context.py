@@ -99,8 +99,10 @@ def pairs_of(documents: str) -> Tensor:
     )
 
 
-def on_one_device(inputs: list[Tensor], documents: str) -> list[Tensor]:
+@cache
+def on_one_device(heads: tuple[int, int], dtype: torch.dtype, documents: str) -> list[Tensor]:
     """Output and gradients in float64, with an explicit mask."""
+    inputs = draw(*heads, dtype)
     q, k, v = exact = [x.double().requires_grad_() for x in inputs[:3]]
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
@@ -165,8 +167,7 @@ def errors_of(
     found = run_ranks(attend_slices, world, layout, dtype, path, cases, mutation)
     errors = {}
     for number, (heads, documents) in enumerate(cases):
-        inputs = draw(*heads, getattr(torch, dtype))
-        for what, exact in enumerate(on_one_device(inputs, documents)):
+        for what, exact in enumerate(on_one_device(heads, getattr(torch, dtype), documents)):
             for rank in range(world):
                 part = exact[:, places_of(ring_size, ulysses, rank)]
                 error = (found[rank][number][what].double() - part).abs().max() / exact.abs().max()

@@ -34,6 +34,7 @@ def _kept_and_gradient(what, **options):
     """Bytes that a block's forward keeps for backward, parameters aside, and the gradients."""
     model = fk.Transformer(ONE_LAYER)
     if what is not None:
+        recompute.recompute(model.layers[0], what)
         compile_block(model.layers[0], what, backend="aot_eager", **options)
     fk.cross_entropy(model(IDS), IDS)  # compiles
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -69,6 +70,35 @@ def test_without_a_budget_a_block_is_compiled_as_it_is():
     kept, _ = _kept_and_gradient("none")
     torch._dynamo.reset()
     assert kept == _kept_and_gradient("budget", memory_budget=1.0)[0]
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_a_block_that_is_repeated_is_compiled_all_the_same(what):
+    expected = _kept_and_gradient(None)[1]
+    kept, _ = _kept_and_gradient("none")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found, gradients = _kept_and_gradient(what)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert found < 0.8 * kept
+    assert relative_error(gradients, expected) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_a_block_can_be_repeated_for_its_inputs_and_again_for_its_weights(what):
+    """Pipeline schedules that part the backward pass do so."""
+    found = {}
+    for how in ("none", what):
+        block = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3))
+        for parameter in block.parameters():
+            torch.nn.init.constant_(parameter, 0.3)
+        recompute.recompute(block, how)
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        loss = block(x).square().sum()
+        (inputs,) = torch.autograd.grad(loss, x, retain_graph=True)
+        found[how] = (inputs, *torch.autograd.grad(loss, list(block.parameters())))
+    for plain, repeated in zip(found["none"], found[what], strict=True):
+        torch.testing.assert_close(repeated, plain, rtol=1e-6, atol=0)
 
 
 def test_blocks_that_are_alike_are_compiled_once():

@@ -81,7 +81,11 @@ def _gradients(rank, world, kind, loss, dtype):
     names = [name for name, _ in model.named_parameters()]
     assert apply_plan(model, tensor_mesh(world)) == world
     assert [name for name, _ in model.named_parameters()] == names
-    return measure(model, BATCHES[0], loss)
+    result = measure(model, BATCHES[0], loss)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        assert torch.equal(LOSSES[loss](model, BATCHES[0]).sum.double(), result[0])
+    return result
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1,0 +1,52 @@
+"""Write the table of layouts with their errors: ``python tests/distributed/table.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TARGET = TESTS.parent / "docs" / "layout_errors.md"
+HEAD = """\
+| layout | ranks | cells | gradient, fp32 | 5 SGD steps | 5 AdamW steps | gradient, fp64 |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    """Run the default cells of every layout and write the worst error of each."""
+    sys.path.insert(0, str(TESTS))
+    import ranks
+
+    ranks.start()
+    from distributed.matrix import LAYOUTS
+
+    TARGET.write_text(HEAD + "".join(_row(layout) for layout in LAYOUTS))
+    ranks.stop()
+
+
+def _row(layout: str) -> str:
+    from distributed.cells import merge, run_layout
+    from distributed.compare import BOUNDS, errors
+    from distributed.matrix import LAYOUTS, default_cells
+
+    cells = default_cells([layout])
+    worst: dict[tuple[str, str], float] = {}
+    for cell, found in zip(cells, run_layout(cells), strict=True):
+        bounds = BOUNDS[cell.dtype]
+        for what, ratio in errors(cell, merge(found)).items():
+            bound = bounds.gradients if what == "gradients" else bounds.parameters
+            key = cell.dtype, what
+            worst[key] = max(worst.get(key, 0.0), ratio * bound)
+    shown = [
+        worst["fp32", "gradients"],
+        worst["fp32", "sgd parameters"],
+        worst["fp32", "adamw parameters"],
+        worst["fp64", "gradients"],
+    ]
+    numbers = " | ".join(f"{error:.0e}" for error in shown)
+    return f"| `{layout}` | {LAYOUTS[layout].world} | {len(cells)} | {numbers} |\n"
+
+
+if __name__ == "__main__":
+    main()

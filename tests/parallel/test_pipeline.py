@@ -1,0 +1,198 @@
+"""Cutting a model into stages: balance, names, what goes where, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import pytest
+import torch
+from oracle import SPEC
+from ranks import run_ranks
+from torch import nn
+
+import forgekit as fk
+from forgekit.parallel.cut import Absent, balance, cost_of, cut
+from forgekit.parallel.pipeline import split_stages
+
+DEEP = attrs.evolve(SPEC, layers=4, dropout=0.1)
+
+
+def _largest(costs, bounds, first, last):
+    extra = [first, *[0] * (len(bounds) - 3), last] if len(bounds) > 2 else [first + last]
+    return max(sum(costs[a:b]) + e for a, b, e in zip(bounds, bounds[1:], extra, strict=False))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_no_other_cut_has_a_cheaper_largest_stage(stages):
+    generator = torch.Generator().manual_seed(stages)
+    for _ in range(20):
+        costs = torch.randint(1, 9, (7,), generator=generator).tolist()
+        first, last = torch.randint(0, 20, (2,), generator=generator).tolist()
+        every = (
+            [0, *inner, len(costs)]
+            for inner in itertools.combinations(range(1, len(costs)), stages - 1)
+        )
+        best = min(_largest(costs, bounds, first, last) for bounds in every)
+        bounds = balance(costs, stages, first, last)
+        assert _largest(costs, bounds, first, last) == best
+        assert len(bounds) == stages + 1
+
+
+def test_a_lookup_costs_its_width_and_a_projection_its_matrix():
+    assert cost_of(nn.Embedding(100, 8)) == 8
+    assert cost_of(nn.Linear(8, 100)) == 800
+    assert cost_of(nn.RMSNorm(8)) == 0
+
+
+def test_a_large_vocabulary_takes_blocks_from_the_last_stage():
+    block = cost_of(fk.Transformer(DEEP).layers[0])
+    spec = attrs.evolve(DEEP, layers=8, vocab_size=2 * int(block) // DEEP.dim)
+    assert cut(fk.Transformer(spec), "layers", 2, [0]).bounds == [0, 5, 8]
+
+
+def _cut(model, blocks="layers", stages=2, mine=(0,)):
+    return cut(model, blocks, stages, list(mine))
+
+
+def test_a_rank_holds_its_stages_under_the_models_names():
+    names = [name for name, _ in fk.Transformer(DEEP).named_parameters()]
+    held = []
+    for mine in ([0, 3], [1, 2]):
+        model = fk.Transformer(DEEP)
+        pieces = _cut(model, stages=4, mine=mine)
+        own = [name for name, _ in model.named_parameters()]
+        in_stages = [name for m in pieces.modules for name, _ in m.named_parameters()]
+        assert sorted(own) == sorted(in_stages)
+        held += own
+    assert sorted(held) == sorted(names)
+    assert len(model.layers) == 4
+
+
+def test_stages_one_after_the_other_are_the_model():
+    ids = torch.randint(0, DEEP.vocab_size, (2, 7))
+    expected = fk.Transformer(DEEP).eval()(ids)
+    whole = fk.Transformer(DEEP).eval()
+    pieces = _cut(whole, stages=3, mine=[0, 1, 2])
+    x = ids
+    for stage in pieces.modules:
+        head = None if stage is pieces.modules[-1] else lambda hidden, weight: hidden
+        x = stage(x, head=head)
+    assert torch.equal(x, expected)
+
+
+def test_what_works_on_the_stream_is_in_one_stage_and_what_serves_blocks_in_all():
+    model = fk.Transformer(DEEP)
+    model.rotary = nn.Module()
+    model.rotary.register_buffer("frequencies", torch.ones(2))
+    pieces = _cut(model, stages=2, mine=[0, 1])
+    first, last = pieces.modules
+    assert isinstance(first.dropout, nn.Dropout)
+    assert isinstance(last.dropout, Absent)
+    assert isinstance(first.norm, Absent)
+    assert first.rotary is last.rotary is model.rotary
+    assert isinstance(model.dropout, nn.Dropout)
+
+
+def test_an_absent_part_passes_on_and_answers_for_its_settings():
+    linear = nn.Linear(3, 4)
+    linear.kind = "sliding"
+    absent = Absent(linear)
+    x = torch.ones(2)
+    assert absent(x, 1) is x
+    assert absent(hidden_states=x) is x
+    assert absent.kind == "sliding"
+    assert absent.in_features == 3
+    assert absent.weight is None
+    assert not list(absent.parameters())
+
+
+def test_hooks_on_a_stage_are_not_hooks_on_the_model():
+    """FSDP hooks each stage; the model it was copied from, and other stages, must not run them."""
+    model = fk.Transformer(DEEP)
+    pieces = _cut(model, stages=2, mine=[0, 1])
+    pieces.modules[0].register_forward_hook(lambda *_: None)
+    assert not model._forward_hooks
+    assert not pieces.modules[1]._forward_hooks
+
+
+class _Nested(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.net = nn.Module()
+        self.net.stem = nn.Linear(3, 3)
+        self.net.body = nn.Sequential(*(nn.Linear(3, 3) for _ in range(blocks)))
+        self.top = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.top(self.net.body(self.net.stem(x)))
+
+
+def test_a_list_two_names_down_is_cut_with_its_neighbours():
+    model, x = _Nested(), torch.randn(2, 3)
+    expected = model(x)
+    pieces = _cut(model, "net.body", mine=[0, 1])
+    first, last = pieces.modules
+    assert isinstance(first.top, Absent)
+    assert isinstance(last.net.stem, Absent)
+    assert torch.equal(last(first(x)), expected)
+    own = _Nested()
+    _cut(own, "net.body", mine=[1])
+    held = {name for name, _ in own.named_parameters()}
+    assert held == {f"{m}.{p}" for m in ("net.body.1", "top") for p in ("weight", "bias")}
+
+
+def test_meta_models_are_cut_like_filled_ones():
+    with torch.device("meta"):
+        model = fk.Transformer(DEEP)
+    _cut(model, mine=[1])
+    assert "output.weight" in dict(model.named_parameters())
+    assert "embedding.weight" not in dict(model.named_parameters())
+
+
+def test_fewer_blocks_than_stages_are_refused():
+    message = r"'layers' has 4 blocks for 8 pipeline stages; .* Use at least 8 blocks, or .* most 4"
+    with pytest.raises(ValueError, match=message):
+        _cut(fk.Transformer(DEEP), stages=8)
+
+
+def test_parameters_around_the_blocks_are_refused():
+    model = _Nested()
+    model.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"_Nested holds the parameters \['scale'\] in itself"):
+        _cut(model, "net.body")
+    model = _Nested()
+    model.net.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"\['scale'\] in its part 'net', around the list"):
+        _cut(model, "net.body")
+
+
+def test_tied_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"embedding\.weight and output\.weight are one tensor"):
+        _cut(fk.Transformer(attrs.evolve(DEEP, tied=True)))
+    model = _Nested()
+    model.net.body[1] = model.net.body[0]
+    with pytest.raises(ValueError, match=r"net\.body\.0\.weight and .* are one tensor"):
+        _cut(model, "net.body")
+    model = _Nested()
+    model.net.body[0].weight = model.net.stem.weight  # both in the first stage
+    _cut(model, "net.body")
+
+
+def _differ(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    schedule = "gpipe" if rank == 0 else "1f1b"
+    with pytest.raises(ValueError, match=r"in their schedule: rank 0 has gpipe; rank 1 has 1f1b"):
+        split_stages(fk.Transformer(DEEP), mesh, schedule)
+    model = fk.Transformer(attrs.evolve(DEEP, vocab_size=37 if rank == 0 else 3700))
+    with pytest.raises(ValueError, match=r"in their first blocks: rank 0 has \[0, 2, 4\]"):
+        split_stages(model, mesh, "1f1b")
+    model = fk.Transformer(DEEP)
+    split_stages(model, mesh, "zbv")
+    shown = f"2 of 4 pipeline stages \\({rank}, {3 - rank}\\) of Transformer"
+    with pytest.raises(RuntimeError, match=f"this rank holds {shown}, so it cannot be called"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_ranks_that_were_set_up_differently_learn_it():
+    run_ranks(_differ, 2)

@@ -1,0 +1,47 @@
+"""What the documentation shows comes from the code: pictures, the table of layouts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from distributed.matrix import LAYOUTS, default_cells
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_pictures_are_drawn_from_the_code(tmp_path):
+    command = [sys.executable, str(DOCS / "pictures.py"), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    drawn = {path.name: path for path in tmp_path.iterdir()}
+    assert drawn.keys() == {path.name for path in (DOCS / "pictures").iterdir()}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.values())
+    shown = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert all(f"(pictures/{name})" in shown for name in drawn)
+
+
+def test_the_table_of_layouts_is_complete_and_within_the_bounds():
+    rows = re.findall(r"^\| `(\S+)` \|(.*)\|$", (DOCS / "layout_errors.md").read_text(), re.M)
+    assert [name for name, _ in rows] == list(LAYOUTS)
+    for name, cells in rows:
+        world, count, gradient, sgd, adamw, double = (float(cell) for cell in cells.split("|"))
+        assert (world, count) == (LAYOUTS[name].world, len(default_cells([name])))
+        assert 0 < gradient < 5e-7, name
+        assert 0 < sgd < 1e-6, name
+        assert 0 < adamw < 1e-6, name
+        assert 0 < double < 1e-10, name
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/layouts.md", "docs/step.md", "docs/running.md"]
+)
+def test_names_of_tests_and_files_in_the_text_exist(name):
+    root = DOCS.parent
+    text = (root / name).read_text()
+    sources = "".join(path.read_text() for path in (root / "tests").rglob("*.py"))
+    assert all(f"def {test}(" in sources for test in re.findall(r"`(test_\w+)`", text))
+    paths = re.findall(r"`((?:tests|docs|recipes|benchmarks)/[\w/]+\.py)`", text)
+    assert all((root / path).exists() for path in paths), paths
