@@ -18,6 +18,10 @@ from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
 from forgekit.data.prepare import prepare
 from forgekit.data.tokens import open_tokens, write_tokens
 from forgekit.data.windows import check_vocabulary, token_dataset
+from forgekit.data.bins import Bins
+from forgekit.data.packing import pack
+from forgekit.data.bins_cache import cached_bins
+from forgekit.data.packed import packed_dataset
 from forgekit.data.order import permute, sample_rows
 from forgekit.data.phases import Phase
 from forgekit.data.mixture import Order, make_order
@@ -94,6 +98,10 @@ __all__ = [
     "write_tokens",
     "check_vocabulary",
     "token_dataset",
+    "Bins",
+    "pack",
+    "cached_bins",
+    "packed_dataset",
     "permute",
     "sample_rows",
     "Phase",

@@ -268,9 +268,7 @@ def _prepare(options: argparse.Namespace) -> int:
         print(f"{title}   {file.path}  {size}, {ratio:.2f} bytes per token")
     print(f"tokenizer  {prepared.path / 'tokenizer.json'}  {prepared.train.vocab_size:,} tokens")
     if broken := prepared.account.broken:
-        print(f"left out   {broken:,} broken documents; the first:")
-        for problem in prepared.account.first_broken:
-            print(f"  {problem}")
+        print(f"left out   {broken:,} broken documents; index.json names the first")
     return 0
 
 

@@ -153,7 +153,8 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
         return 0, 1
     rank, world = 0, 1
     for name in DATA_DIMENSIONS:
-        size = mesh[name].size()
+        # Not mesh[name]: that builds a submesh, each time.
+        size = mesh.size((mesh.mesh_dim_names or ()).index(name))
         rank, world = rank * size + mesh.get_local_rank(name), world * size
     return rank, world
 

@@ -94,7 +94,7 @@ class TrainState:
         *,
         mesh: DeviceMesh | None = None,
         seed: int = 0,
-        loss_scale: float = DEFAULT_LOSS_SCALE,
+        loss_scale: float | None = None,
         **fields: Any,
     ) -> Self:
         """Build the state before the first step.
@@ -105,6 +105,8 @@ class TrainState:
             mesh: What ``build_mesh`` returned, or None for one process.
             seed: Seed of data order and dropout.
             loss_scale: A power of two. Gradients do not depend on it as long as they stay in range.
+                By default what the model has as ``initial_loss_scale`` (``parallelize`` sets 1 for
+                float16, where 2**-12 loses small gradients), else 2**-12.
             **fields: Values of a subclass's own fields.
 
         Returns:
@@ -115,6 +117,8 @@ class TrainState:
                 that the model does not, or if parameters are not sharded on a mesh of several
                 ranks (their gradients would never be reduced).
         """
+        if loss_scale is None:
+            loss_scale = float(getattr(model, "initial_loss_scale", DEFAULT_LOSS_SCALE))
         mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
         if mantissa != 0.5:
             raise ValueError(

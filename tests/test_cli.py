@@ -4,10 +4,13 @@ import ast
 import hashlib
 import importlib.metadata
 import io
+import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
+import datasets
 import pytest
 
 from forgekit.cli import main, recipes_folder
@@ -228,6 +231,60 @@ def test_prepare_draws_bars_on_a_terminal(texts, here, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["prepare", str(texts), "--out", "tokens", "--vocab", "300"]) == 0
     assert "100%" in terminal.getvalue()
+
+
+def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here, capsys):
+    rows = [{"body": f"the cat and the dog, {number} times"} for number in range(40)]
+    lines = [json.dumps(row) for row in rows]
+    Path("a.jsonl").write_text("\n".join([*lines[:7], "{", *lines[7:], "[]"]))
+    datasets.Dataset.from_list(rows).to_parquet("b.parquet")
+    arguments = ["--out", "tokens", "--vocab", "300", "--text-key", "body"]
+    assert main(["prepare", "a.jsonl", "b.parquet", *arguments]) == 2
+    assert "a.jsonl:8 cannot be read as JSON" in capsys.readouterr().err
+    assert main(["prepare", "a.jsonl", "b.parquet", *arguments, "--skip-broken"]) == 0
+    assert (open_tokens("tokens").documents, open_tokens("tokens/heldout").documents) == (76, 4)
+    left_out = "left out   2 broken documents; index.json names the first"
+    assert capsys.readouterr().out.splitlines()[-1] == left_out
+
+
+def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given(here, capsys):
+    rows = [{"text": f"the cat and the dog, {number} times"} for number in range(40)]
+    parts = {
+        "train": datasets.Dataset.from_list(rows),
+        "test": datasets.Dataset.from_list(rows[:3]),
+    }
+    datasets.DatasetDict(parts).save_to_disk("saved")
+    capsys.readouterr()
+    assert main(["prepare", "hf:saved", "--out", "train", "--vocab", "300"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenizer: reading text",
+        "tokens: reading text",
+    ]
+    own = ["--tokenizer", "train/tokenizer.json"]
+    assert main(["prepare", "hf:saved", "--split", "test", "--out", "test", *own]) == 0
+    assert open_tokens("test").vocab_size == open_tokens("train").vocab_size
+    assert main(["prepare", "hf:saved", "train", "--out", "both"]) == 2
+    assert "hf:saved is given beside other sources. Prepare each" in capsys.readouterr().err
+    assert main(["prepare", "hf:saved", "--out", "c", *own, "--eos-token", "</s>"]) == 2
+    assert 'no token "</s>"; its special tokens are "<|endoftext|>"' in capsys.readouterr().err
+
+
+def test_prepare_that_is_interrupted_says_that_it_can_go_on(texts, here, monkeypatch, capsys):
+    class Interrupted(io.StringIO):
+        def write(self, text):
+            if text.startswith("tokens: reading"):
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    arguments = ["prepare", str(texts), "--out", "tokens", "--vocab", "300"]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", shown := Interrupted())
+        assert main(arguments) == 1
+    assert shown.getvalue().splitlines()[-1] == (
+        "forgekit: interrupted; the same command goes on from here."
+    )
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.splitlines()[0].startswith("tokens: reading")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ CONTRACT = [
     "token_dataset",
     "evaluate",
     "generate",
+    "shard_sequence",
+    "unshard_sequence",
+    "pack",
+    "packed_dataset",
+    "make_order",
+    "Phase",
+    "mixture_dataset",
+    "with_phases",
 ]
 OPTIONAL = ("tokenizers", "matplotlib", "transformers", "datasets", "pyarrow", "wandb", "pandas")
 TESTING = ("pytest", "hypothesis", "oracle", "ranks", "tests", "conftest")

@@ -62,10 +62,18 @@ def _initial_values(module: nn.Module, prefix: str, seed: int, std: Std | None) 
 
 
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
+    device = _drawn_on(parameter)
     if std is None:
-        return torch.ones(parameter.shape, device=parameter.device)
-    generator = torch.Generator(parameter.device).manual_seed(_mix(seed, name))
-    return torch.randn(parameter.shape, generator=generator, device=parameter.device) * std
+        return torch.ones(parameter.shape, device=device)
+    generator = torch.Generator(device).manual_seed(_mix(seed, name))
+    return torch.randn(parameter.shape, generator=generator, device=device) * std
+
+
+def _drawn_on(parameter: nn.Parameter) -> torch.device:
+    """The device of the model: shards that live in host memory get the same numbers as others."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu":
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
 
 
 def _reset_values(

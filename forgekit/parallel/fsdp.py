@@ -233,7 +233,7 @@ def _check_options(mesh: DeviceMesh, reshard: bool | int, prefetch: int) -> None
         raise ValueError(
             f"reshard_after_forward={reshard} needs all {dist.get_world_size()} ranks on "
             f"dp_replicate, dp_shard and cp, and they have {mesh.size()}. Use True or False beside "
-            "tp or pp."
+            "tp."
         )
 
 

@@ -65,9 +65,8 @@ def set_layout(model: nn.Module, layout: Layout) -> None:
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
     """Size of a mesh dimension; 1 where the mesh does not have it."""
-    if mesh is None or name not in (mesh.mesh_dim_names or ()):
-        return 1
-    return mesh[name].size()
+    names = (mesh and mesh.mesh_dim_names) or ()
+    return mesh.size(names.index(name)) if mesh is not None and name in names else 1
 
 
 def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -79,7 +79,8 @@ def parallelize(
             The model's own ``plan`` if None.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
         reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
-            backward; a number keeps them within groups of so many neighbours. Pipeline stages
+            backward; a number keeps them within groups of so many neighbours. A pipeline always
+            keeps them: a backward in two parts needs them in both. Pipeline stages
             keep them for the whole step.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         prefetch: How many blocks ahead parameters are gathered.
@@ -162,7 +163,7 @@ def parallelize(
         shard(roots, layers, data, precision, inner=inner, prefetch=prefetch, **keep)
     if on_meta:
         for root in roots:
-            _materialise(root, "cpu" if cpu_offload else mesh.device_type)
+            _materialise(root, mesh.device_type, "cpu" if cpu_offload else mesh.device_type)
         init_weights(model, seed, only=on_meta & {name for name, _ in model.named_parameters()})
     layout = Layout(
         ring=ring,
@@ -175,6 +176,8 @@ def parallelize(
         dynamic_loss_scale=precision == "fp16",
     )
     set_layout(model, layout)
+    if precision == "fp16":
+        model.initial_loss_scale = 1.0  # pyright: ignore[reportArgumentType]
     return model
 
 
@@ -189,9 +192,9 @@ def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
     return patterns
 
 
-def _materialise(model: nn.Module, device: str) -> None:
-    """Allocate what is on meta and move the rest; ``to_empty`` would empty the rest as well."""
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+def _materialise(model: nn.Module, device: str, home: str) -> None:
+    """Allocate what is on meta at ``home`` and move the rest, which ``to_empty`` would empty."""
+    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
 
 
 def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.parallel.cut import Cut, cut
-from forgekit.parallel.engine import Compute, Engine
 from forgekit.parallel.schedules import (
     PipelineSchedule,
     check_micro_batches,
@@ -27,6 +26,9 @@ from forgekit.parallel.schedules import (
     stages_of,
     stages_per_rank,
 )
+
+if TYPE_CHECKING:
+    from forgekit.parallel.engine import Compute
 
 __all__ = ["Stages", "split_stages"]
 
@@ -129,6 +131,9 @@ class Stages:
         has_gloo = "cpu:" in dist.get_backend_config(self._group)
         self._wire = CPU if has_gloo else self.device
         by_number = dict(zip(self.mine, self.modules, strict=True))
+        # Imported here, because it imports torch's pipelining, which most runs do not need.
+        from forgekit.parallel.engine import Engine
+
         self._engine = Engine(
             schedule,
             by_number,

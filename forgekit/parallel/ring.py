@@ -94,7 +94,7 @@ def attend_ring(
     """
     members = members_named(name)
     route = Route.plan(q, ids, rank=members.rank, size=members.size)
-    out = _like(q)
+    q, out = _dense(q), _like(q)
     shape = q.shape[0], q.shape[2], q.shape[1]
     lse = q.new_full(shape, float("-inf"), dtype=wide(q.dtype))
     for own, shared in _turns(q, k):
@@ -139,8 +139,7 @@ def attend_ring_backward(
     """
     members = members_named(name)
     route = Route.plan(q, ids, rank=members.rank, size=members.size)
-    if gradient.stride(-1) != 1:  # kernels read channels that lie side by side
-        gradient = gradient.contiguous()
+    gradient, q = _dense(gradient), _dense(q)
     dq, shared_gradients = _like(q), []
     for own, shared in _turns(q, k):
         summed = _zeros(_by_head(dq, own), lse.dtype)
@@ -230,7 +229,7 @@ def _go_round(
     A function is called, rather than a generator looped over, so that nothing keeps a slice
     longer than its visit.
     """
-    block = torch.stack((k, v))
+    block = torch.stack((k, v)).contiguous()  # stack keeps the order of strides
     for step in range(members.size):
         is_last = step == members.size - 1
         coming = Transfer(block) if is_last else members.pass_on(block)
@@ -253,6 +252,11 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     if like.dtype == dtype:
         return like.zero_()
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Kernels read channels that lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_head(x: Tensor, heads: slice) -> Tensor:

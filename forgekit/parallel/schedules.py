@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import attrs
-from torch.distributed.pipelining import schedules as torch_schedules
 
 __all__ = [
     "Interval",
@@ -123,7 +122,10 @@ def stages_of(schedule: PipelineSchedule, ranks: int, rank: int) -> list[int]:
 
 def schedule_class(schedule: PipelineSchedule) -> type[Any]:
     """Torch's class for a schedule."""
-    return torch_schedules.get_schedule_class(_RULES[schedule].torch_name)
+    # Imported here: most runs have no pipeline, and it takes as long as the whole library.
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(_RULES[schedule].torch_name)
 
 
 def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> None:

@@ -1,7 +1,7 @@
 """Prepares documents in processes that are killed at random moments, until one gets to the end.
 
-Run as a script: ``kill_prepare.py kill SOURCE OUT SEED`` or ``kill_prepare.py measure SOURCE...``.
-Processes are forked from one that has imported everything and computed nothing.
+Run as a script: ``kill_prepare.py kill SOURCE OUT SEED...`` or ``kill_prepare.py measure
+SOURCE...``. Processes are forked from one that has imported everything and computed nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def make(source, out, **options):
     # Long enough that a kill hits the writing, and not always what comes before.
     options = {"held_out_every": 3, "shard_tokens": 5000, "sample_bytes": 20_000} | options
     report = lambda *_: time.sleep(0.001)  # noqa: E731
-    prepare.prepare(
-        documents, out, vocab_size=300, filters=filters, progress=report, **options
-    )
+    prepare.prepare(documents, out, vocab_size=300, filters=filters, progress=report, **options)
 
 
 def forked(work, *args, kill_after=None, **options):
@@ -47,28 +45,30 @@ def forked(work, *args, kill_after=None, **options):
         try:
             work(*args, **options)
         except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
+            sys.stderr.write(f"{error!r}\n")
             os._exit(1)
         os._exit(0)
     _, status, usage = os.wait4(pid, 0)
     return status, usage, time.perf_counter() - began
 
 
-def kill(source, out, seed):
+def kill(source, out, *seeds):
+    """Print, for each seed, how many were killed and after how many documents each had an entry."""
     small_steps()
     status, _, seconds = forked(make, source, f"{out}-undisturbed")
     assert status == 0, status
-    chance = random.Random(int(seed))
-    resumed_from, kills, status = [], 0, None
-    while status != 0:
-        delay = seconds * chance.uniform(0, 0.3 + 0.1 * kills)
-        status, _, _ = forked(make, source, out, kill_after=delay)
-        assert status in (0, signal.SIGKILL), status
-        kills += status != 0
-        for folder in Path(out).parent.glob(f".{Path(out).name}.*.new"):
-            entry = read_entry(folder)
-            resumed_from.append(entry.place.documents if entry else 0)
-    print(json.dumps({"kills": kills, "resumed_from": resumed_from}))
+    for seed in seeds:
+        chance = random.Random(int(seed))
+        entries, kills, status = [], 0, None
+        while status != 0:
+            delay = seconds * chance.uniform(0, 0.3 + 0.1 * kills)
+            status, _, _ = forked(make, source, f"{out}-{seed}", kill_after=delay)
+            assert status in (0, signal.SIGKILL), status
+            kills += status != 0
+            for folder in Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new"):
+                entry = read_entry(folder)
+                entries.append(entry.place.documents if entry else 0)
+        sys.stdout.write(json.dumps({"kills": kills, "entries": entries}) + "\n")
 
 
 def measure(*sources):
@@ -79,7 +79,7 @@ def measure(*sources):
         status, usage, _ = forked(make, source, f"{source}-out", shard_tokens=2**27)
         assert status == 0, status
         peaks.append(usage.ru_maxrss / 1024)
-    print(json.dumps(peaks))
+    sys.stdout.write(json.dumps(peaks) + "\n")
 
 
 if __name__ == "__main__":

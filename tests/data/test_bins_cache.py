@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -228,28 +227,31 @@ def test_of_several_processes_at_once_one_packs_and_all_get_its_bins(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-_WRITER = """
-import sys
-import numpy as np
-from forgekit.data.bins_cache import cached_bins
-cached_bins(sys.argv[1], np.arange(3_000_000) % 997 + 1, 1024)
-"""
+MANY = np.arange(3_000_000) % 997 + 1
+
+
+def _killed(rank, world, folder):
+    """Kill a child when it has begun the second file of the new directory; returns its status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            cached_bins(folder, MANY, 1024)
+        finally:
+            os._exit(1)
+    while not list(folder.glob(".bins-*.new/documents.npy")):
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child ended before it was killed"
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
 
 
 def test_a_kill_while_bins_are_written_leaves_nothing_that_is_used(tmp_path):
-    """Killed when the second file of the new directory is begun: most is still to be written."""
-    child = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)])
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob(".bins-*.new/documents.npy")) and time.monotonic() < deadline:
-        assert child.poll() is None
-        time.sleep(0.0005)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    """Most of the files is still to be written when the second one is begun."""
+    assert run_ranks(_killed, 1, tmp_path, group=False) == [signal.SIGKILL]
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".bins-")
-    lengths = np.arange(3_000_000) % 997 + 1
-    bins = cached_bins(tmp_path, lengths, 1024)
-    assert bins.tokens == lengths.sum()
+    bins = cached_bins(tmp_path, MANY, 1024)
+    assert bins.tokens == MANY.sum()
     assert [path.name for path in tmp_path.iterdir()] == [bins.path.name]
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.data.shares import BLOCK, UNITS, count_dealt, cut_interval, deal_block
@@ -259,14 +256,13 @@ def test_sources_follow_each_other_as_at_random():
 
 def test_seeds_and_names_give_walks_of_their_own():
     sizes = {"a": 500, "b": 500}
-    walked = [
-        tuple(walk) for seed in (0, 1) for walk in walks(fk.make_order(sizes, seed=seed), 0, 1000)
-    ]
+    first = [walks(fk.make_order(sizes, seed=seed), 0, 1000) for seed in (0, 1)]
+    walked = [tuple(walk[:400]) for order_walks in first for walk in order_walks]
     assert len(set(walked)) == 4
     mixes = {fk.make_order(sizes, seed=seed).span(0, 1024)[0].tobytes() for seed in range(9)}
     assert len(mixes) == 9
     other = fk.make_order({"new": 9, "b": 500, "a": 500}, {"new": 0, "a": 1, "b": 1})
-    assert walks(other, 0, 1024)[2][:500] == list(walked[0])[:500]
+    assert tuple(walks(other, 0, 1024)[2][:400]) == walked[0]
 
 
 def test_the_order_is_pinned():
@@ -315,134 +311,8 @@ def test_a_phase_to_come_may_still_change():
         assert len(found) == kinds
 
 
-class Rows:
-    """A dataset whose row ``i`` is made of the numbers of the dataset and of the row."""
-
-    def __init__(self, number, n, **attributes):
-        self.number, self.n = number, n
-        self.__dict__.update(attributes)
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, row):
-        ids = torch.tensor([self.number, row])
-        return TensorDict({"input_ids": ids, "labels": ids})
-
-
-class BatchedRows(Rows):
-    def __getitems__(self, rows):
-        return [self[row] for row in rows]
-
-
-def mixture(phases=(), seed=4):
-    """Rows of three kinds of dataset, a plain one, a batched one and a list."""
-    datasets = {
-        "a": Rows(0, 50),
-        "b": BatchedRows(1, 31),
-        "c": [Rows(2, 0)[row] for row in range(9)],
-    }
-    sizes = {name: len(dataset) for name, dataset in datasets.items()}
-    order = fk.make_order(sizes, {"a": 5, "b": 3, "c": 1}, seed=seed, phases=phases)
-    return fk.mixture_dataset(datasets, order)
-
-
-def rows_of(batch):
-    assert batch["source"].equal(batch["input_ids"][:, 0])
-    assert batch["labels"].equal(batch["input_ids"])
-    return [tuple(row) for row in batch["input_ids"].tolist()]
-
-
-PHASES = (fk.Phase(100, {"a": 0, "c": 9}), fk.Phase(161, {"b": 0}), fk.Phase(1300, {"c": 0}))
-
-
-def test_row_i_of_a_mixture_is_sample_i():
-    data = mixture(PHASES)
-    samples = [0, 161, 3, 3, 10**12, 160]
-    expected = [(data.order.sources.index(name), row) for name, row in map(data.order, samples)]
-    assert rows_of(data.__getitems__(samples)) == expected
-    assert [tuple(data[sample]["input_ids"].tolist()) for sample in samples] == expected
-    assert [int(data[sample]["source"]) for sample in samples] == [source for source, _ in expected]
-    batch = data.__getitems__(samples)
-    assert (batch["source"].dtype, batch.batch_size) == (torch.int64, torch.Size([6]))
-    fk.check_batch(batch)
-
-
-@given(
-    start=st.sampled_from([0, 90, 100, 150, 161, 1200, 10**12]),
-    stretches=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 2)),
-        min_size=1,
-        max_size=4,
-    ),
-)
-@settings(max_examples=20, deadline=None)
-def test_resuming_around_changes_on_other_ranks_and_workers_gives_the_undisturbed_rows(
-    start, stretches
-):
-    """Micro-batch m of R ranks with B rows: samples start + (m*R + r)*B + (0..B-1)."""
-    undisturbed = mixture(PHASES)
-    for world, b, micro_batches, workers in stretches:
-        seen = {}
-        for rank in range(world):
-            options = {"batch_size": b, "rank": rank, "world": world, "workers": workers}
-            with fk.make_loader(mixture(PHASES), start=start, seed=77, **options) as loader:
-                for m, batch in enumerate(itertools.islice(loader, micro_batches)):
-                    first = start + (m * world + rank) * b
-                    seen |= dict(zip(range(first, first + b), rows_of(batch), strict=True))
-                end = loader.samples
-        assert sorted(seen) == list(range(start, end))
-        sources, rows = undisturbed.order.span(start, end - start)
-        expected = list(zip(sources.tolist(), rows.tolist(), strict=True))
-        assert [seen[sample] for sample in range(start, end)] == expected
-        start = end
-
-
-def test_processes_know_the_order_too():
-    data = mixture(PHASES)
-    options = {"batch_size": 7, "start": 90, "workers": 1, "processes": True}
-    with fk.make_loader(data, **options) as loader:
-        batches = [rows_of(batch) for batch in itertools.islice(loader, 4)]
-    assert batches == [rows_of(data.__getitems__(range(at, at + 7))) for at in (90, 97, 104, 111)]
-
-
-@pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": False}])
-def test_a_loader_leaves_a_mixture_in_its_order(options):
-    loader = fk.make_loader(mixture(), 8, **options)
-    assert rows_of(next(iter(loader))) == rows_of(mixture().__getitems__(range(8)))
-    assert loader.is_endless
-    assert rows_of(next(iter(fk.make_loader(mixture(seed=5), 8)))) != rows_of(next(iter(loader)))
-
-
-def test_a_mixture_of_token_files_trains(tmp_path):
-    datasets = {}
-    for name in ("code", "prose"):
-        documents = [[len(name), number, 1] for number in range(2, 30)]
-        file = fk.write_tokens(tmp_path / name, documents, vocab_size=32, eos_id=0)
-        datasets[name] = fk.token_dataset(file, seq_len=8, doc_ids=True)
-    order = fk.make_order({name: len(dataset) for name, dataset in datasets.items()})
-    data = fk.mixture_dataset(datasets, order)
-    batch = next(iter(fk.make_loader(data, 16)))
-    fk.check_batch(batch)
-    for source, ids in zip(batch["source"].tolist(), batch["input_ids"], strict=True):
-        assert (4 if source == 0 else 5) in ids.tolist()
-    assert data.seq_len == 8
-    swapped = {"code": datasets["prose"], "prose": datasets["code"]}
-    assert fk.mixture_dataset(swapped, order).fingerprint != data.fingerprint
-    assert data.fingerprint_at(0) == data.fingerprint_at(10**9) == data.fingerprint
-
-
 def order_of(**options):
     return fk.make_order({"a": 5, "b": 5}, **options)
-
-
-def mixed(datasets, sizes=None):
-    sizes = sizes or {name: len(dataset) for name, dataset in datasets.items()}
-    return fk.mixture_dataset(datasets, fk.make_order(sizes))
-
-
-def odd_rows(**tensors):
-    return [TensorDict(tensors)] * 5
 
 
 BAD = {
@@ -492,38 +362,11 @@ BAD = {
     "count": (lambda: order_of().span(0, -1), "^count -1 must be at least 0"),
     "taken": (lambda: order_of().taken(-1), "^samples -1 must be at least 0"),
     "shares": (lambda: order_of().shares(0, 0), "^count 0 must be at least 1"),
-    "row": (lambda: mixture()[-1], "^sample -1 must be at least 0"),
-    "names": (
-        lambda: mixed({"a": Rows(0, 5)}, {"a": 5, "b": 5}),
-        "^the data sets are 'a', the sources of the order 'a', 'b'; make the order",
-    ),
-    "length": (
-        lambda: mixed({"a": Rows(0, 5)}, {"a": 6}),
-        r"^data set 'a' has 5 rows and the order was made for 6; make it from len\(dataset\)",
-    ),
-    "seq_len": (
-        lambda: mixed({"a": Rows(0, 5, seq_len=8), "b": Rows(1, 5, seq_len=9)}),
-        "^the data sets differ in seq_len, {'a': 8, 'b': 9}; cut all to one length",
-    ),
-    "shapes": (
-        lambda: mixed(
-            {"a": odd_rows(x=torch.ones(2)), "b": odd_rows(x=torch.ones(3))}
-        ).__getitems__(range(9)),
-        "^rows of 'b' are {'x': 'float32 .3.'}, those of 'a' {'x': 'float32 .2.'}; the rows of",
-    ),
-    "source": (
-        lambda: mixed({"a": odd_rows(source=torch.ones(()))})[0],
-        "^rows of 'a' have a \"source\" of their own, which the mixture adds",
-    ),
-    "epochs": (
-        lambda: fk.make_loader(mixture(), epochs=1),
-        "^epochs 1 of a Mixture, which has no end; leave epochs out",
-    ),
 }
 
 
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_mixed_is_refused(call, message):
+def test_what_cannot_be_an_order_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import forgekit as fk
 from forgekit.data.bins import Bins
+from forgekit.data.bins_cache import cached_bins
 from forgekit.data.packed import packed_dataset
 from forgekit.data.packing import pack
 from forgekit.data.tokens import write_tokens
@@ -213,7 +214,7 @@ def test_held_out_documents_are_packed_alike(tmp_path):
 
 def test_a_dataset_of_a_token_file_is_pickled_by_its_path(tmp_path):
     file = file_of(tmp_path / "a", [list(range(90))] * 200)
-    bins = fk.cached_bins(tmp_path / "bins", file, 128)
+    bins = cached_bins(tmp_path / "bins", file, 128)
     dataset = packed_dataset(file, bins, transforms=[partial(add, key="a", value=1)])
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 1000

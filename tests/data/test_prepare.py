@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from forgekit.data import encode, parts
+from forgekit.data import prepare as preparing
+from forgekit.data.encode import encode_texts
+from forgekit.data.id_documents import random_documents
+from forgekit.data.journal import JOURNAL
 from forgekit.data.prepare import prepare
 from forgekit.data.sources import text_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
+from forgekit.data.tokens import open_tokens
 from forgekit.data.windows import token_dataset
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -70,7 +80,7 @@ def test_the_same_files_and_settings_are_not_prepared_twice(source, tmp_path):
 
     assert again().is_new
     before = content_of(tmp_path / "out")
-    assert {stage for stage, _, _ in stages} == {"tokenizer", "training tokens", "held-out tokens"}
+    assert {stage for stage, _, _ in stages} == {"tokenizer", "tokens"}
     assert all(0 <= done <= total for _, done, total in stages)
     stages.clear()
     assert not again().is_new
@@ -90,18 +100,288 @@ def test_preparing_anew_gives_the_same_bytes(source, tmp_path):
     assert content_of(tmp_path / "a") == content_of(tmp_path / "b")
 
 
-def test_a_failure_midway_leaves_the_old_one_and_no_half_directory(source, tmp_path):
-    prepare(source, tmp_path / "out", vocab_size=300)
-    before = content_of(tmp_path / "out")
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Many batches, entries in the journal and reports of progress on little text."""
+    monkeypatch.setattr(encode, "AT_ONCE", 2000)
+    monkeypatch.setattr(encode, "PIECE", 500)
+    monkeypatch.setattr(preparing, "ENTRY_BYTES", 1000)
+    monkeypatch.setattr(parts, "REPORT_BYTES", 500)
+
+
+def write_lines(file, count=400, broken=97):
+    chance = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "far", "hill"]
+    texts = [" ".join(chance.choices(words, k=chance.choice([2, 9, 40, 90]))) for _ in range(count)]
+    lines = [json.dumps({"text": f"{text} {number}"}) for number, text in enumerate(texts)]
+    lines[broken::broken] = ["{broken"] * len(lines[broken::broken])
+    file.write_text("\n".join(lines))
+    return [f"{text} {n}" for n, text in enumerate(texts) if n < broken or n % broken]
+
+
+def interrupted(source, out, after, **options):
+    """Prepare until a report of progress beyond so many bytes of the second stage."""
 
     def interrupt(stage, done, total):
-        if stage == "held-out tokens":
+        if stage == "tokens" and done >= after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "out", vocab_size=301, progress=interrupt)
+        prepare(source, out, vocab_size=300, progress=interrupt, **options)
+
+
+def left_by(out):
+    return sorted(path for path in out.parent.glob(f".{out.name}.*"))
+
+
+def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_steps):
+    write_lines(tmp_path / "a.jsonl", broken=10**6)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=299)
+    before = content_of(tmp_path / "out")
+    interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
     assert content_of(tmp_path / "out") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    (left,) = left_by(tmp_path / "out")
+    stages = []
+    prepare(
+        tmp_path / "a.jsonl",
+        tmp_path / "out",
+        vocab_size=300,
+        progress=lambda stage, done, _: stages.append((stage, done)),
+    )
+    assert stages[0][0] == "tokens"
+    assert 20_000 < stages[0][1] <= 32_000
+    assert not left.exists()
+    prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
+
+
+def test_other_settings_clear_what_was_begun_and_a_mistake_leaves_nothing(tmp_path, small_steps):
+    write_lines(tmp_path / "a.jsonl", broken=10**6)
+    interrupted(tmp_path / "a.jsonl", tmp_path / "out", 0)
+    with pytest.raises(ValueError, match="vocab_size 100"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=100)
+    assert not left_by(tmp_path / "out")
+
+
+DAMAGE = {
+    "shard cut": ("shard_00000.bin", lambda content: content[:999]),
+    "shard changed": ("shard_00000.bin", lambda content: content[:99] + b"?" + content[100:]),
+    "offsets cut": ("heldout/offsets.bin", lambda content: content[:40]),
+    "shard gone": ("shard_00000.bin", None),
+    "journal torn": (JOURNAL, lambda content: content[:-9]),
+    "journal foreign": (JOURNAL, lambda content: b"[]"),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), DAMAGE.values(), ids=DAMAGE)
+def test_what_a_power_cut_may_leave_is_noticed_and_written_again(
+    tmp_path, small_steps, name, change, caplog
+):
+    write_lines(tmp_path / "a.jsonl", broken=10**6)
+    prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
+    interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
+    (left,) = left_by(tmp_path / "out")
+    if change is None:
+        (left / name).unlink()
+    else:
+        (left / name).write_bytes(change((left / name).read_bytes()))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
+    assert [record.message.rpartition("; ")[2] for record in caplog.records] == [
+        "the tokens are written from the start"
+    ] * (name != JOURNAL)
+
+
+def run_driver(*arguments):
+    command = [sys.executable, Path(__file__).parent / "kill_prepare.py", *map(str, arguments)]
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # fewer pools, so less waste that varies
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_lines(source / "a.jsonl", count=1200)
+    shutil.copy(CORPUS / "lighthouse.txt", source / "b.txt")
+    found, log = run_driver("kill", source, tmp_path / "out", 1, 2, 3)
+    expected = content_of(tmp_path / "out-undisturbed")
+    assert len(expected) > 8
+    for seed in (1, 2, 3):
+        assert content_of(tmp_path / f"out-{seed}") == expected
+    assert sum(each["kills"] for each in found) >= 6
+    assert any(documents > 0 for each in found for documents in each["entries"])
+    assert "from the start" not in log
+    assert not list(tmp_path.glob(".out*"))
+    open_tokens(tmp_path / "out-1", verify=True)
+
+
+@pytest.mark.slow
+def test_memory_does_not_depend_on_the_amount_of_text(tmp_path):
+    text = "the cat sat on a mat and the dog ran to the far hill"
+    lines = "".join(json.dumps({"text": f"{text} {number}"}) + "\n" for number in range(27_000))
+    (tmp_path / "small.jsonl").write_text(lines)
+    (tmp_path / "large.jsonl").write_text(lines * 5)
+    ((small, large),), _ = run_driver("measure", tmp_path / "small.jsonl", tmp_path / "large.jsonl")
+    assert large - small < 3, "MB, of 8 MB more text in 108,000 more documents"
+
+
+def test_long_documents_are_encoded_in_pieces_and_give_the_same_ids(monkeypatch):
+    text = "\n".join(TEXTS) + "\n\n  two  spaces\t\r\n" + "x" * 700 + " " + "".join(TEXTS)
+    tokenizer = train_tokenizer(TEXTS, 400)
+    expected = tokenizer.encode(text).ids
+    for piece, at_once in ((400, 1000), (1000, 300), (10**6, 10**6)):
+        monkeypatch.setattr(encode, "PIECE", piece)
+        monkeypatch.setattr(encode, "AT_ONCE", at_once)
+        found = dict(encode_texts(tokenizer, [("a", text), ("b", ""), ("c", TEXTS[0])]))
+        assert found["a"].tolist() == expected
+        assert found["b"].tolist() == []
+        assert found["c"].tolist() == tokenizer.encode(TEXTS[0]).ids
+
+
+def test_a_text_without_any_place_to_cut_comes_back_all_the_same(monkeypatch):
+    monkeypatch.setattr(encode, "PIECE", 7)
+    tokenizer = train_tokenizer(TEXTS, 400)
+    text = "the" * 50 + "\u2028ü" * 9
+    ((_, ids),) = encode_texts(tokenizer, [("a", text)])
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, caplog):
+    texts = write_lines(tmp_path / "a.jsonl", count=1500)
+    with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read as JSON: Expecting property"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
+    skipping = text_documents(tmp_path / "a.jsonl", errors="skip")
+    made = prepare(skipping, tmp_path / "out", vocab_size=300)
+    assert made.account.broken == 15
+    assert len(made.account.first_broken) == 10
+    assert made.account.first_broken[1].startswith(f"{tmp_path}/a.jsonl:195 cannot be read")
+    assert caplog.records[1].message == f"left out: {made.account.first_broken[1]}"
+    assert made.train.documents + made.held_out.documents == len(texts)
+    assert not prepare(skipping, tmp_path / "out", vocab_size=300).is_new
+    with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read as JSON"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
+
+
+def test_a_fatal_line_costs_nothing_of_what_came_before_it(tmp_path, small_steps):
+    write_lines(tmp_path / "a.jsonl", broken=390)
+    (tmp_path / "b.txt").write_text("more")
+    train_tokenizer(TEXTS, 300).save(str(tmp_path / "own.json"))
+    given = {"tokenizer": tmp_path / "own.json"}
+    with pytest.raises(ValueError, match=r"a.jsonl:391 cannot be read"):
+        prepare([tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "out", **given)
+    reports = []
+    skipping = text_documents([tmp_path / "a.jsonl", tmp_path / "b.txt"], errors="skip")
+    prepare(skipping, tmp_path / "out", **given, progress=lambda *to: reports.append(to))
+    assert reports[0][1] > 0.8 * reports[0][2]
+
+
+def test_filters_drop_documents_and_count_them_by_name(tmp_path):
+    texts = write_lines(tmp_path / "a.jsonl", broken=10**6)
+    filters = {
+        "short": lambda text: len(text) > 30,
+        "dog": lambda text: not text.startswith("dog"),
+        "never": lambda text: True,
+    }
+    kept = [text for text in texts if len(text) > 30 and not text.startswith("dog")]
+    dogs = sum(text.startswith("dog") for text in texts if len(text) > 30)
+    out = tmp_path / "out"
+    made = prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters)
+    tokenizer = load_tokenizer(out)
+    held_out = kept[19::20]
+    assert texts_of(made.held_out, tokenizer) == held_out
+    assert texts_of(made.train, tokenizer) == [text for text in kept if text not in held_out]
+    short = len(texts) - len(kept) - dogs
+    assert min(short, dogs) > 0
+    assert made.account.dropped == {"short": short, "dog": dogs, "never": 0}
+    assert not prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters).is_new
+    filters["short"] = lambda text: len(text) > 31
+    assert prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters).is_new
+
+
+def test_a_filter_that_raises_names_itself_and_the_document(tmp_path):
+    write_lines(tmp_path / "a.jsonl", broken=10**6)
+    filters = {"odd": lambda text: 1 / len(text.split("27")[1:]) > 0}
+    with pytest.raises(ZeroDivisionError) as raised:
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300, filters=filters)
+    assert raised.value.__notes__ == [f"raised by the filter 'odd' on {tmp_path}/a.jsonl:1"]
+
+
+def test_nothing_left_is_an_error_that_says_where_it_went(tmp_path):
+    write_lines(tmp_path / "a.jsonl", count=20, broken=7)
+    documents = text_documents(tmp_path / "a.jsonl", errors="skip")
+    message = (
+        r"no text to prepare: 2 documents are broken \(first: .*a.jsonl:8 cannot .*\), 18 drop"
+    )
+    with pytest.raises(ValueError, match=message + "ped by 'all'"):
+        prepare(documents, tmp_path / "out", filters={"all": lambda text: False})
+    with pytest.raises(TypeError, match=r"random document 0 is token ids, not text. forgekit.w"):
+        prepare(random_documents(9, 9), tmp_path / "out")
+
+
+def test_the_tokenizer_learns_from_a_sample_all_over_the_source(tmp_path):
+    texts = write_lines(tmp_path / "a.jsonl", count=2000, broken=10**6)
+    prepared = {}
+    for limit in (20_000, 20_001, 10**9):
+        out = tmp_path / f"out-{limit}"
+        prepare(tmp_path / "a.jsonl", out, vocab_size=300, sample_bytes=limit)
+        prepared[limit] = load_tokenizer(out).to_str()
+    train = [text for number, text in enumerate(texts, start=1) if number % 20]
+    assert prepared[10**9] == train_tokenizer(train, 300).to_str()
+    assert prepared[20_000] != prepared[10**9]
+    documents = text_documents(tmp_path / "a.jsonl")
+    sample = list(parts.Parts(documents, {}, 20, lambda *_: None).sample("tokenizer", 20_000))
+    assert 10_000 < sum(map(len, sample)) <= 20_000
+    places = [train.index(text) for text in sample[:-1]]
+    assert places == sorted(places)
+    assert max(places) > 0.7 * len(train)
+    assert min(places) < 0.1 * len(train)
+
+
+def test_a_tokenizer_that_is_given_is_used_and_kept(source, tmp_path):
+    own = train_tokenizer(TEXTS[:2], 290)
+    own.add_special_tokens(["<|end|>"])
+    own.save(str(tmp_path / "own.json"))
+    given = {"tokenizer": tmp_path / "own.json", "held_out_every": 3}
+    made = prepare(source, tmp_path / "out", **given, eos_token="<|end|>")
+    assert (made.train.vocab_size, made.train.eos_id) == (291, 290)
+    assert texts_of(made.train, load_tokenizer(tmp_path / "out")) == [
+        TEXTS[i] for i in (0, 1, 3, 4)
+    ]
+    assert not prepare(source, tmp_path / "out", **given, eos_token="<|end|>").is_new
+    message = r'no token "</s>"; its special tokens are "<|endoftext|>", "<|end|>". Name'
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        prepare(source, tmp_path / "other", **given, eos_token="</s>")
+
+
+def test_shards_are_of_bounded_size_and_have_checksums(source, tmp_path):
+    made = prepare(source, tmp_path / "out", vocab_size=300, held_out_every=3, shard_tokens=500)
+    sizes = [len(shard) for shard in made.train.shards]
+    assert set(sizes[:-1]) == {500}
+    assert 0 < sizes[-1] <= 500
+    whole = prepare(source, tmp_path / "whole", vocab_size=300, held_out_every=3)
+    assert whole.train.fingerprint == made.train.fingerprint
+    shard = tmp_path / "out" / "shard_00002.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert open_tokens(tmp_path / "out").fingerprint == made.train.fingerprint
+    with pytest.raises(ValueError, match=r"shard_00002.bin has crc32 .*; index.json says .*chan"):
+        open_tokens(tmp_path / "out", verify=True)
+
+
+def test_one_process_at_a_time_prepares_a_folder(source, tmp_path):
+    messages = []
+
+    def meanwhile(stage, done, total):
+        if not messages:
+            with pytest.raises(FileExistsError, match=r"another process is writing .*/out. Wait"):
+                prepare(source, tmp_path / "out", vocab_size=300)
+            messages.append(stage)
+
+    prepare(source, tmp_path / "out", vocab_size=300, progress=meanwhile)
+    assert messages == ["tokenizer"]
 
 
 def test_foreign_files_are_not_deleted(source, tmp_path):
@@ -115,6 +395,8 @@ def test_foreign_files_are_not_deleted(source, tmp_path):
 def test_bad_arguments_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match="held_out_every 1 must be at least 2, to leave something"):
         prepare(source, tmp_path / "out", held_out_every=1)
+    with pytest.raises(ValueError, match="sample_bytes 0 must be at least 1"):
+        prepare(source, tmp_path / "out", sample_bytes=0)
     with pytest.raises(ValueError, match="vocab_size 100 must be at least 257"):
         prepare(source, tmp_path / "out", vocab_size=100)
     with pytest.raises(FileNotFoundError, match="gone does not exist"):

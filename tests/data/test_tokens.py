@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.tokens import open_tokens, write_tokens
+from forgekit.data.tokens import TokenWriter, open_tokens, write_tokens
 from forgekit.data.windows import token_dataset
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
@@ -159,6 +159,12 @@ DAMAGE = {
     ),
     "dtype": (edit_index(dtype="uint32"), r"58 bytes; expected 32 \+ 4 \* 13 = 84"),
     "version": (edit_index(version=2), "is version 2; this forgekit reads version 1"),
+    "type": (
+        edit_index(dtype="float32"),
+        'index.json has dtype "float32"; token ids are uint1',
+    ),
+    "no type": (edit_index(dtype=None), 'json has None as "dtype"; it must be of type str'),
+    "shards": (edit_index(shards=[7]), "index.json names 13 tokens and shards of 7 in all"),
     "magic": (edit_index(magic="cats"), "index.json has magic 'cats', not \"forgekit-tokens\""),
     "json": (
         edit("index.json", lambda b: b[:20]),
@@ -173,6 +179,58 @@ def test_damaged_files_are_refused_with_what_was_read(tmp_path, damage, message)
     damage(tmp_path / "a")
     with pytest.raises(ValueError, match=message):
         open_tokens(tmp_path / "a")
+
+
+def flip(name, byte):
+    return edit(name, lambda b: b[:byte] + bytes([b[byte] ^ 1]) + b[byte + 1 :])
+
+
+CHANGED = {
+    "first": (flip(SHARD, 32), r"shard_00000.bin has crc32 .*; index.json says .*has changed"),
+    "last": (flip("shard_00002.bin", 37), r"shard_00002.bin has crc32 .* restore the file"),
+    "offset": (flip("offsets.bin", 41), r"offsets.bin has crc32 "),
+    "none": (edit_index(checksums={}), r"index.json has no checksum of shard_00000.bin, so it"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), CHANGED.values(), ids=CHANGED)
+def test_a_changed_byte_is_found_and_named_when_a_file_is_verified(tmp_path, damage, message):
+    write(tmp_path / "a", shard_tokens=5)
+    assert open_tokens(tmp_path / "a", verify=True).tokens == 13
+    damage(tmp_path / "a")
+    open_tokens(tmp_path / "a")
+    with pytest.raises(ValueError, match=message):
+        open_tokens(tmp_path / "a", verify=True)
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 9), max_size=7), min_size=1, max_size=9),
+    shard_tokens=st.integers(1, 12),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_writer_goes_on_where_another_one_stood_whatever_that_one_wrote_since(
+    tmp_path_factory, documents, shard_tokens, data
+):
+    folder = tmp_path_factory.mktemp("tokens")
+    write(folder / "whole", documents, shard_tokens=shard_tokens)
+    sizes = (100, 0, shard_tokens)
+    position, at = None, 0
+    for _ in range(3):
+        with TokenWriter(folder / "steps", *sizes, position=position) as writer:
+            stop = data.draw(st.integers(at, len(documents)))
+            for document in documents[at:stop]:
+                writer.append(document)
+            position = json.loads(json.dumps(writer.position()))
+            for document in documents[stop : data.draw(st.integers(stop, len(documents)))]:
+                writer.append(document)
+        at = stop
+    with TokenWriter(folder / "steps", *sizes, position=position) as writer:
+        for document in documents[at:]:
+            writer.append(document)
+    writer.finish({})
+    for file in (folder / "whole").iterdir():
+        assert (folder / "steps" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_missing_files_are_refused(tmp_path):

@@ -31,7 +31,7 @@ Found = dict[str, Any]
 def run_layout(cells: Sequence[Cell], mutation: str | None = None) -> list[Sequence[Found]]:
     """Run cells of one layout on its ranks; for each what every rank found, for ``merge``."""
     world = cells[0].row.world
-    by_rank = run_ranks(run_cells, world, list(cells), mutation, timeout_s=220)
+    by_rank = run_ranks(run_cells, world, list(cells), mutation, timeout_s=60 + 20 * len(cells))
     return list(zip(*by_rank, strict=True))
 
 

@@ -11,7 +11,12 @@ from ranks import run_ranks
 
 import forgekit as fk
 
-WAYS = [["fsdp2", "ddp2", "hsdp2x2", "fsdp2"]]
+WAYS = [  # the layouts of each way have the same model
+    ["fsdp2", "tp2", "pp2-1f1b", "cp2-ring", "fsdp2"],
+    ["tp2-fsdp2", "hsdp2x2", "pp2-tp2", "tp2-fsdp2"],
+    ["pp2-zbv", "pp4-1f1b", "pp2-interleaved_1f1b", "pp2-zbv"],
+    ["ep2", "ep2-fsdp2", "ep2"],
+]
 
 
 def _state(layout, seed):

@@ -1,10 +1,13 @@
 """Every layout finds the gradient, and the parameters after some steps, of one process in float64.
 
-``make oracle`` runs the full product. A layout's cells run in one job of the pool, those that were
-selected; one that raises or hangs fails them all, so select it alone (``-k``) to look closer.
+``make oracle`` runs the full product. Selected cells of a layout share jobs of the pool; one that
+raises or hangs fails those that share its job, so select it alone (``-k``) to look closer.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import pytest
 from distributed.cells import Found, merge, run_layout
@@ -12,28 +15,30 @@ from distributed.compare import check
 from distributed.matrix import LAYOUTS, Cell, default_cells, full_cells
 from ranks import RankError
 
+CELLS_OF_A_JOB = 12
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture(scope="session")
 def found(request):
-    """What the ranks found, by cell; a layout's job runs when its first cell is asked for."""
+    """What the ranks found, by cell; a job runs when its first cell is asked for."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     cells = [call.params["cell"] for call in calls if call and "cell" in call.params]
-    answers: dict[str, list[tuple[Cell, Found]] | RankError] = {}
-
-    def ask(layout: str) -> list[tuple[Cell, Found]] | RankError:
-        selected = list(dict.fromkeys(cell for cell in cells if cell.layout == layout))
-        try:
-            return list(zip(selected, run_layout(selected), strict=True))
-        except RankError as error:
-            return error
+    answers: dict[Cell, Sequence[Found] | RankError] = {}
 
     def get(cell: Cell) -> Found:
-        if cell.layout not in answers:
-            answers[cell.layout] = ask(cell.layout)
-        answer = answers[cell.layout]
+        if cell not in answers:
+            following = dict.fromkeys(cells[cells.index(cell) :])
+            alike = (other for other in following if other.layout == cell.layout)
+            job = list(itertools.islice(alike, CELLS_OF_A_JOB))
+            try:
+                answers.update(zip(job, run_layout(job), strict=True))
+            except RankError as error:
+                answers.update(dict.fromkeys(job, error))
+        answer = answers.pop(cell)
         if isinstance(answer, RankError):
             raise answer
-        return merge(dict(answer)[cell])
+        return merge(answer)
 
     return get
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
 from forgekit.model.transformer import locate_all
@@ -25,6 +26,9 @@ from forgekit.parallel.context import (
     split_context,
     whole_sequences,
 )
+from forgekit.parallel.exchange import Members
+from forgekit.parallel.fsdp import sum_gradients
+from forgekit.parallel.recompute import recompute
 from forgekit.parallel.ulysses import check_heads
 
 PLACES, CHANNELS = 48, 4
@@ -233,34 +237,25 @@ SPEC = fk.TransformerSpec(
 
 
 def train_slices(
-    rank: int, world: int, layout: str, recompute: bool, sharded: bool, documents: str
-) -> tuple[dict[str, Tensor], int]:
-    """Summed gradients of a model that is given slices, and how often documents were sent."""
+    rank: int, world: int, layout: str, what: str, sharded: bool, documents: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Summed gradients of a model that is given slices, and how often ranks talked."""
     method, *sizes = LAYOUTS[layout]
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     model = fk.Transformer(SPEC).double()
     apply_context(model, mesh, method)
-    for layer in model.layers if recompute else ():
-        layer.forward = _recomputed(layer.forward)
-    if sharded:
-        from torch.distributed.fsdp import fully_shard
-
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh["cp"])
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for layer in model.layers:
+        recompute(layer, what)
+    for module in (*model.layers, model) if sharded else ():
+        fully_shard(module, mesh=mesh["cp"])
+        sum_gradients(module)
     mine = places_of(*sizes, rank)
     ids, upstream = _tokens()
     known = documents_of(documents)
-    gathered = 0
-    gather = dist.all_gather
-
-    def count(*args, **options):
-        nonlocal gathered
-        gathered += 1
-        return gather(*args, **options)
-
-    with patch.object(dist, "all_gather", count):
+    calls = {"all_gather": 0, "batch_isend_irecv": 0}
+    with ExitStack() as stack:
+        for name in calls:
+            stack.enter_context(patch.object(dist, name, _counted(name, calls)))
         logits = model(ids[:, mine], doc_ids=None if known is None else known[:, mine].clone())
         logits.backward(upstream[:, mine])
     gradients = {}
@@ -271,11 +266,17 @@ def train_slices(
         else:
             dist.all_reduce(gradient)
             gradients[name] = gradient
-    return gradients, gathered
+    return gradients, calls
 
 
-def _recomputed(forward):
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+def _counted(name: str, calls: dict[str, int]) -> Callable[..., object]:
+    original = getattr(dist, name)
+
+    def count(*args, **options):
+        calls[name] += 1
+        return original(*args, **options)
+
+    return count
 
 
 def _tokens() -> tuple[Tensor, Tensor]:
@@ -286,18 +287,22 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("documents", ["none", "ragged"])
-@pytest.mark.parametrize(("recompute", "sharded"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("what", "sharded"), [("none", False), ("full", False), ("full", True), ("selective", True)]
+)
 @pytest.mark.parametrize("layout", ["ring of 2", "ulysses of 2", "both of 4"])
-def test_models_train_on_slices_as_on_whole_sequences(layout, recompute, sharded, documents):
+def test_models_train_on_slices_as_on_whole_sequences(layout, what, sharded, documents):
     """Position ids come from the socket; documents are sent once for all layers and passes."""
     model = fk.Transformer(SPEC).double()
     ids, upstream = _tokens()
     model(ids, doc_ids=documents_of(documents)).backward(upstream)
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     _, ring_size, ulysses = LAYOUTS[layout]
-    arguments = layout, recompute, sharded, documents
-    for gradients, gathered in run_ranks(train_slices, ring_size * ulysses, *arguments):
-        assert gathered == (0 if documents == "none" else (ring_size > 1) + (ulysses > 1))
+    around = {"none": 4, "full": 5, "selective": 4}[what] * SPEC.layers if ring_size > 1 else 0
+    gathers = 0 if documents == "none" else (ring_size > 1) + (ulysses > 1)
+    arguments = layout, what, sharded, documents
+    for gradients, calls in run_ranks(train_slices, ring_size * ulysses, *arguments):
+        assert calls == {"all_gather": gathers, "batch_isend_irecv": around}
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-10)
@@ -314,8 +319,13 @@ def keep(rank: int, world: int) -> tuple[int, int]:
     note = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, _same)
     with note:
         out = model.attend(*inputs)
-    gradients = torch.autograd.grad(out.sum(), inputs)  # the gradient of a sum has no strides
-    assert all(x.isfinite().all() for x in gradients)
+    strided = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs]
+    again = model.attend(*strided)
+    # The gradient of a sum has no strides at all.
+    found = again, *torch.autograd.grad(again.sum(), strided)
+    wanted = out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     logarithms = out.numel() // CHANNELS
     return sum(kept), sum(x.numel() for x in (*inputs, out)) + logarithms
 
@@ -375,6 +385,25 @@ def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float
 def test_compiled_sockets_attend_alike(layout, documents):
     """As one graph, without a break."""
     assert max(run_ranks(compile_sockets, 2, layout, documents)) <= 1e-12
+
+
+def check_operators(rank: int, world: int) -> None:
+    """Schema, fake tensors, strides and autograd, by torch's own checks."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    members = Members.of(mesh.get_group("cp"))
+    mine = places_of(world, 1, rank)
+    inputs = [x[:, mine].clone().requires_grad_() for x in draw(8, 2, torch.float32)[:3]]
+    ids = documents_of("ragged")
+    operators = torch.ops.forgekit
+    for known in (None, ids):
+        torch.library.opcheck(operators.attend_ring, (*inputs, known, members.name))
+    parts = torch.randn(world, 3, 5, requires_grad=True)
+    torch.library.opcheck(operators.exchange_heads, (parts, members.name))
+    torch.library.opcheck(operators.gather_ids, (ids[:, mine], members.name))
+
+
+def test_operators_are_what_torch_expects():
+    run_ranks(check_operators, 2)
 
 
 def generate_whole(rank: int, world: int) -> bool:

@@ -164,6 +164,7 @@ def test_a_foreign_model_has_the_gradients_of_one_process(case, with_fsdp):
 
 def build_llama() -> nn.Module:
     import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,

@@ -22,7 +22,7 @@ import forgekit as fk
 from forgekit.parallel.fsdp import _groups, fsdp_modules, shard
 
 LAYERS = 4
-DEEP = attrs.evolve(SPEC, layers=LAYERS)
+DEEP = attrs.evolve(SPEC, layers=LAYERS, vocab_size=38)  # which tp 2 divides
 IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 LAYOUTS = {
     "fsdp 2": (2, {}),
@@ -241,10 +241,10 @@ def _refused(rank, world, sizes, options):
         ),
         ({}, {"reshard_after_forward": 1}, "reshard_after_forward is 1; True, False, or a number"),
         (
-            {"pp": 2},
+            {"tp": 2},
             {"reshard_after_forward": 2},
             "reshard_after_forward=2 needs all 4 ranks on dp_replicate, dp_shard and cp, and they "
-            "have 2. Use True or False beside tp or pp.",
+            "have 2. Use True or False beside tp.",
         ),
         ({}, {"prefetch": -1}, "prefetch is -1 blocks; it must not be negative, 0 is none."),
     ],

@@ -194,3 +194,21 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
     assert [str(path) for path in files] == (["samples/step_00000120.txt"] if rank == 0 else [])
     if files:
         assert (tmp_path / files[0]).read_text() == "cdefg"
+
+
+def _laid_out(rank, world, sizes, count):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, **sizes), device="cpu")
+    model = fk.parallelize(transformer(vocab_size=40, layers=4), mesh)
+    if "pp" in sizes:
+        with pytest.raises(ValueError, match=r"split into pipeline stages.*layout with pp=1"):
+            fk.generate(model, PROMPT, max_new_tokens=1)
+        return None
+    return fk.generate(model, PROMPT, max_new_tokens=count, temperature=0)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
+    """Three places are no multiple of two ranks; later ones go beyond max_seq_len."""
+    expected = greedy(transformer(vocab_size=40, layers=4), PROMPT, 15)
+    for found in run_ranks(_laid_out, 2, sizes, 15):
+        assert found is None or torch.equal(found, expected)

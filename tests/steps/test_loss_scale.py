@@ -106,7 +106,7 @@ def test_a_step_without_targets_is_no_overflow(mesh):
     state = attrs.evolve(_state({}), good_steps=torch.tensor(7))
     state = _parts(state, _batches(1, 0, "no_targets"))
     assert state.skipped == 1
-    assert state.loss_scale == 2.0**-12
+    assert state.loss_scale == 1.0
     assert state.good_steps == 7
 
 
@@ -169,6 +169,11 @@ def test_an_interval_without_steps_is_refused(mesh):
     assert GROWTH_INTERVAL == 2000
 
 
+def test_float16_starts_where_small_gradients_survive(mesh):
+    assert _state({}).loss_scale == 1.0
+    assert _state({}, "bf16").loss_scale == 2.0**-12
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions_keep_their_scale(mesh, precision):
     state = _state({}, precision)
@@ -185,7 +190,7 @@ def test_the_scale_is_moved_without_a_host_read(mesh, monkeypatch):
     with _Reads():
         state = fk.update(state, fk.clip(totals), lr=0.01, totals=totals, growth_interval=1)
     monkeypatch.undo()
-    assert state.loss_scale == 2.0**-11
+    assert state.loss_scale == 2.0
 
 
 # The gradient

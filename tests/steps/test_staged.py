@@ -117,7 +117,7 @@ def test_gradients_and_losses_on_four_ranks(schedule):
     run_ranks(_check_step, 4, schedule, COUNTS[schedule][4], "none")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(schedule, recompute):
     run_ranks(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
@@ -401,13 +401,13 @@ class _Turn(nn.Module):
 
 
 class _Foreign(nn.Module):
-    def __init__(self, scale=1.0):
+    def __init__(self, scale=1.0, block=_Turn):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.scale = scale
         self.net = nn.Module()
         self.net.stem = nn.Embedding(SPEC.vocab_size, 6)
-        self.net.body = nn.ModuleList(_Turn(6) for _ in range(4))
+        self.net.body = nn.ModuleList(block(6) for _ in range(4))
         self.top = nn.Linear(6, SPEC.vocab_size)
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=generator)
@@ -416,28 +416,33 @@ class _Foreign(nn.Module):
         x = self.net.stem(input_ids) * self.scale
         for layer in self.net.body:
             x = layer(x)
-        return _Answer(logits=self.top(x), hidden=x)
+        return _Answer(logits=self.top(x)[:, slice(0, None)], hidden=x)
 
 
 def _foreign_loss(model, batch):
     return fk.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
 
-def _check_foreign(rank, world, schedule):
-    model = _Foreign().double()
+def _check_foreign(rank, world, schedule, block):
+    model = _Foreign(block=block).double()
     batches = _batches(4)
     for batch in batches:
         loss = _foreign_loss(model, batch)
         loss.sum.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    state = _state(world, schedule, model=_Foreign().double(), blocks="net.body")
+    state = _state(world, schedule, model=_Foreign(block=block).double(), blocks="net.body")
     fk.accumulate(state, batches, _foreign_loss)
     assert _error(state, expected) < 1e-10
 
 
+def _square(width):
+    return nn.Linear(width, width)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
-def test_a_foreign_model_with_a_mapping_and_turned_strides(schedule):
-    run_ranks(_check_foreign, 2, schedule)
+@pytest.mark.parametrize("block", [_Turn, _square])
+def test_a_foreign_model_that_returns_views_in_a_mapping(schedule, block):
+    run_ranks(_check_foreign, 2, schedule, block)
 
 
 def _check_hollow(rank, world):

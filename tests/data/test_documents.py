@@ -1,0 +1,73 @@
+"""Sources that are no files: collections, random tokens, the documents of a token file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forgekit.data.documents import as_documents
+from forgekit.data.id_documents import random_documents, token_documents
+from forgekit.data.tokens import open_tokens, write_tokens
+
+
+def test_random_documents_are_those_of_their_seed_and_even():
+    documents = random_documents(11, 300, longest=50, shortest=20, seed=3)
+    arrays = list(documents)
+    assert all(a.tolist() == b.tolist() for a, b in zip(arrays, documents, strict=True))
+    lengths = [len(ids) for ids in arrays]
+    assert set(lengths) == set(range(20, 51))
+    counts = np.bincount(np.concatenate(arrays))
+    assert len(counts) == 11
+    assert counts.min() > 0.85 * sum(lengths) / 11
+    assert counts.max() < 1.15 * sum(lengths) / 11
+    other = random_documents(11, 300, longest=50, shortest=20, seed=4)
+    assert [ids.tolist() for ids in other] != [ids.tolist() for ids in arrays]
+    assert other.fingerprint != documents.fingerprint
+    assert (len(documents), documents.size) == (300, None)
+
+
+def test_random_documents_make_a_token_file_which_gives_them_back(tmp_path):
+    documents = random_documents(300, 20, longest=9)
+    file = write_tokens(tmp_path / "a", documents, vocab_size=300, eos_id=0, shard_tokens=7)
+    again = token_documents(tmp_path / "a")
+    assert [ids.tolist() for ids in again] == [ids.tolist() for ids in documents]
+    assert again.fingerprint == file.fingerprint
+    records = list(token_documents(open_tokens(tmp_path / "a")).read(7, part=1, parts=3))
+    assert [record.name for record in records[:2]] == [
+        f"document {number} of {tmp_path}/a" for number in (7, 10)
+    ]
+    assert again.size == 2 * file.tokens
+    *_, last = again.read()
+    assert last.done == again.size
+
+
+def test_a_collection_may_hold_texts_arrays_or_named_ones():
+    items = ["a", ("b.txt", "b"), [1, 2], ("c", np.array([3]))]
+    records = list(as_documents(items).read())
+    assert [record.name for record in records] == ["document 0", "b.txt", "document 2", "c"]
+    assert [np.asarray(record.content).tolist() for record in records] == ["a", "b", [1, 2], [3]]
+    assert [record.name for record in as_documents(items).read(1, part=1, parts=2)] == [
+        "b.txt",
+        "c",
+    ]
+    documents = as_documents(items)
+    assert as_documents(documents) is documents
+
+
+BAD = {
+    "vocabulary": ((0, 1), {}, "vocab_size 0 and count 1 must be at least 1"),
+    "count": ((9, 0), {}, "vocab_size 9 and count 0 must be at least 1"),
+    "shortest": ((9, 1), {"shortest": 0}, "shortest 0 must be 1 to longest = 1024"),
+    "longest": ((9, 1), {"longest": 3, "shortest": 4}, "shortest 4 must be 1 to longest = 3"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "message"), BAD.values(), ids=BAD)
+def test_bad_sizes_of_random_documents_are_refused(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        random_documents(*sizes, **options)
+
+
+def test_a_random_document_out_of_range_is_refused():
+    with pytest.raises(IndexError, match=r"document 3 must lie in range\(3\)"):
+        random_documents(9, 3)[3]
