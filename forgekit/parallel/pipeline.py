@@ -205,6 +205,10 @@ class Stages:
                 "Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
             )
 
+    def check_count(self, micro_batches: int) -> None:
+        """Raise unless the schedule can run a number of micro-batches."""
+        check_micro_batches(self._schedule, self._ranks, micro_batches)
+
     def learn(self, shape: Sequence[int], compute: Callable[[int, Tensor | None], Tensor]) -> None:
         """Run the stages one after the other, to learn what passes between them.
 
@@ -275,11 +279,7 @@ class Stages:
             micro_batches: Their number.
             shape: Shape of the first stage's input, the same for all.
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
-
-        Raises:
-            ValueError: If the schedule cannot run so many micro-batches.
         """
-        check_micro_batches(self._schedule, self._ranks, micro_batches)
         passed = [(boundary.at(shape), boundary.dtype) for boundary in self.boundaries]
         with self.guarded():
             self._engine.run(micro_batches, passed, compute, tag=self._tag)

@@ -27,14 +27,18 @@ from forgekit.parallel.fsdp import (
 )
 from forgekit.parallel.layout import layout_of, size_of
 from forgekit.state import TrainState
-from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
-from forgekit.steps.losses import Loss
+from forgekit.steps.forward import (
+    LossFn,
+    check_loss,
+    compute_loss,
+    length_of,
+    mixing_tensors,
+    take_part,
+)
 from forgekit.steps.staged import accumulate_staged
 from forgekit.steps.totals import LossSums, Totals
 
 __all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
-
-RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
 
 
 def accumulate(
@@ -111,7 +115,7 @@ def _run_whole(
             set_sync(sharded, sync, is_last)
         part = take_part(batch, layout, device)
         with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
-            loss = _checked(compute_loss(state.model, part, loss_fn))
+            loss = check_loss(compute_loss(state.model, part, loss_fn))
         loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
         sums.add(loss, rows=batch.batch_size[0])
     return sums
@@ -157,7 +161,7 @@ class _Pulled(list[TensorDictBase]):
 
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
     """Each micro-batch with whether it is the last; pulls ahead only where the size is unknown."""
-    size = _length(batches)
+    size = length_of(batches)
     if size is not None:
         count = 0
         for count, batch in enumerate(batches, start=1):
@@ -175,24 +179,6 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
             yield previous, False
             previous = following
         yield previous, True
-
-
-def _length(batches: Iterable[TensorDictBase]) -> int | None:
-    try:
-        return len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:  # also what a DataLoader over a stream answers
-        return None
-
-
-def _checked(loss: Loss) -> Loss:
-    if taken := RESERVED & loss.metrics.keys():
-        raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
-    if not loss.sum.requires_grad:
-        raise ValueError(
-            "the loss that loss_fn returned does not depend on any trainable parameter; a "
-            "micro-batch without targets should still run the model (forgekit.cross_entropy does)."
-        )
-    return loss
 
 
 @contextmanager

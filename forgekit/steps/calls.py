@@ -101,9 +101,9 @@ def note_call(model: nn.Module, batch: TensorDictBase, loss_fn: LossFn) -> Call:
             "each micro-batch, with or without targets."
         )
     args, keywords = called.given
-    parameters = list(inspect.signature(type(model).forward).parameters)
-    if not args and len(parameters) > 1 and parameters[1] in keywords:
-        args = (keywords.pop(parameters[1]),)
+    names = _parameter_names(model)
+    if not args and names and names[0] in keywords:
+        args = (keywords.pop(names[0]),)
     if not args or not isinstance(args[0], Tensor):
         got = type(args[0]).__name__ if args else "no positional argument"
         raise TypeError(
@@ -115,7 +115,7 @@ def note_call(model: nn.Module, batch: TensorDictBase, loss_fn: LossFn) -> Call:
         locate: Any = model.locate
         keywords["position_ids"] = locate(first.shape[1], first.device)
     autocast = called.autocast.get(first.device.type, (False, first.dtype))
-    return Call(batch, first, tuple(rest), keywords, autocast, "head" in parameters)
+    return Call(batch, first, tuple(rest), keywords, autocast, "head" in names)
 
 
 def once(model: nn.Module, output: Any) -> Any:
@@ -193,6 +193,18 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    """Names of what ``forward`` takes, through subclasses that hand on ``**kwargs``."""
+    names: list[str] = []
+    for kind in type(model).__mro__:
+        if "forward" in vars(kind):
+            _, *parameters = inspect.signature(vars(kind)["forward"]).parameters.values()
+            names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names
 
 
 def _leave(*args: Any, **keywords: Any) -> None:

@@ -8,7 +8,7 @@ spread over the vocabulary; a loss function may mix them with plain tensors, whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,9 @@ from forgekit.data.slices import shard_sequence
 from forgekit.parallel.layout import Layout
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossFn", "compute_loss", "mixing_tensors", "take_part"]
+__all__ = ["LossFn", "check_loss", "compute_loss", "length_of", "mixing_tensors", "take_part"]
+
+RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
 
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
@@ -65,6 +67,30 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
             "the summed loss and the number of its targets."
         )
     return _plain(loss) if _is_spread(loss) else loss
+
+
+def check_loss(loss: Loss) -> Loss:
+    """Raise unless a loss can be trained on and reported.
+
+    Raises:
+        ValueError: If it depends on no trainable parameter, or reports what every step reports.
+    """
+    if taken := RESERVED & loss.metrics.keys():
+        raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
+    if not loss.sum.requires_grad:
+        raise ValueError(
+            "the loss that loss_fn returned does not depend on any trainable parameter; a "
+            "micro-batch without targets should still run the model (forgekit.cross_entropy does)."
+        )
+    return loss
+
+
+def length_of(batches: Iterable[TensorDictBase]) -> int | None:
+    """Number of micro-batches; None if only the end will tell."""
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # also what a DataLoader over a stream answers
+        return None
 
 
 @contextmanager

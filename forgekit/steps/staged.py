@@ -21,7 +21,7 @@ from forgekit.parallel.layout import layout_of
 from forgekit.parallel.pipeline import Stages
 from forgekit.state import TrainState
 from forgekit.steps.calls import Call, first_tensor, note_call, once
-from forgekit.steps.forward import LossFn, compute_loss, take_part
+from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
 from forgekit.steps.losses import Loss
 from forgekit.steps.totals import LossSums
 
@@ -55,7 +55,7 @@ def accumulate_staged(
             ``forward`` changes what passes between its blocks.
         RuntimeError: If ``loss_fn`` calls the model twice.
     """
-    size = _length(batches)
+    size = length_of(batches)
     if size is None:
         raise TypeError(
             f"{type(batches).__name__} has no len(), and a pipeline has to know how many micro-"
@@ -89,7 +89,7 @@ def evaluate_staged(
     Raises:
         ValueError: If the ranks of the pipeline come with different micro-batches.
     """
-    work = _Work(state, batches, _length(batches), loss_fn)
+    work = _Work(state, batches, length_of(batches), loss_fn)
     work.start()
     slot, received = 0, None
     with work.stages.guarded():
@@ -139,6 +139,8 @@ class _Work:
         if self.has(0):
             self._shape = self.shape(0)
         self.stages.agree(self._size, self._shape)
+        if torch.is_grad_enabled() and self._size:
+            self.stages.check_count(self._size)
         if self._pulled and not self.stages.boundaries:
             self._rehearse()
         return self._shape
@@ -168,7 +170,7 @@ class _Work:
         """Compute as a part of a step: all shapes are the same, and the loss is scaled.
 
         Raises:
-            ValueError: If the shape differs, or the loss does not depend on any parameter.
+            ValueError: If this micro-batch has another shape than the first one.
         """
         if self.has(micro_batch) and (shape := self.shape(micro_batch)) != self._shape:
             raise ValueError(
@@ -182,7 +184,7 @@ class _Work:
     def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         """Run a micro-batch through a stage; of the last stage, add its loss up and return it."""
         call = self._calls[micro_batch]
-        if stage == self.stages.mine[-1]:
+        if stage == self.stages.mine[-1]:  # nobody here asks for it any more
             del self._calls[micro_batch]
         self._computed += 1
         out = self._forward(stage, call, received)
@@ -190,6 +192,8 @@ class _Work:
             self._count_rows(stage, call)
             return self.stages.check(stage, call.first.shape, out)
         loss = self._loss(out, call)
+        if torch.is_grad_enabled():
+            check_loss(loss)
         self.sums.add(loss, rows=call.batch.batch_size[0])
         return loss.sum
 
@@ -198,6 +202,11 @@ class _Work:
         first = call.first if received is None else received
         module = self.stages.modules[self.stages.mine.index(stage)]
         out = call.run(module, first, is_last=is_last)
+        if isinstance(out, TensorDictBase):
+            raise TypeError(
+                f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
+                "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
+            )
         return out if is_last else first_tensor(out, f"stage {stage}")
 
     def _loss(self, out: Any, call: Call) -> Loss:
@@ -226,10 +235,3 @@ class _Work:
         for root in self.stages.modules:
             for module in fsdp_modules(root):
                 module.reshard()  # a forward without a backward leaves the root gathered
-
-
-def _length(batches: Iterable[TensorDictBase]) -> int | None:
-    try:
-        return len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:  # also what a DataLoader over a stream answers
-        return None

@@ -66,6 +66,12 @@ def test_a_row_is_as_written_by_hand():
     assert (stream.samples, list(stream)) == (2, [])
 
 
+def test_a_row_that_ends_on_a_closing_token_leaves_nothing_of_it_to_the_next():
+    batches = list(stream_of([[1, 2, 3], [4, 5]], seq_len=3, batch_size=1, epochs=1))
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2, 3]], [[4, 5, 0]]]
+    assert [batch["labels"].tolist() for batch in batches] == [[[2, 3, 0]], [[5, 0, -100]]]
+
+
 documents_strategy = st.lists(
     st.lists(st.integers(1, 9), max_size=12), min_size=1, max_size=12
 ).filter(any)

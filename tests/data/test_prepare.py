@@ -156,6 +156,27 @@ def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_ste
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
 
 
+def test_documents_that_are_cut_are_taken_up_between_two_and_never_inside_one(
+    tmp_path, small_steps
+):
+    texts = [json.loads(line)["text"] for line in write_and_read(tmp_path / "lines.jsonl")]
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text("\n".join(texts[number::6]))
+    files = [tmp_path / f"{number}.txt" for number in range(6)]
+    prepare(files, tmp_path / "fresh", vocab_size=300)
+    ends = [sum(file.stat().st_size for file in files[:number]) for number in range(7)]
+    for end in ends[1:6]:
+        out = tmp_path / f"out-{end}"
+        interrupted(files, out, end + 1)
+        prepare(files, out, vocab_size=300)
+        assert content_of(out) == content_of(tmp_path / "fresh")
+
+
+def write_and_read(file):
+    write_lines(file, broken=10**6)
+    return file.read_text().splitlines()
+
+
 def test_other_settings_clear_what_was_begun_and_a_mistake_leaves_nothing(tmp_path, small_steps):
     write_lines(tmp_path / "a.jsonl", broken=10**6)
     interrupted(tmp_path / "a.jsonl", tmp_path / "out", 0)

@@ -212,6 +212,15 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeyp
         list(text_documents(file))
 
 
+def test_readers_get_equal_shares_whatever_the_files(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("text")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' * 12)
+    write_parquet(tmp_path / "b.parquet", ["b"] * 12)
+    shares = [list(text_documents(tmp_path).read(part=part, parts=4)) for part in range(4)]
+    assert [len(share) for share in shares] == [9] * 4
+
+
 LINES = st.one_of(
     st.text("ab ü\n", max_size=4).map(lambda text: json.dumps({"text": text})),
     st.sampled_from(["", "  ", "{", "[]", '{"text": 1}']),

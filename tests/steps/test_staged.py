@@ -272,6 +272,20 @@ def _twice(model, batch):
     return fk.cross_entropy(model(batch["input_ids"]) + model(batch["input_ids"]), batch["labels"])
 
 
+class _Wrapped(fk.Transformer):
+    def forward(self, *args, wrap=False, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return TensorDict({"logits": out}, out.shape[:1]) if wrap else out
+
+
+def _wrapped_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], wrap=True)["logits"], batch["labels"])
+
+
+def _detached_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]).detach(), batch["labels"])
+
+
 def _check_rehearsal(rank, world):
     def wrong_type(model, batch):
         return model(batch["input_ids"]).sum()
@@ -286,9 +300,10 @@ def _check_rehearsal(rank, world):
         (_twice, RuntimeError, "loss_fn called its model twice"),
         (wrong_type, TypeError, "loss_fn returned a Tensor; a step needs"),
         (lambda model, batch: model(batch["input_ids"], mask=1), TypeError, "'mask'"),
+        (_wrapped_loss, TypeError, "returned a TensorDict; gradients through it would stay"),
     ]
     for loss_fn, kind, message in cases:
-        state = _state(world, "1f1b")
+        state = _state(world, "1f1b", model=_Wrapped(SPECS[world]).double())
         with pytest.raises((kind, RuntimeError), match=message) as raised:
             fk.accumulate(state, _batches(2), loss_fn)
         is_told = re.match(r"stage \d of the pipeline, on rank \d: \w+Error: ", str(raised.value))
@@ -311,6 +326,16 @@ def _other_shape(rank, world):
 def test_a_later_micro_batch_of_another_shape_is_refused_by_the_rank_that_pulls_it():
     with pytest.raises(RankError, match=r"micro-batch 2 has shape \(2, 5\) and the first one of"):
         run_ranks(_other_shape, 2)
+
+
+def _detached(rank, world):
+    state = _state(world, "gpipe")
+    fk.accumulate(state, _batches(2), _detached_loss)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    with pytest.raises(RankError, match="does not depend on any trainable parameter"):
+        run_ranks(_detached, 2)
 
 
 def _short(rank, world):
