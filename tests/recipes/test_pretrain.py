@@ -177,7 +177,7 @@ REFUSED = {
     "an unknown argument": (["fast"], "fast: "),
     "a precision that is none": (
         ["precision=fp8"],
-        'precision: expected one of fp32, bf16, read "fp8" (str)',
+        'precision: expected one of fp32, bf16, fp16, read "fp8" (str)',
     ),
     "heads that do not divide": (["model.heads=5"], "model: dim 32 must be divisible by 2 * heads"),
     "a mesh of nothing": (["mesh.dp_replicate=0"], "mesh: dp_replicate is 0; a mesh dimension is"),

@@ -14,9 +14,11 @@ from oracle import SPEC, full_tensors, relative_error
 from ranks import RankError, run_ranks
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
-from forgekit.parallel.layout import layout_of
+from forgekit.parallel.layout import Layout, layout_of, set_layout
+from forgekit.parallel.pipeline import split_stages
 from forgekit.steps.staged import evaluate_staged
 
 # Fewest micro-batches on two and four ranks, and one more (or the next that fits).
@@ -121,6 +123,24 @@ def test_gradients_and_losses_on_four_ranks(schedule):
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(schedule, recompute):
     run_ranks(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
+
+
+def _check_whole_backward(rank, world, schedule):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = fk.Transformer(SPECS[world]).double()
+    stages = split_stages(model, mesh, schedule, splits_backward=False)
+    set_layout(model, Layout(stages=stages, owns_loss=stages.has_last))
+    for stage in stages.modules:
+        fully_shard(stage, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    fk.accumulate(state, _batches(4), _logits_loss)
+    assert _error(state, _reference(fk.Transformer(SPECS[world]), _batches(4))[0]) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_a_backward_in_one_part_gives_the_same(schedule):
+    """Blocks are sharded with their stage, and resharded after forward: it needs no split."""
+    run_ranks(_check_whole_backward, 2, schedule)
 
 
 def _check_float32(rank, world, schedule):
