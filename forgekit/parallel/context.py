@@ -21,10 +21,7 @@ from torch.distributed.tensor import DTensor
 from forgekit.data.slices import slice_places
 from forgekit.model.attention import Attend
 from forgekit.model.transformer import locate_all
-from forgekit.parallel.exchange import Members
 from forgekit.parallel.layout import size_of
-from forgekit.parallel.ring import ring_attention
-from forgekit.parallel.ulysses import check_heads, ulysses_attention
 
 __all__ = ["ContextParallel", "apply_context", "locate_slice", "split_context", "whole_sequences"]
 
@@ -114,6 +111,8 @@ def split_context(
         return context, 1
     if method == "ulysses":
         if heads is not None:
+            from forgekit.parallel.ulysses import check_heads
+
             check_heads(heads, context)
         return 1, context
     splits = [u for u in range(2, context) if context % u == 0]
@@ -177,6 +176,11 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 
 def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int) -> Attend:
+    # Imported here: they register operators with torch, which takes a while.
+    from forgekit.parallel.exchange import Members
+    from forgekit.parallel.ring import ring_attention
+    from forgekit.parallel.ulysses import ulysses_attention
+
     if ulysses == 1:
         return ring_attention(Members.of(mesh.get_group("cp")))
     if ring == 1:

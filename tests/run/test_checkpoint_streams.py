@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import forgekit as fk
 from forgekit.data.document_stream import stream_documents
 from forgekit.data.groups import groups
 from forgekit.data.id_documents import random_documents
@@ -29,6 +31,39 @@ class Streaming(TrainState):
 class Sampling(TrainState):
     own: Any = attrs.field(repr=False, metadata={"per_rank": True})
     common: Any = attrs.field(repr=False, metadata={"per_rank": False})
+
+
+def _loss(model, batch):
+    where = {key: batch[key] for key in ("position_ids", "doc_ids")}
+    return fk.cross_entropy(model(batch["input_ids"], **where), batch["labels"])
+
+
+def _train(rank, world, directory, saved_at, steps):
+    mesh = fk.build_mesh(device="cpu") if world > 1 else None
+    spec = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn_dim": 16, "max_seq_len": 16}
+    model = fk.Transformer(fk.TransformerSpec(vocab_size=50, **spec), seed=0)
+    model = model if mesh is None else fk.parallelize(model, mesh)
+    stream = stream_of(rank, world)
+    state = Streaming.create(model, fk.adamw(model), mesh=mesh, stream=stream)
+    state = checkpoint_load(state, directory)
+    step = fk.make_step(_loss, schedule=fk.constant(0.1), max_norm=1.0)
+    losses = []
+    for batches in islice(groups(state.stream, stream.micro_batches(4 * world)), steps):
+        state, metrics = step(state, batches)
+        losses.append(metrics["loss"].item())
+        if state.step == saved_at:
+            checkpoint_save(state, directory, blocking=True)
+    assert state.samples == state.stream.samples
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_on_a_stream_resumes_bitwise(tmp_path, world):
+    straight = run_ranks(_train, world, tmp_path / "straight", None, 6)[0]
+    first = run_ranks(_train, world, tmp_path / "resumed", 2, 3)[0]
+    assert first == straight[:3]
+    assert run_ranks(_train, world, tmp_path / "resumed", None, 4)[0] == straight[2:]
+    assert len(set(straight)) == 6
 
 
 class Rollouts:
