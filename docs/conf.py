@@ -9,7 +9,7 @@ release = version = version_of("forgekit")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 html_theme = "furo"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "layout_errors.md"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

@@ -1,4 +1,7 @@
-"""Write the table of layouts with their errors: ``python tests/distributed/table.py``."""
+"""Write the table of layouts with their errors: ``python tests/distributed/table.py``.
+
+It takes some of the default cells of each layout; the tests hold all of them to the bounds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TARGET = TESTS.parent / "docs" / "layout_errors.md"
+CELLS = 3
+"""Cells in float32 for each layout, besides one in float64."""
+
 HEAD = """\
 | layout | ranks | cells | gradient, fp32 | 5 SGD steps | 5 AdamW steps | gradient, fp64 |
 |---|---|---|---|---|---|---|
@@ -14,7 +20,7 @@ HEAD = """\
 
 
 def main() -> None:
-    """Run the default cells of every layout and write the worst error of each."""
+    """Run some cells of every layout and write the worst error of each."""
     sys.path.insert(0, str(TESTS))
     import ranks
 
@@ -26,11 +32,13 @@ def main() -> None:
 
 
 def _row(layout: str) -> str:
+    import attrs
     from distributed.cells import merge, run_layout
     from distributed.compare import BOUNDS, errors
     from distributed.matrix import LAYOUTS, default_cells
 
-    cells = default_cells([layout])
+    default = default_cells([layout])
+    cells = [attrs.evolve(default[0], dtype="fp64"), *default[:CELLS]]
     worst: dict[tuple[str, str], float] = {}
     for cell, found in zip(cells, run_layout(cells), strict=True):
         bounds = BOUNDS[cell.dtype]
