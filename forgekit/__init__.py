@@ -53,7 +53,9 @@ from forgekit.parallel.schedules import PipelineSchedule
 from forgekit.parallel.context import ContextParallel
 from forgekit.parallel.parallelize import parallelize
 from forgekit.state import DonatedStateError, TrainState, donate
-from forgekit.steps.losses import Loss, cross_entropy, linear_cross_entropy
+from forgekit.steps.losses import Loss, cross_entropy
+from forgekit.steps.chunked import linear_cross_entropy
+from forgekit.steps.sources import losses_by_source
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
 from forgekit.steps.clip import Correction, clip
@@ -144,6 +146,7 @@ __all__ = [
     "Loss",
     "cross_entropy",
     "linear_cross_entropy",
+    "losses_by_source",
     "accumulate",
     "count_ahead",
     "Totals",

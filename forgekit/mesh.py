@@ -190,11 +190,18 @@ def shutdown() -> None:
 
 
 def _forget_groups() -> None:
-    """Empty DTensor's caches: a later mesh may equal one of those whose groups are gone."""
-    from torch.distributed.tensor import debug
+    """Empty DTensor's caches: a later mesh may equal one of those whose groups are gone.
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
+    They also keep the meshes, those their groups, and each group of gloo has a thread that polls.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    for module, clear in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+    ):
+        if hasattr(module, clear):
+            getattr(module, clear)()
 
 
 def _default_device() -> str:

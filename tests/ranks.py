@@ -9,6 +9,7 @@ a process group of its own over a fresh file store. After a failure its workers 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -26,8 +27,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from forgekit import mesh
+
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
+MOST_THREADS = 40
+"""Of a worker that is used again. Each gloo group that something in torch still holds has a thread
+that wakes a hundred times a second; after some hundred jobs they would use up the machine."""
 _zygote: Connection | None = None
 
 
@@ -100,17 +106,24 @@ def _serve(parent: Connection) -> None:
             for rank, (_, connection) in enumerate(workers[:world]):
                 connection.send_bytes(pickle.dumps((where, rank, world, args, group, folder)))
             ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
-        if not ok:
-            for process, connection in workers[:world]:
+        kept = workers[world:]
+        for process, connection in workers[:world]:
+            if ok and _threads(process.pid) <= MOST_THREADS:
+                kept.append((process, connection))
+            else:
                 process.kill()
                 process.join()
                 connection.close()
-            del workers[:world]
+        workers = kept
         parent.send_bytes(pickle.dumps((ok, payload)))
     for process, _ in workers:
         process.kill()
         process.join()
     os._exit(0)
+
+
+def _threads(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/task"))
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> tuple[bool, Any]:
@@ -141,6 +154,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported; a collection after each job then costs little
     while True:
         try:
             where, rank, world, args, group, folder = pickle.loads(connection.recv_bytes())
@@ -180,11 +194,9 @@ def _run(
 
 
 def _forget_meshes() -> None:
-    """Empty DTensor's caches: the next job's mesh may equal one of this, whose groups are gone."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
+    """Let go of the job's meshes, and with them of most of its groups."""
+    mesh._forget_groups()
+    gc.collect()
 
 
 def _load(path: str, module: str, name: str) -> Callable[..., Any]:

@@ -79,9 +79,8 @@ def parallelize(
             The model's own ``plan`` if None.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
         reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
-            backward; a number keeps them within groups of so many neighbours. A pipeline always
-            keeps them: a backward in two parts needs them in both. Pipeline stages
-            keep them for the whole step.
+            backward; a number keeps them within groups of so many neighbours. Pipeline stages
+            keep them for the whole step: a backward in two parts needs them in both.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         prefetch: How many blocks ahead parameters are gathered.
         seed: Seed of the initial weights of parameters that are on meta.
@@ -139,7 +138,9 @@ def parallelize(
 
     stages = None
     if size_of(mesh, "pp") > 1:
-        stages = split_stages(model, mesh, pipeline_schedule, blocks)
+        # Each part of a backward in two would recompute, or compile, the block once more.
+        splits = activation_checkpoint == "none" and not compile
+        stages = split_stages(model, mesh, pipeline_schedule, blocks, splits_backward=splits)
         layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
     roots = [model] if stages is None else stages.modules
     is_last = stages is None or stages.has_last

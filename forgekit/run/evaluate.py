@@ -15,7 +15,7 @@ from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
 from forgekit.steps.staged import evaluate_staged
-from forgekit.steps.totals import LossSums, reduce_losses
+from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
 __all__ = ["evaluate", "evaluating"]
 
@@ -62,8 +62,7 @@ def evaluate(
     result = {"loss": loss, "targets": totals["targets"]}
     if bytes_per_token is not None:
         result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
-    for metric, pair in totals.sums["metrics"].items():
-        result[metric] = pair["sum"] / pair["count"]
+    result |= mean_metrics(totals)
     prefix = f"eval/{name}/" if name else ""
     return TensorDict({prefix + metric: value for metric, value in result.items()}, [])
 

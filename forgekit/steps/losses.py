@@ -2,9 +2,7 @@
 
 A loss function returns ``Loss(sum, count)``. Nothing is divided where it is computed: the number
 of targets in the global batch is known only after the last micro-batch, and one factor per step
-divides by it then. ``cross_entropy`` and ``linear_cross_entropy`` compute the same numbers from
-logits and from hidden states; both have their gradient in closed form, so that masked places
-contribute exactly nothing, whatever stands there.
+divides by it then. Masked places contribute exactly nothing, whatever stands there.
 """
 
 from __future__ import annotations
@@ -12,27 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from forgekit.steps.vocab import (
-    Columns,
-    share_softmax,
-    sum_losses,
-    take_logits,
-    take_projection,
-)
+from forgekit.data.batch import IGNORED
+from forgekit.steps.vocab import shared_losses, take_logits
 
-__all__ = ["IGNORE", "Loss", "cross_entropy", "linear_cross_entropy"]
-
-IGNORE = -100
-"""Label of a place that carries no loss."""
+__all__ = ["Loss", "check_shapes", "cross_entropy", "loss_of_places", "wide"]
 
 Number = Tensor | float | int
 Metric = Number | tuple[Number, Number]
@@ -49,8 +36,9 @@ class Loss:
         count: Number of targets, an int or a ``[]`` tensor. Counts of all micro-batches on all
             ranks are added, and the step divides by the total.
         metrics: Further numbers to report, by name: ``(sum, count)`` pairs, added up over the
-            step and divided then; a single number counts as one observation.
-        rows: Optionally the sum and count of each row, ``([b], [b])``, for per-source losses.
+            step and divided then; a single number counts as one observation. Of one that is named
+            ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
+        rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
 
     Examples:
         >>> loss = Loss(torch.tensor(6.0), 3)
@@ -130,57 +118,39 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     References:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
-    _check_shapes("logits", logits, labels)
-    labels = labels.reshape(-1).long()
+    check_shapes("logits", logits, labels)
     logits, columns = take_logits(logits)
     flat = logits.reshape(-1, logits.shape[-1])
     if columns is not None:
-        return Loss(sum_losses(flat, labels, labels != IGNORE, z_loss, columns), _count(labels))
-    flat = flat.to(_wide(logits.dtype))
-    flat: Tensor = _DropNan.apply(flat)  # pyright: ignore[reportAssignmentType]
-    total = F.cross_entropy(flat, labels, ignore_index=IGNORE, reduction="sum")
+        losses = shared_losses(flat, labels.reshape(-1).long(), z_loss, columns)
+        return loss_of_places(losses.sum(), losses, labels)
+    flat: Tensor = _DropNan.apply(flat.to(wide(logits.dtype)))  # pyright: ignore[reportAssignmentType]
+    places = labels.reshape(-1).long()
+    losses = F.cross_entropy(flat, places, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.
-        log_z = torch.where(labels != IGNORE, flat.logsumexp(-1), 0.0)
-        total = total + z_loss * log_z.square().sum()
-    return Loss(total, _count(labels))
+        log_z = torch.where(places != IGNORED, flat.logsumexp(-1), 0.0)
+        losses = losses + z_loss * log_z.square()
+    return loss_of_places(losses.sum(), losses, labels)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
-) -> Loss:
-    """Cross-entropy of ``hidden @ weight.T`` without ever holding all logits.
-
-    Rows are taken in chunks; each chunk's logits become a loss and a gradient at once and are
-    dropped, so the backward pass only scales what the forward pass has found. Memory beyond the
-    inputs is one gradient of each and two chunks of logits.
+def loss_of_places(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
+    """Build a loss with its rows.
 
     Args:
-        hidden: ``[... d]``.
-        weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
-            ranks compute with their own rows of it.
-        labels: ``[...]`` int, already shifted; -100 where there is no target.
-        z_loss: Weight of the squared log-partition.
+        total: ``[]`` differentiable sum of the losses.
+        losses: ``[n]``, 0 at places without a target.
+        labels: ``[b ...]`` of ``n`` places; rows are told apart if there are two dimensions.
 
     Returns:
-        ``Loss``, as ``cross_entropy(hidden @ weight.T, labels, z_loss)``.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+        ``Loss`` with the number of labels that are not -100.
     """
-    _check_shapes("hidden", hidden, labels)
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
-            "weight must be [v d] with the width d of hidden."
-        )
-    backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    hidden, weight, columns = take_projection(hidden, weight)
-    flat = rearrange(hidden, "... d -> (...) d")
-    weight, labels = weight.to(hidden.dtype), labels.reshape(-1).long()
-    with torch.autocast(hidden.device.type, enabled=False):
-        total = _LinearCrossEntropy.apply(flat, weight, labels, z_loss, backward, columns)
-    return Loss(total, _count(labels))  # pyright: ignore[reportArgumentType]
+    is_target = labels != IGNORED
+    rows = None
+    if labels.ndim > 1:
+        by_row = losses.detach().view(labels.shape).flatten(1).sum(1)
+        rows = by_row, is_target.flatten(1).sum(1)
+    return Loss(total, is_target.sum(), rows=rows)
 
 
 class _DropNan(torch.autograd.Function):
@@ -201,129 +171,13 @@ class _DropNan(torch.autograd.Function):
         return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        z_loss: float,
-        backward: bool,
-        columns: Columns | None,
-    ) -> Tensor:
-        total = hidden.new_zeros((), dtype=_wide(hidden.dtype))
-        grad_hidden = torch.empty_like(hidden) if backward else None
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if backward else None
-        take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
-        size = _chunk_rows(weight)
-        for start in range(0, hidden.shape[0], size):
-            rows = slice(start, start + size)
-            # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            loss, gradient = take(hidden[rows] @ weight.T, labels[rows], z_loss, backward)
-            total += loss
-            if grad_hidden is not None and grad_weight is not None:
-                torch.mm(gradient, weight, out=grad_hidden[rows])
-                is_target = (labels[rows] != IGNORE)[:, None]
-                _add_product(grad_weight, gradient, torch.where(is_target, hidden[rows], 0.0))
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtype = weight.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = (grad_weight * upstream).to(ctx.dtype)
-        return grad_hidden * upstream.to(grad_hidden.dtype), scaled, None, None, None, None
-
-
-def _take_chunk(
-    logits: Tensor, labels: Tensor, z_loss: float, backward: bool
-) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows, ``[]``, and its gradient by their logits, ``[n v]``."""
-    dtype = logits.dtype
-    log_p = F.log_softmax(logits, -1, dtype=_wide(dtype))
-    losses, log_z = _row_losses(logits, log_p, labels, z_loss)
-    if not backward:
-        return losses.sum(), log_p
-    del logits
-    return losses.sum(), _gradient(log_p, log_z, labels, z_loss).to(dtype)
-
-
-def _take_shared_chunk(
-    logits: Tensor, labels: Tensor, z_loss: float, backward: bool, *, columns: Columns
-) -> tuple[Tensor, Tensor]:
-    """The same of a rank's part of the vocabulary; all ranks find the same loss."""
-    dtype = logits.dtype
-    found = share_softmax(logits.to(_wide(dtype)), labels, labels != IGNORE, z_loss, columns)
-    if not backward:
-        return found.losses.sum(), found.exponentials
-    del logits
-    return found.losses.sum(), found.gradient_().to(dtype)
-
-
-def _row_losses(
-    logits: Tensor, log_p: Tensor, labels: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor | None]:
-    """Each row's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
-    is_target, picked = _picked(labels)
-    chosen = log_p.gather(1, picked)[:, 0]
-    losses, log_z = -chosen, None
-    if z_loss:
-        log_z = logits.gather(1, picked)[:, 0].to(chosen.dtype) - chosen
-        losses = losses + z_loss * log_z.square()
-    # `where`, not a product: masked values may be NaN.
-    return torch.where(is_target, losses, 0.0), log_z
-
-
-def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
-    """Gradient of the summed losses by the logits, ``[n v]``.
-
-    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, through
-    torch's fused backward of log-softmax: it needs one pass where ``exp``, a product and a mask
-    need three.
-    """
-    is_target, picked = _picked(labels)
-    one = torch.where(is_target, torch.ones_like(log_p[:, 0]), 0.0)
-    slope = one if log_z is None else torch.where(is_target, 1 + 2 * z_loss * log_z, 0.0)
-    at_label = torch.zeros_like(log_p).scatter_(1, picked, -slope[:, None])
-    gradient = torch._log_softmax_backward_data(at_label, log_p, 1, log_p.dtype)
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in _DropNan
-    return gradient if log_z is None else gradient.scatter_add_(1, picked, (slope - one)[:, None])
-
-
-def _picked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows have a target, ``[n]``, and the column to read, ``[n 1]``."""
-    is_target = labels != IGNORE
-    # Not clamped: a label outside the vocabulary must fail in gather instead of training class 0.
-    return is_target, torch.where(is_target, labels, 0)[:, None]
-
-
-def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    if total.dtype == gradient.dtype:
-        total.addmm_(gradient.T, hidden)
-    else:
-        total += gradient.T @ hidden
-
-
-def _chunk_rows(weight: Tensor) -> int:
-    """Rows whose logits are large enough to fill the device and small beside the weight."""
-    places = 2**21 if weight.device.type == "cpu" else 2**27
-    return max(16, places // weight.shape[0])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a loss is computed in: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _count(labels: Tensor) -> Tensor:
-    return (labels != IGNORE).sum()
-
-
-def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
+def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
+    """Raise unless there is a label for each place."""
     if values.shape[:-1] != labels.shape:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)} and labels {tuple(labels.shape)}; labels "

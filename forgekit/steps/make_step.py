@@ -12,7 +12,7 @@ from torch import Tensor
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip
-from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
 __all__ = ["Stop", "make_step", "step_metrics"]
@@ -87,7 +87,8 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
     Returns:
         TensorDict of ``[]`` float64 on the device: ``loss`` (mean over the targets; NaN without
         any), ``grad_norm``, ``lr``, ``targets``, ``skipped`` (1 if the step changed nothing), and
-        each of the loss function's own metrics, its sum over its count.
+        each of the loss function's own metrics, its sum over its count; of one that is named
+        ``<what>/loss`` also the count, as ``<what>/targets``.
     """
     loss = totals["loss"]
     metrics = {
@@ -97,6 +98,4 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "targets": totals["targets"],
         "skipped": (~correction.finite).to(loss.dtype),
     }
-    for name, pair in totals.sums["metrics"].items():
-        metrics[name] = pair["sum"] / pair["count"]
-    return TensorDict(metrics, [])
+    return TensorDict(metrics | mean_metrics(totals), [])

@@ -17,7 +17,7 @@ from forgekit.parallel.layout import layout_of, size_of
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossSums", "Totals", "reduce_losses", "reduce_totals"]
+__all__ = ["LossSums", "Totals", "mean_metrics", "reduce_losses", "reduce_totals"]
 
 _agreed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
@@ -144,6 +144,23 @@ def reduce_losses(totals: Totals, state: TrainState) -> Totals:
     """
     keys = _compare_ranks(totals, state)
     return _sum_over_ranks(_filled(totals, keys), state)
+
+
+def mean_metrics(totals: Totals) -> dict[str, Tensor]:
+    """Divide the sums of a loss function's own metrics by their counts.
+
+    Args:
+        totals: Reduced totals.
+
+    Returns:
+        ``[]`` float64 by name, and of each ``<what>/loss`` its count as ``<what>/targets``.
+    """
+    means: dict[str, Tensor] = {}
+    for name, pair in totals.sums["metrics"].items():
+        means[name] = pair["sum"] / pair["count"]
+        if name.endswith("/loss"):
+            means[name.removesuffix("loss") + "targets"] = pair["count"]
+    return means
 
 
 def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:

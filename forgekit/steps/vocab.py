@@ -22,7 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-__all__ = ["Columns", "Softmax", "share_softmax", "sum_losses", "take_logits", "take_projection"]
+from forgekit.data.batch import IGNORED
+
+__all__ = ["Columns", "Softmax", "share_softmax", "shared_losses", "take_logits", "take_projection"]
 
 # The newer name since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,23 +154,20 @@ def share_softmax(
     return Softmax(losses, exponentials, slope, column, is_here[:, None])
 
 
-def sum_losses(
-    logits: Tensor, labels: Tensor, is_target: Tensor, z_loss: float, columns: Columns
-) -> Tensor:
-    """Sum the cross-entropies of shared logits, differentiably.
+def shared_losses(logits: Tensor, labels: Tensor, z_loss: float, columns: Columns) -> Tensor:
+    """Compute the cross-entropies of shared logits, differentiably.
 
     Args:
         logits: ``[n v/tp]``, left as they are.
-        labels: ``[n]`` int; anything where there is no target.
-        is_target: ``[n]`` bool.
+        labels: ``[n]`` int; -100 where there is no target.
         z_loss: Weight of the squared log-partition.
         columns: Which columns the logits are.
 
     Returns:
-        ``[]`` float32 or wider, the same on all ranks.
+        ``[n]`` float32 or wider, the same on all ranks; 0 where there is no target.
     """
-    total: Any = _SharedCrossEntropy.apply(logits, labels, is_target, z_loss, columns)
-    return total
+    losses: Any = _SharedCrossEntropy.apply(logits, labels, labels != IGNORED, z_loss, columns)
+    return losses
 
 
 class _SharedCrossEntropy(torch.autograd.Function):
@@ -185,7 +184,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
         found = share_softmax(wide, labels, is_target, z_loss, columns)
         ctx.save_for_backward(found.exponentials, found.slope, found.column, found.is_here)
         ctx.dtype = logits.dtype
-        return found.losses.sum()
+        return found.losses
 
     @staticmethod
     @once_differentiable
@@ -194,7 +193,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         exponentials, slope, column, is_here = ctx.saved_tensors
         gradient = exponentials * (slope * upstream)[:, None]
-        gradient = _subtract_labels(gradient, column, is_here * upstream)
+        gradient = _subtract_labels(gradient, column, is_here * upstream[:, None])
         return gradient.to(ctx.dtype), None, None, None, None
 
 

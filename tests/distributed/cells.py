@@ -1,16 +1,17 @@
 """A job of the pool: one layout on its ranks, and in it any number of cells, one after another.
 
-A rank that sees the first places of everything but the pipeline sends the full tensors it holds;
-the others send digests, which must be the same.
+Every rank sends the pieces of tensors that it holds and where they belong, and whoever asked puts
+them together: ranks need no collectives for it, and copies of a piece must be bitwise the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from hashlib import blake2b
 from typing import Any
 
+import attrs
+import numpy as np
 import torch
 from distributed.batches import global_batch
 from distributed.matrix import Cell
@@ -19,6 +20,7 @@ from distributed.mutations import MUTATIONS
 from oracle import full
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 
@@ -50,12 +52,27 @@ def run_cells(rank: int, world: int, cells: Sequence[Cell], mutation: str | None
         return found
 
 
+@attrs.frozen
+class Piece:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        places: Where each value belongs in the whole, flattened.
+        values: The values, flattened.
+    """
+
+    shape: tuple[int, ...]
+    places: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
 class LaidOut:
     """A model in its layout, and what it started from."""
 
     def __init__(self, model: nn.Module, mesh: Any) -> None:
         self.model, self.mesh = model, mesh
-        self.sends = not any(mesh.get_coordinate()[1:])
+        self._places: dict[Any, np.ndarray[Any, Any]] = {}
         self.shards = {n: p.detach().clone() for n, p in model.named_parameters()}
         self.start = self.send(self.shards)
 
@@ -66,14 +83,30 @@ class LaidOut:
                 parameter.copy_(self.shards[name])
         return fk.TrainState.create(self.model, BUILDERS[optimizer](self.model), mesh=self.mesh)
 
-    def send(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Any]]:
-        """Full tensors on one rank of each pipeline stage, and their digests on all."""
-        whole = {name: full(tensor).detach() for name, tensor in tensors.items()}
-        copies = {name: tensor.numpy(force=True).copy() for name, tensor in whole.items()}
-        digests = {name: blake2b(copy.tobytes()).hexdigest() for name, copy in copies.items()}
-        return digests, copies if self.sends else {}
+    def send(self, tensors: Mapping[str, Tensor], factor: Any = 1) -> dict[str, Piece]:
+        """This rank's pieces of tensors, times a factor."""
+        pieces = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            values = (local.detach() * factor).flatten().numpy(force=True).copy()
+            pieces[name] = Piece(tuple(tensor.shape), self._places_of(tensor), values)
+        return pieces
 
-    def send_parameters(self) -> tuple[dict[str, str], dict[str, Any]]:
+    def _places_of(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Where the values that this rank holds belong; a collective for each way of sharing."""
+        if not isinstance(tensor, DTensor):
+            return np.arange(tensor.numel(), dtype=np.int32)
+        key = tensor.shape, tensor.placements, tensor.device_mesh
+        if key not in self._places:
+            local, rank = tensor.to_local(), tensor.device_mesh.get_rank()
+            numbers = (torch.arange(local.numel()) + (rank << 32)).view(local.shape)
+            spread = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+            whole = full(DTensor.from_local(numbers, *key[:0:-1], **spread)).flatten()
+            mine = (whole >> 32 == rank).nonzero()[:, 0]
+            self._places[key] = mine[whole[mine].argsort()].to(torch.int32).numpy()
+        return self._places[key]
+
+    def send_parameters(self) -> dict[str, Piece]:
         return self.send(dict(self.model.named_parameters()))
 
 
@@ -92,23 +125,24 @@ def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
 
 
 def _run_cell(cell: Cell, laid_out: LaidOut) -> Found:
-    sgd = _by_parts(cell, laid_out.state("sgd"))
-    gradients = laid_out.send(sgd.pop("gradients"))
+    sgd = _by_parts(cell, laid_out)
+    gradients = sgd.pop("gradients")
     sgd["parameters"] = laid_out.send_parameters()
     adamw = _by_make_step(cell, laid_out.state("adamw"))
     adamw["parameters"] = laid_out.send_parameters()
     return {"start": laid_out.start, "gradients": gradients, "sgd": sgd, "adamw": adamw}
 
 
-def _by_parts(cell: Cell, state: fk.TrainState) -> Found:
+def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
     """The step written out; gradients of the first step before they are clipped."""
-    numbers, gradients = [], {}
+    state, numbers, gradients = laid_out.state("sgd"), [], {}
     for step in range(STEPS):
         totals = fk.accumulate(state, own_batches(cell, state.mesh, step), LOSSES[cell.loss])
         totals = fk.reduce_totals(totals, state)
         if step == 0:
             factor = fk.clip(totals).factor
-            gradients = {n: full(p.grad) * factor for n, p in state.model.named_parameters()}
+            raw: Any = {name: p.grad for name, p in state.model.named_parameters()}
+            gradients = laid_out.send(raw, factor)
         lr = SCHEDULES["sgd"](step)
         correction = fk.clip(totals, max_norm=MAX_NORM)
         state = fk.update(state, correction, lr=lr, totals=totals)
@@ -137,26 +171,34 @@ def _counters(state: fk.TrainState) -> dict[str, int]:
 
 
 def merge(by_rank: Sequence[Found], *, agree: bool = True) -> Found:
-    """One answer from all ranks: full tensors united over stages, everything else as on the first.
+    """One answer from all ranks: tensors put together, everything else as on the first.
 
     Args:
         by_rank: What each rank found.
-        agree: Raise unless copies of a tensor, and numbers, are bitwise the same on every rank.
+        agree: Raise unless copies of a piece, and numbers, are bitwise the same on every rank.
     """
-    return {key: _merge_value([found[key] for found in by_rank], agree) for key in by_rank[0]}
+    keys = dict.fromkeys(key for found in by_rank for key in found)
+    return {key: _merge_values([f[key] for f in by_rank if key in f], agree) for key in keys}
 
 
-def _merge_value(values: list[Any], agree: bool) -> Any:
+def _merge_values(values: list[Any], agree: bool) -> Any:
     if isinstance(values[0], dict):
         return merge(values, agree=agree)
-    if not isinstance(values[0], tuple):
-        assert not agree or all(value == values[0] for value in values), f"ranks differ: {values}"
-        return values[0]
-    digests: dict[str, str] = {}
-    for rank, (theirs, _) in enumerate(values):
-        for name, digest in theirs.items():
-            same = digests.setdefault(name, digest) == digest
-            assert same or not agree, f"{name} differs on rank {rank}"
-    tensors = {n: torch.from_numpy(t) for _, sent in values for n, t in sent.items()}
-    assert tensors.keys() == digests.keys()
-    return tensors
+    if isinstance(values[0], Piece):
+        return _put_together(values, agree)
+    assert not agree or all(value == values[0] for value in values), f"ranks differ: {values}"
+    return values[0]
+
+
+def _put_together(pieces: list[Piece], agree: bool) -> Tensor:
+    first = pieces[0]
+    whole = np.empty(np.prod(first.shape, dtype=int), first.values.dtype)
+    known = np.zeros(whole.shape, dtype=bool)
+    for piece in pieces:
+        assert piece.shape == first.shape
+        twice = known[piece.places]
+        same = whole[piece.places][twice].tobytes() == piece.values[twice].tobytes()
+        assert same or not agree, "ranks hold different copies"
+        whole[piece.places], known[piece.places] = piece.values, True
+    assert known.all(), "nobody holds some of it"
+    return torch.from_numpy(whole.reshape(first.shape))

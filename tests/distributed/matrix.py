@@ -1,7 +1,8 @@
 """The table that the oracle walks: layouts, what varies inside each, and which cells are run.
 
-The default run takes, for every layout, rows in which each pair of values of any two factors
-occurs, and one cell each in float64 and bfloat16; ``make oracle`` takes the full product.
+The default run takes rows in which each pair of values of any two factors occurs, of which the
+layout is one. So a layout of two ranks, which costs little, takes all pairs of the others and more;
+one of four or eight takes each value. ``make oracle`` takes the full product.
 """
 
 from __future__ import annotations
@@ -146,9 +147,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, 
         4
     """
     generator = random.Random(seed)
-    rows = [
-        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
-    ]
+    rows = [dict(zip(factors, values, strict=True)) for values in _product(factors)]
     least = math.prod(sorted(map(len, factors.values()))[-2:])
     best = rows
     for _ in range(300):
@@ -171,25 +170,46 @@ def _greedy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def default_cells(layouts: Sequence[str]) -> list[Cell]:
-    """Pairwise cells in float32 and, along a diagonal, one of float64 and bfloat16 for each."""
+    """A covering choice in float32 and, along a diagonal, cells in bfloat16 and float64."""
     cells = []
     for index, layout in enumerate(layouts):
-        rows = pairwise(factors_of(layout), seed=index)
+        is_small = LAYOUTS[layout].world == 2
+        choose = _pairwise_and_more if is_small else _covering
+        rows = choose(factors_of(layout), seed=index)
         cells += [Cell(layout, **row) for row in rows]
         steady = LAYOUTS[layout].steady or LAYOUTS[layout].micros
         for number, dtype in enumerate(("bf16", "fp64")):
-            row = rows[(index + 3 * number) % len(rows)]
-            cells.append(Cell(layout, **row | {"micros": steady[number]}, dtype=dtype))
+            if is_small or index % 2 == number:
+                row = rows[(index + number) % len(rows)]
+                cells.append(Cell(layout, **row | {"micros": steady[number]}, dtype=dtype))
     return cells
+
+
+def _pairwise_and_more(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
+    """Pairwise rows, and some more than half as many others."""
+    rows = pairwise(factors, seed)
+    others = [dict(zip(factors, values, strict=True)) for values in _product(factors)]
+    others = [row for row in others if row not in rows]
+    return rows + random.Random(seed).sample(others, len(rows) // 2 + 1)
+
+
+def _covering(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
+    """The fewest rows in which each value of each factor occurs."""
+    generator, count = random.Random(seed), max(map(len, factors.values()))
+    columns = [
+        generator.sample([values[i % len(values)] for i in range(count)], count)
+        for values in factors.values()
+    ]
+    return [dict(zip(factors, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _product(factors: Mapping[str, Sequence[Any]]) -> itertools.product[tuple[Any, ...]]:
+    return itertools.product(*factors.values())
 
 
 def full_cells(layouts: Sequence[str]) -> list[Cell]:
     """Every combination in float32."""
-    return [
-        Cell(layout, *values)
-        for layout in layouts
-        for values in itertools.product(*factors_of(layout).values())
-    ]
+    return [Cell(layout, *values) for layout in layouts for values in _product(factors_of(layout))]
 
 
 def factors_of(layout: str) -> dict[str, tuple[Any, ...]]:

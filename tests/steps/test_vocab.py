@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.steps import losses
+from forgekit.steps import chunked
 
 ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
 
@@ -144,7 +144,7 @@ def test_large_logits_do_not_overflow():
 
 def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
     mesh = mesh_of(world)
-    losses._chunk_rows, chunk_rows = lambda weight: chunk, losses._chunk_rows
+    chunked._chunk_rows, chunk_rows = lambda weight: chunk, chunked._chunk_rows
     weight = spread(WEIGHT, mesh, {"shard": Shard(0), "replicate": Replicate()}[kinds[1]])
     if kinds[0] == "plain":
         hidden = hidden.clone().requires_grad_()
@@ -153,7 +153,7 @@ def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
     try:
         loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
     finally:
-        losses._chunk_rows = chunk_rows
+        chunked._chunk_rows = chunk_rows
     assert int(loss.count) == int((labels != -100).sum())
     (0.125 * loss.sum).backward()
     full = [g.full_tensor() if isinstance(g, DTensor) else g for g in (hidden.grad, weight.grad)]
@@ -249,13 +249,13 @@ def _seen(rank, world, rows, vocab, chunk):
     mesh = mesh_of(world)
     hidden = spread(torch.ones(rows, 1), mesh, Replicate())
     weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
-    losses._chunk_rows, chunk_rows = lambda weight: chunk, losses._chunk_rows
+    chunked._chunk_rows, chunk_rows = lambda weight: chunk, chunked._chunk_rows
     try:
         with Seen() as linear:
             loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
             loss.sum.backward()
     finally:
-        losses._chunk_rows = chunk_rows
+        chunked._chunk_rows = chunk_rows
     logits = spread(torch.ones(rows, vocab), mesh, Shard(1))
     with Seen() as full:
         fk.cross_entropy(logits, torch.arange(rows) % vocab, 0.1).sum.backward()

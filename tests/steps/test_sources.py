@@ -1,0 +1,121 @@
+"""Losses of each source against torch's cross-entropy of each row, in float64, in many layouts."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import attrs
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tensordict import TensorDict
+
+import forgekit as fk
+
+SPEC = attrs.evolve(oracle.SPEC, vocab_size=36)  # which tensor parallelism can divide
+SOURCES = ("code", "prose", "never")
+ROWS, PLACES = 8, 8
+LAYOUTS = {
+    "dp2": {"dp_shard": 2},
+    "tp2": {"dp_shard": 1, "tp": 2},
+    "cp2": {"dp_shard": 1, "cp": 2},
+    "pp2": {"dp_shard": 1, "pp": 2},
+    "dp2-cp2": {"dp_shard": 2, "cp": 2},
+}
+
+
+def global_batch() -> list[TensorDict]:
+    """Four micro-batches of two rows, ragged, one row and one micro-batch without a target."""
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(0))
+    ids = draw(0, SPEC.vocab_size, (ROWS, PLACES + 1))
+    labels = ids[:, 1:].clone()
+    labels[draw(0, 10, labels.shape) < 3] = -100
+    labels[0], labels[4:6] = -100, -100
+    source = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1])
+    batch = TensorDict({"input_ids": ids[:, :-1], "labels": labels, "source": source}, [ROWS])
+    return list(batch.split(2))
+
+
+def logits_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"], 0.01)
+
+
+def head_loss(model, batch):
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"], z_loss=0.01)
+    return model(batch["input_ids"], head=head)
+
+
+def reference() -> dict[str, tuple[float, int]]:
+    """Summed loss and targets of each source."""
+    model = fk.Transformer(SPEC).double()
+    found = dict.fromkeys(SOURCES, (0.0, 0))
+    for batch in global_batch():
+        for row in batch:
+            keep = row["labels"] != -100
+            logits = model(row["input_ids"][None])[0][keep]
+            total = F.cross_entropy(logits, row["labels"][keep], reduction="sum")
+            total = total + 0.01 * logits.exp().sum(-1).log().square().sum()
+            name = SOURCES[int(row["source"])]
+            found[name] = found[name][0] + float(total.detach()), found[name][1] + int(keep.sum())
+    return found
+
+
+def check(metrics, prefix=""):
+    for name, (total, targets) in reference().items():
+        assert float(metrics[f"{prefix}source/{name}/targets"]) == targets
+        loss = float(metrics[f"{prefix}source/{name}/loss"])
+        if targets:
+            assert loss == pytest.approx(total / targets, rel=1e-12)
+        else:
+            assert math.isnan(loss)
+
+
+def run_step(rank, world, sizes, loss_fn):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    data_rank, data_world = fk.data_ranks(mesh)
+    by_source = fk.losses_by_source(loss_fn, SOURCES)
+    mine = global_batch()[data_rank::data_world]
+    check(fk.evaluate(state, mine, by_source, name="all"), "eval/all/")
+    _, metrics = fk.make_step(by_source, schedule=fk.constant(1e-3))(state, mine)
+    check(metrics)
+
+
+@pytest.mark.parametrize("loss_fn", [logits_loss, head_loss])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_targets_of_each_source_are_global_and_exact(layout, loss_fn):
+    sizes = LAYOUTS[layout]
+    run_ranks(run_step, math.prod(sizes.values()), sizes, loss_fn)
+
+
+def test_rows_add_up_to_the_loss():
+    model = fk.Transformer(SPEC).double()
+    for loss_fn in (logits_loss, head_loss):
+        loss = loss_fn(model, global_batch()[1])
+        sums, counts = loss.rows
+        assert sums.shape == counts.shape == (2,)
+        assert float(sums.sum()) == pytest.approx(float(loss.sum.detach()), rel=1e-14)
+        assert int(counts.sum()) == int(loss.count)
+        assert not sums.requires_grad
+
+
+def test_labels_without_rows_have_no_rows():
+    logits, labels = torch.zeros(3, 5), torch.tensor([1, 2, -100])
+    assert fk.cross_entropy(logits, labels).rows is None
+
+
+def test_each_mistake_is_named():
+    with pytest.raises(ValueError, match=r"sources are \[\]; name at least one"):
+        fk.losses_by_source(logits_loss, [])
+    with pytest.raises(ValueError, match=r"sources are \['a', 'a'\]; .*each once"):
+        fk.losses_by_source(logits_loss, ["a", "a"])
+    model, batch = fk.Transformer(SPEC).double(), global_batch()[1]
+    with pytest.raises(ValueError, match=r"the loss has no rows.*forgekit.cross_entropy does"):
+        fk.losses_by_source(lambda *_: fk.Loss(torch.zeros(()), 1), SOURCES)(model, batch)
+    del batch["source"]
+    with pytest.raises(ValueError, match=r'no "source"; it has .*forgekit.mixture_dataset adds it'):
+        fk.losses_by_source(logits_loss, SOURCES)(model, batch)
