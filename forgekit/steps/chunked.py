@@ -57,7 +57,8 @@ def linear_cross_entropy(
     weight, places = weight.to(hidden.dtype), labels.reshape(-1).long()
     with torch.autocast(hidden.device.type, enabled=False):
         found: Any = _LinearCrossEntropy.apply(flat, weight, places, z_loss, backward, columns)
-    return loss_of_places(*found, labels)
+    total, losses = found
+    return loss_of_places(total, losses, labels)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
