@@ -14,12 +14,14 @@ from forgekit.mesh import (
     shutdown,
 )
 from forgekit.data.sources import stdlib_documents, text_documents
+from forgekit.data.huggingface import huggingface_documents
+from forgekit.data.id_documents import random_documents, token_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
 from forgekit.data.prepare import prepare
 from forgekit.data.tokens import open_tokens, write_tokens
 from forgekit.data.windows import check_vocabulary, token_dataset
 from forgekit.data.bins import Bins
-from forgekit.data.packing import pack
+from forgekit.data.packing import LongDocuments, PackingMethod, pack
 from forgekit.data.bins_cache import cached_bins
 from forgekit.data.packed import packed_dataset
 from forgekit.data.order import permute, sample_rows
@@ -27,8 +29,10 @@ from forgekit.data.phases import Phase
 from forgekit.data.mixture import Order, make_order
 from forgekit.data.mixed import mixture_dataset
 from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
+from forgekit.data.transforms import mask_prompts, pad_places
 from forgekit.data.slices import shard_sequence, unshard_sequence
 from forgekit.data.loader import make_loader
+from forgekit.data.document_stream import DocumentStream, stream_documents
 from forgekit.data.groups import groups
 from forgekit.model.attention import attend_causal, document_mask
 from forgekit.model.dispatch import dispatch_local
@@ -93,6 +97,9 @@ __all__ = [
     "shutdown",
     "stdlib_documents",
     "text_documents",
+    "huggingface_documents",
+    "random_documents",
+    "token_documents",
     "load_tokenizer",
     "train_tokenizer",
     "prepare",
@@ -101,6 +108,8 @@ __all__ = [
     "check_vocabulary",
     "token_dataset",
     "Bins",
+    "LongDocuments",
+    "PackingMethod",
     "pack",
     "cached_bins",
     "packed_dataset",
@@ -114,9 +123,13 @@ __all__ = [
     "collate",
     "mask_batch",
     "shift_labels",
+    "mask_prompts",
+    "pad_places",
     "shard_sequence",
     "unshard_sequence",
     "make_loader",
+    "DocumentStream",
+    "stream_documents",
     "groups",
     "attend_causal",
     "document_mask",

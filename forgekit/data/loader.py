@@ -10,17 +10,21 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from forgekit.data.batch import mask_rows, read_rows
 from forgekit.data.order import recall_rows, sample_rows
+from forgekit.data.sizes import count_micro_batches
 from forgekit.data.stream import Stream
+from forgekit.data.transfer import Transfer
+from forgekit.data.transforms import apply_transforms
 
 __all__ = ["Loader", "make_loader"]
 
@@ -37,6 +41,9 @@ def make_loader(
     processes: bool = False,
     shuffle: bool = True,
     epochs: int | None = None,
+    transforms: Sequence[Callable[[TensorDict], TensorDict]] = (),
+    device: str | torch.device | None = None,
+    ahead: int = 1,
 ) -> Loader:
     """Load one data-parallel rank's micro-batches from a map-style dataset.
 
@@ -61,6 +68,12 @@ def make_loader(
         epochs: None goes on for ever, reshuffled each epoch; a micro-batch may straddle two. A
             number ends after that many. Then each rank gets the same number of micro-batches, and
             rows that are missing at the end are copies that carry no loss.
+        transforms: Functions of a micro-batch that return one with as many rows, applied in this
+            order where the rows are read, in the workers; see ``mask_prompts`` and ``pad_places``.
+        device: Where micro-batches are wanted. To an accelerator they are copied from pinned
+            memory, on a stream of its own, while the step computes.
+        ahead: How many micro-batches may be on the device before they are asked for; with 0 each
+            is copied when it is.
 
     Returns:
         A loader, to be used in ``for``.
@@ -78,7 +91,7 @@ def make_loader(
         ([[[0], [1]], [[2], [3]]], 4)
     """
     _check_dataset(dataset, epochs)
-    _check_numbers(batch_size, start, rank, world, workers, epochs)
+    _check_numbers(batch_size, start, rank, world, workers, epochs, ahead)
     if processes and not workers:
         raise ValueError("processes=True needs workers of at least 1, it is 0; pass workers=4.")
     plan = Plan(
@@ -90,8 +103,10 @@ def make_loader(
         world=world,
         shuffle=shuffle,
         stop=None if epochs is None else epochs * len(dataset),
+        transforms=tuple(transforms),
     )
-    return Loader(plan, workers=workers, processes=processes)
+    transfer = None if device is None else Transfer(torch.device(device), ahead)
+    return Loader(plan, workers=workers, processes=processes, transfer=transfer)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -106,15 +121,19 @@ class Plan:
     world: int
     shuffle: bool
     stop: int | None
+    transforms: tuple[Callable[[TensorDict], TensorDict], ...]
 
     def __call__(self, micro_batch: int) -> TensorDict:
         """Build this rank's micro-batch of that number."""
         first = self.start + (micro_batch * self.world + self.rank) * self.batch_size
         samples = first + np.arange(self.batch_size)
         if self.stop is None or samples[-1] < self.stop:
-            return self._fetch(samples)
+            return apply_transforms(self._fetch(samples), self.transforms)
         real = max(0, self.stop - first)
-        return mask_rows(self._fetch(np.minimum(samples, self.stop - 1)), keep=real)
+        batch = self._fetch(np.minimum(samples, self.stop - 1))
+        # Masked again afterwards: a transform may make labels.
+        batch = mask_rows(batch, keep=real) if "labels" in batch else batch
+        return mask_rows(apply_transforms(batch, self.transforms), keep=real)
 
     def __len__(self) -> int:
         if self.stop is None:
@@ -143,9 +162,12 @@ class Loader:
         wait_seconds: How long the consumer has been kept waiting, over all micro-batches.
     """
 
-    def __init__(self, plan: Plan, *, workers: int, processes: bool) -> None:
+    def __init__(
+        self, plan: Plan, *, workers: int, processes: bool, transfer: Transfer | None
+    ) -> None:
         self.wait_seconds = 0.0
         self._plan = plan
+        self._transfer = transfer
         self._workers = workers
         self._processes = processes
         self._position = 0
@@ -169,16 +191,7 @@ class Loader:
         Raises:
             ValueError: If that is not a whole number of at least 1.
         """
-        rows, world = self._plan.batch_size, self._plan.world
-        at_once = rows * world
-        if global_batch_size < 1 or global_batch_size % at_once:
-            lower = global_batch_size // at_once * at_once
-            nearest = [str(size) for size in (lower, lower + at_once) if size > 0]
-            raise ValueError(
-                f"global_batch_size {global_batch_size} must be divisible by batch_size {rows} * "
-                f"{world} data-parallel ranks = {at_once}; the nearest are {' and '.join(nearest)}."
-            )
-        return global_batch_size // at_once
+        return count_micro_batches(global_batch_size, self._plan.batch_size, self._plan.world)
 
     @property
     def samples(self) -> int:
@@ -239,7 +252,13 @@ class Loader:
     def _open(self) -> Stream:
         at = self._position
         numbers = itertools.count(at) if self.is_endless else range(at, len(self))
-        stream = Stream(self._plan, numbers, workers=self._workers, processes=self._processes)
+        stream = Stream(
+            self._plan,
+            numbers,
+            workers=self._workers,
+            processes=self._processes,
+            transfer=self._transfer,
+        )
         # Also at the interpreter's exit, before it takes the modules apart under the threads.
         self._close_stream = weakref.finalize(self, stream.close)
         return stream
@@ -267,14 +286,25 @@ def _check_dataset(dataset: Any, epochs: int | None) -> None:
 
 
 def _check_numbers(
-    batch_size: int, start: int, rank: int, world: int, workers: int, epochs: int | None
+    batch_size: int,
+    start: int,
+    rank: int,
+    world: int,
+    workers: int,
+    epochs: int | None,
+    ahead: int,
 ) -> None:
     if not 0 <= rank < world:
         raise ValueError(
             f"rank {rank} must lie in range(world={world}). "
             "rank, world = forgekit.data_ranks(mesh) gives both."
         )
-    lowest = {"batch_size": (batch_size, 1), "start": (start, 0), "workers": (workers, 0)}
+    lowest = {
+        "batch_size": (batch_size, 1),
+        "start": (start, 0),
+        "workers": (workers, 0),
+        "ahead": (ahead, 0),
+    }
     if epochs is not None:
         lowest["epochs"] = (epochs, 1)
     for name, (value, least) in lowest.items():

@@ -13,7 +13,9 @@ from typing import Any
 
 import attrs
 import torch
-from torchdata.nodes import IterableWrapper, ParallelMapper
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
+
+from forgekit.data.transfer import Transfer
 
 __all__ = ["Stream"]
 
@@ -33,21 +35,34 @@ class Stream:
         numbers: What it is called with; may be endless.
         workers: Threads; with 0 ``take`` computes.
         processes: Give each thread a process that computes for it.
+        transfer: Where the results go to, each while the one before is in use.
     """
 
     def __init__(
-        self, work: Callable[[int], Any], numbers: Iterable[int], *, workers: int, processes: bool
+        self,
+        work: Callable[[int], Any],
+        numbers: Iterable[int],
+        *,
+        workers: int,
+        processes: bool,
+        transfer: Transfer | None = None,
     ) -> None:
+        self._transfer = transfer
         self._pool = _pool(work, workers) if processes else None
         # torchdata's threads set the number of torch's threads to 1, also for every thread that has
         # not asked for its own number yet. Asking settles it for this one.
         torch.get_num_threads()
-        self._results: ParallelMapper[Any] | None = ParallelMapper(
+        results: BaseNode[Any] = ParallelMapper(
             IterableWrapper(numbers),
             _Guarded(work if self._pool is None else _Remote(self._pool)),
             num_workers=workers,
             snapshot_frequency=0,
         )
+        if transfer is not None:
+            results = Mapper(results, _Sending(transfer))
+            if transfer.ahead:
+                results = Prefetcher(results, transfer.ahead, snapshot_frequency=0)
+        self._results: BaseNode[Any] | None = results
 
     def take(self) -> Any:
         """Wait for the next result, or raise what its worker raised."""
@@ -56,7 +71,7 @@ class Stream:
         result = next(self._results)
         if isinstance(result, _Raised):
             raise result.error
-        return result
+        return result if self._transfer is None else self._transfer.receive(result)
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
@@ -70,13 +85,23 @@ class Stream:
 
 @attrs.frozen
 class _Guarded:
-    work: Callable[[int], Any]
+    work: Callable[[Any], Any]
 
-    def __call__(self, number: int) -> Any:
+    def __call__(self, given: Any) -> Any:
         try:
-            return self.work(number)
+            return self.work(given)
         except BaseException as error:
             return _Raised(error)
+
+
+@attrs.frozen
+class _Sending:
+    transfer: Transfer
+
+    def __call__(self, result: Any) -> Any:
+        if isinstance(result, _Raised):
+            return result
+        return _Guarded(self.transfer.send)(result)
 
 
 @attrs.frozen

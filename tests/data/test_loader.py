@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from forgekit.data.batch import shift_labels
 from forgekit.data.loader import make_loader
 from forgekit.data.order import sample_rows
 
@@ -192,6 +193,7 @@ def test_waiting_is_measured():
 PREAMBLE = """
 import torch
 from tensordict import TensorDict
+from forgekit.data.batch import shift_labels
 from forgekit.data.loader import make_loader
 rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
 """
@@ -299,3 +301,105 @@ def test_micro_batches_of_a_global_batch_divide_exactly():
         loader.micro_batches(10)
     with pytest.raises(ValueError, match=r"global_batch_size 2 .* the nearest are 6\."):
         loader.micro_batches(2)
+
+
+# Transforms
+
+
+def _shift(batch):
+    return shift_labels(batch)
+
+
+def _add_ten(batch):
+    return TensorDict({**batch, "input_ids": batch["input_ids"] + 10}, batch.batch_size)
+
+
+class Unshifted(Rows):
+    def __getitem__(self, row):
+        return TensorDict({"input_ids": torch.full((4,), row)})
+
+
+@pytest.mark.parametrize("more", [{}, {"workers": 2}, {"workers": 1, "processes": True}])
+def test_transforms_make_micro_batches_in_their_order_and_padding_stays_masked(more):
+    order = {"shuffle": False, "epochs": 1, "transforms": (_add_ten, _shift)}
+    with make_loader(Unshifted(5), 2, rank=0, world=1, **order, **more) as loader:
+        batches = list(loader)
+    assert [rows_of(batch) for batch in batches] == [[10, 11], [12, 13], [14, 14]]
+    assert [batch["labels"].tolist() for batch in batches[1:]] == [
+        [[12] * 3, [13] * 3],
+        [[14] * 3, [-100] * 3],
+    ]
+
+
+def test_a_transform_that_drops_a_row_is_refused():
+    loader = make_loader(Rows(4), 2, transforms=[lambda batch: batch[:1]])
+    with pytest.raises(ValueError, match=r"made rows \[1\] of \[2\]"):
+        next(iter(loader))
+
+
+# Prefetch to a device; "meta" is the one besides the CPU that every machine has
+
+
+class CountedRows(BatchedRows):
+    read = 0
+
+    def __getitems__(self, rows):
+        self.read += len(rows)
+        return super().__getitems__(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_micro_batches_come_on_the_device_and_count_when_they_are_taken(workers, ahead):
+    with make_loader(Rows(40), 2, device="meta", ahead=ahead, workers=workers) as loader:
+        for number, batch in enumerate(itertools.islice(loader, 5), start=1):
+            assert batch["input_ids"].is_meta
+            assert batch.batch_size == (2,)
+            assert loader.samples == 2 * number
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_no_more_micro_batches_are_ahead_than_asked_for(ahead):
+    dataset = CountedRows(100)
+    with make_loader(dataset, 2, device="cpu", ahead=ahead) as loader:
+        taken = take(loader, 4)
+        time.sleep(0.2)
+        assert dataset.read == 2 * (4 + ahead)
+    assert taken == take(make_loader(Rows(100), 2), 4)
+
+
+def test_what_a_reader_ahead_raises_reaches_the_consumer_in_its_turn():
+    options = {"shuffle": False, "device": "meta"}
+    with make_loader(Rows(10, broken=3), 1, **options) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        with pytest.raises(KeyError, match="row is bad"):
+            next(batches)
+    with make_loader(Rows(10), 1, device="meta", transforms=[_cannot_move]) as loader:
+        with pytest.raises(RuntimeError, match="this cannot be moved"):
+            next(iter(loader))
+
+
+class _Stuck(TensorDict):
+    def to(self, *_, **__):
+        raise RuntimeError("this cannot be moved")
+
+
+def _cannot_move(batch):
+    return _Stuck(dict(batch.items()), batch.batch_size)
+
+
+def test_a_reader_ahead_ends_with_its_loader():
+    before = threading.active_count()
+    loader = make_loader(Rows(100), 2, device="meta", workers=2)
+    take_meta = next(iter(loader))
+    assert take_meta["input_ids"].is_meta
+    assert threading.active_count() > before
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_a_negative_number_ahead_is_refused():
+    with pytest.raises(ValueError, match="ahead -1 must be at least 0"):
+        make_loader(Rows(4), device="meta", ahead=-1)

@@ -76,11 +76,38 @@ def check_long_context(out, output):
     assert not out.exists()
 
 
+def curriculum(out, data):
+    sources = {"asyncio": "json", "mail": "html", "tables": "logging"}
+    small = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
+    return [
+        *(f"data.sources.{name}={folder}" for name, folder in sources.items()),
+        *(f"model.{name}={size}" for name, size in small.items()),
+        *(f"data.path={out.parent / 'data'}", f"out={out}", "data.seq_len=64"),
+        *("steps=12", "warmup=2", "decay=4", "log_every=1", "global_batch_size=16"),
+        "phases=[{step=6, weights={tables=0}, lr_scale=0.5}]",
+    ]
+
+
+def check_curriculum(out, output):
+    assert status_of(out)["status"] == "finished"
+    assert "step 12/12" in output
+    rows = rows_of(out)
+    assert [row["samples"] for row in rows] == list(range(16, 193, 16))
+    assert [row["source/tables/targets"] > 0 for row in rows] == [True] * 6 + [False] * 6
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    prepared = {path.name for path in (out.parent / "data").iterdir() if path.name[0] != "."}
+    assert prepared == {"all", "asyncio", "mail", "tables", "bins"}
+    for name in ("asyncio", "mail", "tables"):
+        tokenizers = [out.parent / "data" / folder / "tokenizer.json" for folder in (name, "all")]
+        assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+
+
 RECIPES = {
     "minimal": (minimal, check_minimal),
     "pretrain": (pretrain, check_pretrain),
     "pipeline": (pipeline, check_pipeline),
     "long_context": (long_context, check_long_context),
+    "curriculum": (curriculum, check_curriculum),
 }
 
 
