@@ -81,6 +81,7 @@ from forgekit.run.resilience import (
     lock_run,
     write_status,
 )
+from forgekit.run.data_end import DataEnd
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.run.evaluate import evaluate
 from forgekit.run.generate import generate, write_sample
@@ -184,6 +185,7 @@ __all__ = [
     "bad_step_policy",
     "lock_run",
     "write_status",
+    "DataEnd",
     "MetricsLog",
     "read_metrics",
     "evaluate",

@@ -68,7 +68,7 @@ def stream_documents(
             in the workers of torch's ``DataLoader``.
         world: Number of data-parallel ranks.
         epochs: None goes on for ever. A number ends after that many, the last rows filled with
-            padding; that needs ``world=1``, since no rank knows when the others end.
+            padding; ranks then end after different steps, see ``DataEnd``.
         workers: 1 reads ahead in a thread. The batches are the same.
         transforms: Functions of a micro-batch that return one, applied in this order.
 
@@ -129,6 +129,15 @@ class DocumentStream:
     def micro_batches(self, global_batch_size: int) -> int:
         """Count the micro-batches per optimizer step; see ``Loader.micro_batches``."""
         return count_micro_batches(global_batch_size, self._rows.batch_size, self._world)
+
+    @property
+    def world(self) -> int:
+        """Number of data-parallel ranks that share the documents."""
+        return self._world
+
+    def padding(self) -> TensorDict:
+        """Make a micro-batch without a document, for a rank that has none."""
+        return self._rows.padding()
 
     @property
     def samples(self) -> int:
@@ -269,11 +278,5 @@ def _check_numbers(
     for name, value in {"seq_len": seq_len, "batch_size": batch_size, "epochs": epochs}.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1.")
-    if epochs is not None and world > 1:
-        raise ValueError(
-            f"epochs {epochs} with world {world}: ranks would end after different numbers of "
-            "micro-batches, and those that go on would wait for ever. Leave epochs out, and end "
-            "the loop after a number of steps."
-        )
     if workers not in (0, 1):
         raise ValueError(f"workers {workers} must be 0 or 1: documents are read in their order.")

@@ -6,8 +6,8 @@ micro-batch needs to be in memory. So a group is a promise: it knows its length 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Protocol
 
 from tensordict import TensorDict
 
@@ -16,11 +16,25 @@ from forgekit.data.batch import mask_batch
 __all__ = ["Group", "groups"]
 
 
+class End(Protocol):
+    """What ``groups`` asks of a ``DataEnd``."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further group is due; the same on every rank."""
+        ...
+
+    def watch(self, has_more: Callable[[], bool]) -> None:
+        """Take the function that says whether this rank has data for another group."""
+        ...
+
+
 def groups(
     loader: Iterable[Any],
     micro_batches: int,
     *,
     partial: Literal["pad", "drop", "error"] = "pad",
+    end: End | None = None,
 ) -> Iterator[Group]:
     """Cut a stream of micro-batches into groups of a known length, without reading ahead.
 
@@ -35,13 +49,17 @@ def groups(
         partial: What to do if the last group is not full: ``"pad"`` completes it with copies of its
             last micro-batch that carry no loss, ``"drop"`` leaves it out, ``"error"`` raises, at
             once where the length is known.
+        end: A ``DataEnd``, the one that ``make_step`` has: where the streams of the ranks end
+            after different steps it decides which group is the last. Until then a rank without
+            data brings groups that carry no loss.
 
     Returns:
         An iterator of groups.
 
     Raises:
-        ValueError: If ``micro_batches`` is not positive, ``partial`` is none of the three, or
-            ``"drop"`` is asked of a stream whose end cannot be seen coming.
+        ValueError: If ``micro_batches`` is not positive, ``partial`` is none of the three,
+            ``"drop"`` is asked of a stream whose end cannot be seen coming, or a stream of one of
+            several ranks has an end and no ``end`` is given.
 
     Examples:
         >>> [[batch for batch in group] for group in groups("abcd", 2)]
@@ -51,8 +69,17 @@ def groups(
         raise ValueError(f"micro_batches {micro_batches} must be at least 1.")
     if partial not in ("pad", "drop", "error"):
         raise ValueError(f'partial {partial!r} must be "pad", "drop" or "error".')
+    if end is not None and partial != "pad":
+        raise ValueError(f"partial {partial!r} and end are two answers to one question; pass one.")
     total = _length(loader)
     is_endless = getattr(loader, "is_endless", False)
+    world = getattr(loader, "world", 1)
+    if end is None and total is None and not is_endless and world > 1:
+        raise ValueError(
+            f"this stream is one of {world} and has an end of its own; ranks that go on would wait "
+            'for ever. Pass end=forgekit.DataEnd("pad") here and to make_step, or stream without '
+            "end: epochs=None."
+        )
     if total is None and partial == "drop" and not is_endless:
         raise ValueError(
             'partial="drop" needs a stream with a length: a group of this one is used before its '
@@ -62,7 +89,7 @@ def groups(
         raise _partial_error(total, micro_batches)
     if total is not None and partial == "drop":
         total -= total % micro_batches
-    return _groups(_Source(loader, total, is_endless), micro_batches, partial)
+    return _groups(_Source(loader, total, is_endless), micro_batches, partial, end)
 
 
 class Group:
@@ -97,18 +124,18 @@ class Group:
         return self._pull()
 
     def _pull(self) -> Iterator[Any]:
-        last = None
         for number in range(self._first, self._first + self._micro_batches):
             if self._source.has(number):
-                last, rows = self._source.pull(number)
+                batch, rows = self._source.pull(number)
                 self._rows += rows
-                yield last
+                yield batch
             else:
-                yield self._padding(last, number)
+                yield self._padding(number)
 
-    def _padding(self, last: Any, number: int) -> TensorDict:
+    def _padding(self, number: int) -> TensorDict:
         if self._partial == "error":
             raise _partial_error(number, self._micro_batches)
+        last = self._source.last()
         if not isinstance(last, TensorDict):
             raise TypeError(
                 f"the last group has {number - self._first} of {self._micro_batches} micro-batches "
@@ -129,6 +156,23 @@ class _Source:
         self._is_endless = is_endless
         self._pulled = 0
         self._ahead: list[tuple[Any, int]] = []
+        self._last: Any = None
+        self._stream = stream
+
+    def last(self) -> Any:
+        """A micro-batch to make padding of: the last one, or the stream's own idea of one.
+
+        Raises:
+            ValueError: If there was none.
+        """
+        if self._last is None and (padding := getattr(self._stream, "padding", None)):
+            self._last = padding()
+        if self._last is None:
+            raise ValueError(
+                "this rank's stream ended before its first micro-batch, so nothing says what "
+                "padding looks like. Give each rank at least one, or the stream a padding()."
+            )
+        return self._last
 
     def has(self, number: int) -> bool:
         """Say whether there is such a micro-batch, pulling it only if nothing else can tell."""
@@ -143,7 +187,9 @@ class _Source:
                 f"the stream ended after {self._pulled} micro-batches, but its length is "
                 f"{self._total}. Its len() must count what it yields."
             )
-        return self._ahead.pop()
+        batch, rows = self._ahead.pop()
+        self._last = batch
+        return batch, rows
 
     def _look(self, number: int) -> bool:
         at = self._pulled - len(self._ahead)
@@ -167,9 +213,11 @@ class _Source:
         return getattr(self._stream, "samples", 0) if self.counts_samples else 0
 
 
-def _groups(source: _Source, micro_batches: int, partial: str) -> Iterator[Group]:
+def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) -> Iterator[Group]:
     first = 0
-    while source.has(first):
+    if end is not None:
+        end.watch(lambda: source.has(first + micro_batches))
+    while source.has(first) if end is None else not end.has_ended:
         yield Group(source, first, micro_batches, partial)
         first += micro_batches
 

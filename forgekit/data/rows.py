@@ -82,6 +82,10 @@ class Rows:
             cursor = attrs.evolve(ahead.cursor(), rows=cursor.rows + len(rows))
             yield self._batch(rows), cursor
 
+    def padding(self) -> TensorDict:
+        """Make a micro-batch that holds no document."""
+        return self._batch([])
+
     def _batch(self, rows: list[list[NDArray[Any]]]) -> TensorDict:
         """Lay rows, as the documents' pieces in them, into a micro-batch of ``[b s]`` tensors."""
         shape = (self.batch_size, self.seq_len + 1)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 __all__ = [
     "BadStepError",
+    "HostCopy",
     "RunLockedError",
     "StopSignal",
     "bad_step_policy",
@@ -99,7 +100,7 @@ class StopSignal:
         self._reason: str | None = None
         self._interrupted = False
         self._agreed = False
-        self._heard: deque[_HostCopy] = deque(maxlen=LAG + 1)
+        self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._previous = self._install(signals)
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class StopSignal:
         Args:
             votes: ``[]``, the sum over all ranks, on the device.
         """
-        self._heard.append(_HostCopy.start(votes))
+        self._heard.append(HostCopy.start(votes))
 
     @property
     def requested(self) -> bool:
@@ -179,7 +180,7 @@ class StopSignal:
 
 
 @attrs.frozen
-class _HostCopy:
+class HostCopy:
     """A 0-d tensor on its way to the host, and the event after which it has arrived."""
 
     value: Tensor
@@ -187,6 +188,7 @@ class _HostCopy:
 
     @classmethod
     def start(cls, value: Tensor) -> Self:
+        """Start the copy; nothing waits for it."""
         # An asynchronous copy from CUDA goes to pinned memory; on CPU this is a plain copy, since
         # the caller may reuse its tensor before it is read here.
         host = value.detach().to("cpu", non_blocking=True, copy=True)
@@ -197,6 +199,7 @@ class _HostCopy:
         return cls(host, arrived)
 
     def read(self) -> float:
+        """Wait for the copy and return the number."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return float(self.value)

@@ -15,16 +15,16 @@ from forgekit.steps.clip import Correction, check_max_norm, clip
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
-__all__ = ["Stop", "make_step", "step_metrics"]
+__all__ = ["Vote", "make_step", "step_metrics"]
 
 StateT = TypeVar("StateT", bound=TrainState)
 
 
-class Stop(Protocol):
-    """What ``make_step`` asks of a stop signal."""
+class Vote(Protocol):
+    """What ``make_step`` asks of a stop signal and of the end of data."""
 
     def vote(self) -> float:
-        """1.0 if this process wants to stop, else 0.0."""
+        """1.0 if this process wants to stop, or has no more data, else 0.0."""
         ...
 
     def hear(self, votes: Tensor) -> None:
@@ -38,7 +38,8 @@ def make_step(
     schedule: Callable[[int], float],
     max_norm: float = 1.0,
     sync: Sync = "last",
-    stop: Stop | None = None,
+    stop: Vote | None = None,
+    end: Vote | None = None,
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
@@ -51,6 +52,7 @@ def make_step(
         max_norm: Upper bound of the gradient's global L2 norm; ``inf`` does not clip.
         sync: See ``accumulate``.
         stop: A ``StopSignal``; its vote travels in the step's one collective.
+        end: A ``DataEnd``, the one that ``groups`` has; its vote travels there too.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -60,14 +62,15 @@ def make_step(
         ValueError: If ``max_norm`` is not positive.
     """
     check_max_norm(max_norm)
+    voters = {name: voter for name, voter in {"stop": stop, "ended": end}.items() if voter}
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
         totals = accumulate(state, batches, loss_fn, sync=sync)
-        if stop is not None:
-            totals = totals.plus(stop=torch.full_like(totals["loss"], stop.vote()))
+        for name, voter in voters.items():
+            totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
         totals = reduce_totals(totals, state)
-        if stop is not None:
-            stop.hear(totals["stop"])
+        for name, voter in voters.items():
+            voter.hear(totals[name])
         correction = clip(totals, max_norm=max_norm)
         lr = schedule(state.step)
         state = update(state, correction, lr=lr, totals=totals)

@@ -263,7 +263,6 @@ BAD = {
     "seq_len": ({"seq_len": 0}, ValueError, "seq_len 0 must be at least 1"),
     "batch_size": ({"batch_size": 0}, ValueError, "batch_size 0 must be at least 1"),
     "epochs": ({"epochs": 0}, ValueError, "epochs 0 must be at least 1"),
-    "ends": ({"epochs": 1, "world": 2}, ValueError, "ranks would end after different numbers of"),
     "workers": (
         {"workers": 2},
         ValueError,

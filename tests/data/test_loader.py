@@ -376,9 +376,9 @@ def test_what_a_reader_ahead_raises_reaches_the_consumer_in_its_turn():
             next(batches)
         with pytest.raises(KeyError, match="row is bad"):
             next(batches)
-    with make_loader(Rows(10), 1, device="meta", transforms=[_cannot_move]) as loader:
-        with pytest.raises(RuntimeError, match="this cannot be moved"):
-            next(iter(loader))
+    loader = make_loader(Rows(10), 1, device="meta", transforms=[_cannot_move])
+    with loader, pytest.raises(RuntimeError, match="this cannot be moved"):
+        next(iter(loader))
 
 
 class _Stuck(TensorDict):

@@ -1,0 +1,102 @@
+"""What happens when the data of some ranks end and those of others do not.
+
+Ranks with streams of their own run out at different steps, and one that stops alone leaves the
+others waiting in the next collective. So a rank without data goes on with micro-batches that carry
+no loss, and says so in the step's one collective; after that step every rank knows as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from forgekit.run.resilience import HostCopy
+
+__all__ = ["DataEnd", "EndPolicy"]
+
+EndPolicy = Literal["pad", "drop", "error"]
+
+
+class DataEnd:
+    """Let all ranks end their data after the same step; pass it to ``groups`` and ``make_step``.
+
+    ``data_end.has_ended`` reads one number from the device between two steps. Loaders do not need
+    it: those with an end have as many micro-batches on each rank.
+
+    Args:
+        policy: ``"pad"`` goes on until no rank has data, ``"drop"`` ends as soon as one has none
+            (what the others have left is not used), ``"error"`` raises on all ranks unless they
+            end after the same step. A stream that should repeat itself does so itself:
+            ``stream_documents(..., epochs=None)``.
+
+    Raises:
+        ValueError: If the policy is none of the three.
+
+    Examples:
+        Streams of one epoch, as many documents as there happen to be on each rank::
+
+            end = DataEnd("pad")
+            step = make_step(loss_fn, schedule=schedule, end=end)
+            for batches in groups(stream, micro_batches, end=end):
+                state, metrics = step(state, batches)
+    """
+
+    def __init__(self, policy: EndPolicy = "pad") -> None:
+        if policy not in get_args(EndPolicy):
+            raise ValueError(
+                f"policy {policy!r} must be one of {', '.join(map(repr, get_args(EndPolicy)))}."
+            )
+        self.policy = policy
+        self._has_more: Callable[[], bool] | None = None
+        self._used = 0
+        self._heard = 0
+        self._last: HostCopy | None = None
+
+    def watch(self, has_more: Callable[[], bool]) -> None:
+        """Take the function that says whether this rank has data for another step."""
+        self._has_more = has_more
+
+    def vote(self) -> float:
+        """Return 1.0 if this rank's data have ended, else 0.0; looks ahead by a micro-batch.
+
+        Raises:
+            RuntimeError: If no groups are made with it.
+        """
+        if self._has_more is None:
+            raise RuntimeError(
+                "make_step has an end= that no data know of; pass the same one to forgekit.groups."
+            )
+        return 0.0 if self._has_more() else 1.0
+
+    def hear(self, votes: Tensor) -> None:
+        """Take the votes of all ranks, ``[]`` on the device."""
+        self._heard += 1
+        self._last = HostCopy.start(votes)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further step is due on any rank; the same on all of them.
+
+        Raises:
+            RuntimeError: If a group was used and no step has voted since.
+            ValueError: With the policy ``"error"``, if the data of some ranks alone have ended.
+        """
+        if self._heard < self._used:
+            raise RuntimeError(
+                "groups have an end= that the step does not know of, so ranks would wait for each "
+                "other for ever; pass the same one to forgekit.make_step."
+            )
+        self._used = self._heard + 1
+        if self._last is None:
+            return False
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        ended = round(self._last.read())
+        if self.policy == "error" and 0 < ended < world:
+            raise ValueError(
+                f"the data of {ended} of {world} ranks have ended and the others' have not. Share "
+                'them evenly, or use DataEnd("pad") or DataEnd("drop").'
+            )
+        return ended > 0 if self.policy == "drop" else ended == world
