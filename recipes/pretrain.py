@@ -105,7 +105,8 @@ def setup(config):
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=config.max_norm, stop=stop)
     rank, world = fk.data_ranks(mesh)
-    load = partial(fk.make_loader, batch_size=config.batch_size, rank=rank, world=world)
+    where = {"rank": rank, "world": world, "device": mesh.device_type}
+    load = partial(fk.make_loader, batch_size=config.batch_size, **where)
     loader = load(dataset, seed=state.seed, start=state.samples, workers=config.data.workers)
     held_out = dataset.held_out()
     held_out = held_out and load(held_out, shuffle=False, epochs=1)

@@ -1,7 +1,8 @@
-"""What the documentation shows comes from the code: pictures, the table of layouts."""
+"""What the documentation shows comes from the code: pictures, examples, the table of layouts."""
 
 from __future__ import annotations
 
+import doctest
 import re
 import subprocess
 import sys
@@ -23,6 +24,17 @@ def test_pictures_are_drawn_from_the_code(tmp_path):
     assert all(f"(pictures/{name})" in shown for name in drawn)
 
 
+def test_the_examples_of_the_data_page_run(tmp_path, monkeypatch):
+    """One after the other, in an empty folder: each goes on where the one before it ended."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```pycon\n(.*?)^```$", (DOCS / "data.md").read_text(), re.M | re.S)
+    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "data.md", None, 0)
+    said = []
+    result = doctest.DocTestRunner(verbose=False).run(examples, out=said.append)
+    assert result.attempted > 40
+    assert result.failed == 0, "".join(said)
+
+
 def test_the_table_of_layouts_is_complete_and_within_the_bounds():
     rows = re.findall(r"^\| `(\S+)` \|(.*)\|$", (DOCS / "layout_errors.md").read_text(), re.M)
     assert [name for name, _ in rows] == list(LAYOUTS)
@@ -36,7 +48,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/layouts.md", "docs/step.md", "docs/running.md"]
+    "name", ["README.md", "docs/layouts.md", "docs/step.md", "docs/running.md", "docs/data.md"]
 )
 def test_names_of_tests_and_files_in_the_text_exist(name):
     root = DOCS.parent

@@ -151,7 +151,7 @@ def _import_once():
 
 @pytest.mark.slow
 def test_the_import_is_cheap_and_silent():
-    """At most 0.2 s of CPU beyond torch, tensordict and FSDP; optional packages wait for their use."""
+    """At most 0.2 s of CPU beyond torch, tensordict and FSDP; extras wait for their use."""
     best = float("inf")
     for _ in range(5):
         seconds, loaded, errors = _import_once()

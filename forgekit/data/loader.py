@@ -105,7 +105,8 @@ def make_loader(
         stop=None if epochs is None else epochs * len(dataset),
         transforms=tuple(transforms),
     )
-    transfer = None if device is None else Transfer(torch.device(device), ahead)
+    goal = torch.device(device or "cpu")
+    transfer = None if goal.type == "cpu" else Transfer(goal, ahead)  # it is on the CPU already
     return Loader(plan, workers=workers, processes=processes, transfer=transfer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -59,21 +60,24 @@ def token_dataset(
     return TokenDataset(file, seq_len, doc_ids)
 
 
-def check_vocabulary(dataset: TokenDataset, vocab_size: int) -> None:
+def check_vocabulary(dataset: Any, vocab_size: int) -> None:
     """Refuse a model whose vocabulary is too small for a dataset.
 
     Args:
-        dataset: The dataset.
+        dataset: Has a ``vocab_size``; of a mixture each of its data sets.
         vocab_size: Number of token ids that the model knows.
 
     Raises:
         ValueError: If the dataset may hold larger ids: an embedding would fail on the first one.
     """
-    if vocab_size < dataset.vocab_size:
-        raise ValueError(
-            f"vocab_size {vocab_size} of the model is below the {dataset.vocab_size} of "
-            f"{dataset.file.path}; set model.vocab_size={dataset.vocab_size} or more."
-        )
+    for part in getattr(dataset, "datasets", (dataset,)):
+        if vocab_size < part.vocab_size:
+            file = getattr(part, "file", None)
+            raise ValueError(
+                f"vocab_size {vocab_size} of the model is below the {part.vocab_size} of "
+                f"{'its documents' if file is None else file.path}; set "
+                f"model.vocab_size={part.vocab_size} or more."
+            )
 
 
 @attrs.frozen(eq=False)

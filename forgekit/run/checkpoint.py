@@ -115,7 +115,9 @@ def checkpoint_save(
         directory: Where checkpoints are kept, on a file system that all ranks share.
         keep: How many checkpoints to retain, newest first; None for all.
         blocking: Return only when the checkpoint is durable; a failure is raised at once.
-        fingerprint: What identifies the data, any JSON value; ``checkpoint_load`` compares it.
+        fingerprint: What identifies the data, any JSON value; ``checkpoint_load`` compares it. Or
+            a function from ``state.samples`` to it, so that only the data consumed so far are
+            compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
 
     Returns:
         A handle whose ``wait()`` returns the committed directory.
@@ -145,7 +147,7 @@ def checkpoint_save(
     description = {
         "format": FORMAT,
         "step": state.step,
-        "fingerprint": _as_json(fingerprint),
+        "fingerprint": _named(fingerprint, state.samples),
         "torch": torch.__version__,
         **description,
     }
@@ -196,7 +198,8 @@ def checkpoint_load(
         directory: What ``checkpoint_save`` was given.
         step: Load this step instead of the newest. A damaged newest checkpoint is skipped with a
             logged warning, a damaged one that was asked for raises.
-        fingerprint: What identifies the data now; compared with what was saved if both are given.
+        fingerprint: What identifies the data now, or a function of the samples that were saved;
+            compared with what was saved if both are given.
         allow_other_data: Load although the data is other data than before.
 
     Returns:
@@ -215,7 +218,8 @@ def checkpoint_load(
         return state
     path, manifest = found
     if not allow_other_data:
-        _check_data(path, manifest["fingerprint"], _as_json(fingerprint))
+        samples = manifest["fields"]["samples"]
+        _check_data(path, manifest["fingerprint"], _named(fingerprint, samples))
     described = collect(state, ranks.rank)[1]
     descriptions = ranks.gather(described)
     optional = optional_fields(state)
@@ -376,6 +380,7 @@ def _expect_one_process() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def _as_json(fingerprint: Any) -> Any:
+def _named(fingerprint: Any, samples: int) -> Any:
     """Return what a manifest would give back, so that a tuple equals the list it becomes."""
-    return json.loads(json.dumps(fingerprint))
+    named = fingerprint(samples) if callable(fingerprint) else fingerprint
+    return json.loads(json.dumps(named))

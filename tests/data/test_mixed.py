@@ -174,3 +174,18 @@ BAD = {
 def test_what_cannot_be_mixed_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_model_is_held_to_the_largest_vocabulary_of_a_mixture():
+    small, large = ([[1, 2, 3]], [[1, 9, 3]])
+    parts = {
+        name: fk.packed_dataset(documents, fk.pack([3], 4))
+        for name, documents in {"small": small, "large": large}.items()
+    }
+    mixed = fk.mixture_dataset(parts, fk.make_order({"small": 1, "large": 1}))
+    fk.check_vocabulary(mixed, 10)
+    with pytest.raises(ValueError, match=r"vocab_size 9 of the model is below the 10 of its docum"):
+        fk.check_vocabulary(mixed, 9)
+    fk.check_vocabulary(parts["small"], 4)
+    with pytest.raises(ValueError, match=r"below the 4 of its documents; set model.vocab_size=4"):
+        fk.check_vocabulary(parts["small"], 3)

@@ -416,6 +416,14 @@ def test_other_data_can_be_allowed_and_the_same_data_passes(tmp_path):
     assert checkpoint_load(build(), tmp_path).step == 1
 
 
+def test_data_may_be_compared_as_far_as_they_are_consumed(tmp_path):
+    state = saved(tmp_path, 1, fingerprint=lambda samples: ["phases up to", samples])
+    options = {"fingerprint": lambda samples: ["phases up to", samples]}
+    assert checkpoint_load(build(), tmp_path, **options).samples == state.samples > 0
+    with pytest.raises(CheckpointError, match=r"'phases up to', \d+\] and today's is 'other'"):
+        checkpoint_load(build(), tmp_path, fingerprint=lambda _: "other")
+
+
 def test_a_step_without_a_directory_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="has no committed step 3; it has none"):
         checkpoint_load(build(), tmp_path / "nowhere", step=3)
