@@ -1,6 +1,7 @@
-"""Draw the pictures of the layouts from the library's own data: ``python docs/pictures.py [DIR]``.
+"""Draw the pictures of the pages from the library's own data: ``python docs/pictures.py [DIR]``.
 
-Nothing here knows how sequences are cut or schedules ordered; it asks the functions that train.
+Nothing here knows how sequences are cut, documents packed or schedules ordered; it asks the
+functions that train.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from forgekit.data.mixture import make_order
+from forgekit.data.packed import packed_dataset
+from forgekit.data.packing import pack
+from forgekit.data.phases import Phase
+from forgekit.data.shares import BLOCK
 from forgekit.data.slices import slice_places
 from forgekit.model.attention import document_mask
 from forgekit.parallel.areas import areas_seen
@@ -39,7 +45,14 @@ def main() -> None:
     """Draw every picture into a folder, ``docs/pictures`` if none is given."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in {"slices": draw_slices, "masks": draw_masks, "ring": draw_ring}.items():
+    pictures = {
+        "slices": draw_slices,
+        "masks": draw_masks,
+        "ring": draw_ring,
+        "packing": draw_packing,
+        "mixture": draw_mixture,
+    }
+    for name, draw in pictures.items():
         _save(draw(), folder / f"{name}.png")
     for schedule in get_args(PipelineSchedule):
         _save(draw_timeline(schedule), folder / f"schedule_{schedule}.png")
@@ -99,6 +112,75 @@ def draw_ring(places: int = 8, ranks: int = 4) -> Figure:
             axes.set_ylabel(f"queries of rank {rank}" if step == 0 else "", fontsize=9)
             axes.set_xlabel(f"keys of rank {source}", fontsize=9)
             _square(axes, places)
+    return figure
+
+
+def draw_packing(rows: int = 24, longest: int = 2048) -> Figure:
+    """How much of a batch is padding: a document per row, and as many rows of packed documents."""
+    draw = np.random.default_rng(0).lognormal(np.log(300), 1.0, 20 * rows)
+    lengths = draw.clip(1, longest).astype(np.int64)
+    capacity = int(lengths[:rows].max())
+    documents = max(n for n in range(len(lengths)) if len(pack(lengths[:n], capacity)) <= rows)
+    alone = np.arange(capacity) < lengths[:rows, None]
+    bins = pack(lengths[:documents], capacity)
+    packed = packed_dataset([np.zeros(n, np.int64) for n in lengths[:documents]], bins)
+    numbers = packed.__getitems__(range(rows))["doc_ids"].numpy()
+    shown = {
+        f"{rows} documents, padded to the longest": np.where(alone, 0, -1),
+        f"{documents} documents, packed": numbers,
+    }
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (title, held) in zip(panels, shown.items(), strict=True):
+        colors = np.where(held < 0, 0, 1 + (held + np.arange(rows)[:, None]) % len(RANKS))
+        look = {"cmap": ListedColormap((NOTHING, *RANKS)), "vmin": 0, "vmax": len(RANKS)}
+        axes.pcolormesh(colors, rasterized=True, **look)
+        axes.hlines(np.arange(1, rows), 0, capacity, color="w", linewidth=1.5)
+        axes.set_title(f"{title}: {(held >= 0).mean():.0%} filled", fontsize=10)
+        axes.set_xlabel("place in the row")
+        axes.set_xticks([0, capacity // 2, capacity])
+        axes.set_yticks([])
+        axes.invert_yaxis()
+        axes.spines[:].set_visible(False)
+    panels[0].set_ylabel("rows")
+    return figure
+
+
+def draw_mixture(blocks: int = 120) -> Figure:
+    """The shares of three sources along a run of two phases, and the epochs of each."""
+    sizes = {"code": 40_000, "prose": 60_000, "tables": 15_000}
+    phases = (
+        Phase(start=50 * BLOCK, weights={"code": 3, "tables": 1}),
+        Phase(start=95 * BLOCK, weights={"prose": 0.5, "tables": 0}, lr_scale=0.5),
+    )
+    order = make_order(sizes, {"code": 2, "prose": 3, "tables": 3}, phases=phases)
+    starts = np.arange(blocks) * BLOCK
+    ends = np.append(starts, blocks * BLOCK)
+    shares = np.array([order.shares(int(start), BLOCK) for start in starts]).T
+    epochs = np.array([order.taken(int(end)) for end in ends]).T / np.array(order.sizes)[:, None]
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    tops = np.cumsum(shares, axis=0)
+    for name, share, top, taken, color in zip(
+        order.sources, shares, tops, epochs, RANKS, strict=False
+    ):
+        above.stairs(top, ends, baseline=top - share, fill=True, color=color)
+        below.plot(ends, taken, color=color, linewidth=2, label=name)
+    for axes in (above, below):
+        axes.set_xlim(0, ends[-1])
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        for phase in phases:
+            axes.axvline(phase.start, color="#30343b", linewidth=1, linestyle="--")
+    for number, phase in enumerate(phases, start=1):
+        text = f"phase {number}, learning rate x {phase.lr_scale:g}"
+        above.text(phase.start, 1.03, text, fontsize=9, ha="center")
+    above.set_ylim(0, 1)
+    above.set_ylabel("share of the samples")
+    below.set_ylabel("epochs")
+    below.set_xlabel("sample")
+    below.xaxis.set_major_formatter("{x:,.0f}")
+    _legend(figure, dict(zip(order.sources, RANKS, strict=False)))
     return figure
 
 

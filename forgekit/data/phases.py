@@ -36,11 +36,13 @@ class Phase:
         Phase(start=50000, weights={'code': 0.1}, lr_scale=0.5)
     """
 
-    start: int = attrs.field(converter=operator.index)
+    start: int
     weights: dict[str, float] = attrs.field(factory=dict, converter=_copied)
     lr_scale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
+        # Not a converter: type checkers would take the attribute for a descriptor.
+        object.__setattr__(self, "start", operator.index(self.start))
         if self.start < 0:
             raise ValueError(
                 f"a phase starts at sample {self.start}; samples are counted from 0 since the "

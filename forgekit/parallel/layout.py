@@ -26,6 +26,7 @@ class Layout:
         context_rank: This rank's place on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
         tensor: Ranks that share each matrix.
         sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
+        longest: Most places of a whole sequence that the model takes; None if it does not say.
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
         stages: This rank's pipeline stages; None where it holds the whole model.
@@ -37,6 +38,7 @@ class Layout:
     context_rank: int = 0
     tensor: int = 1
     sequence: int = 1
+    longest: int | None = None
     owns_loss: bool = True
     stages: Stages | None = None
     dynamic_loss_scale: bool = False

@@ -172,6 +172,7 @@ def parallelize(
         context_rank=place,
         tensor=size_of(mesh, "tp"),
         sequence=sequence,
+        longest=getattr(getattr(model, "spec", None), "max_seq_len", None),
         owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
         stages=stages,
         dynamic_loss_scale=precision == "fp16",

@@ -27,7 +27,7 @@ from forgekit.state import TrainState
 
 __all__ = ["Run", "every", "open_run"]
 
-USAGE_ERRORS = (ValueError, FileNotFoundError, ImportError, CheckpointError)
+USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep

@@ -144,6 +144,11 @@ def _check_places(batch: TensorDictBase, layout: Layout) -> None:
     if multiple == 1 or "input_ids" not in batch.keys():  # noqa: SIM118
         return
     places = batch["input_ids"].shape[1]
+    if layout.longest is not None and places > layout.longest:
+        raise ValueError(
+            f"input_ids has {places} places; max_seq_len is {layout.longest}, over all ranks that "
+            "share a sequence. Shorten the sequences or build the model with a larger max_seq_len."
+        )
     if places % multiple:
         parts = {
             "2 * ring": 2 * layout.ring if layout.ring > 1 else 1,

@@ -101,6 +101,9 @@ LAYING_OUT = {
     ),
 }
 STEPPING = {
+    "more places than the model takes, over all ranks": Case(
+        {"cp": 2}, r"28 places; max_seq_len is 24, over all ranks .*larger max_seq_len", places=28
+    ),
     "places by a ring": Case({"cp": 2}, r"14 places, which 4 = .* 12 and 16", places=14),
     "places by ulysses": Case(
         {"cp": 2}, r"15 places, which 2", options={"context_parallel": "ulysses"}, places=15
