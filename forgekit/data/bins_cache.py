@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from forgekit.data.atomic import atomic_directory
 from forgekit.data.bins import Bins, bins_files, open_bins, save_bins
+from forgekit.data.corpus.atomic import atomic_directory
 from forgekit.data.packing import LongDocuments, PackingMethod, pack
 from forgekit.data.tokens import TokenFile
 

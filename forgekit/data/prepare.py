@@ -22,14 +22,13 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from forgekit.data.atomic import atomic_directory, sync
-from forgekit.data.documents import Documents
-from forgekit.data.encode import encode_texts
-from forgekit.data.journal import JOURNAL, Entry, clear, read_entry, write_entry
-from forgekit.data.kept import Account, Filters, Kept, describe_filters
-from forgekit.data.numbers import DamagedError
-from forgekit.data.parts import Parts, Place, Progress
-from forgekit.data.prepared import (
+from forgekit.data.corpus.atomic import atomic_directory, sync
+from forgekit.data.corpus.encode import encode_texts
+from forgekit.data.corpus.journal import JOURNAL, Entry, clear, read_entry, write_entry
+from forgekit.data.corpus.kept import Account, Filters, Kept, describe_filters
+from forgekit.data.corpus.numbers import DamagedError
+from forgekit.data.corpus.parts import Parts, Place, Progress
+from forgekit.data.corpus.prepared import (
     HELD_OUT,
     TOKENIZER,
     Prepared,
@@ -37,6 +36,7 @@ from forgekit.data.prepared import (
     is_prepared,
     open_prepared,
 )
+from forgekit.data.documents import Documents
 from forgekit.data.sources import Paths, stdlib_documents, text_documents
 from forgekit.data.tokenizer import END_OF_TEXT, load_tokenizer, token_id, train_tokenizer
 from forgekit.data.tokens import TokenWriter

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forgekit.data.batch import shift_labels
+from forgekit.data.corpus.encode import encode_texts
 from forgekit.data.documents import Documents, Record
-from forgekit.data.encode import encode_texts
 
 __all__ = ["Cursor", "Rows"]
 

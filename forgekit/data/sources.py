@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from forgekit.data.corpus.readers import Raw, reader_of
 from forgekit.data.documents import Errors, Record
-from forgekit.data.readers import Raw, reader_of
 
 __all__ = ["TextDocuments", "stdlib_documents", "text_documents"]
 

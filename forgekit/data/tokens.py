@@ -17,10 +17,10 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.data.atomic import atomic_directory
-from forgekit.data.index import INDEX, read_index, write_index
-from forgekit.data.numbers import check_numbers, map_numbers
-from forgekit.data.shards import OFFSET, OFFSETS_NAME, ShardWriter, shard_name
+from forgekit.data.corpus.atomic import atomic_directory
+from forgekit.data.corpus.index import INDEX, read_index, write_index
+from forgekit.data.corpus.numbers import check_numbers, map_numbers
+from forgekit.data.corpus.shards import OFFSET, OFFSETS_NAME, ShardWriter, shard_name
 
 __all__ = [
     "TokenFile",

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forgekit.data.atomic import held, is_held, sync
+from forgekit.data.corpus.atomic import held, is_held, sync
 
 __all__ = ["CheckpointError", "latest_checkpoint"]
 

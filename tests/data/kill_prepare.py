@@ -15,8 +15,9 @@ import threading
 import time
 from pathlib import Path
 
-from forgekit.data import encode, parts, prepare
-from forgekit.data.journal import read_entry
+from forgekit.data import prepare
+from forgekit.data.corpus import encode, parts
+from forgekit.data.corpus.journal import read_entry
 from forgekit.data.sources import text_documents
 
 

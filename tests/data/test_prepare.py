@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data import encode, parts
 from forgekit.data import prepare as preparing
-from forgekit.data.encode import encode_texts
+from forgekit.data.corpus import encode, parts
+from forgekit.data.corpus.encode import encode_texts
+from forgekit.data.corpus.journal import JOURNAL
 from forgekit.data.id_documents import random_documents
-from forgekit.data.journal import JOURNAL
 from forgekit.data.prepare import prepare
 from forgekit.data.sources import text_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer

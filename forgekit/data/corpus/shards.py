@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.data.numbers import NumberWriter, check_again, content_of
+from forgekit.data.corpus.numbers import NumberWriter, check_again, content_of
 
 __all__ = ["OFFSET", "OFFSETS_NAME", "ShardWriter", "shard_name"]
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from forgekit.data.corpus.kept import Account, Filters, Kept
 from forgekit.data.documents import Documents
-from forgekit.data.kept import Account, Filters, Kept
 from forgekit.data.order import hash_integers
 
 __all__ = ["Parts", "Place", "Progress"]

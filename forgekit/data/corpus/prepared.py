@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from forgekit.data.kept import Account
+from forgekit.data.corpus.kept import Account
 from forgekit.data.tokens import TokenFile, is_token_file, open_tokens
 
 __all__ = ["HELD_OUT", "TOKENIZER", "Prepared", "find_prepared", "is_prepared", "open_prepared"]

@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from forgekit.data.kept import Account
-from forgekit.data.parts import Place
+from forgekit.data.corpus.kept import Account
+from forgekit.data.corpus.parts import Place
 
 __all__ = ["JOURNAL", "Entry", "clear", "read_entry", "write_entry"]
 

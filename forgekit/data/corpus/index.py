@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forgekit.data.numbers import VERSION
+from forgekit.data.corpus.numbers import VERSION
 
 __all__ = ["INDEX", "read_index", "write_index"]
 
