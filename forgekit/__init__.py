@@ -73,6 +73,7 @@ from forgekit.run.checkpoint import (
     wait_for_saves,
 )
 from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.retention import Keep
 from forgekit.run.resilience import (
     BadStepError,
     RunLockedError,
@@ -179,6 +180,7 @@ __all__ = [
     "wait_for_saves",
     "CheckpointError",
     "latest_checkpoint",
+    "Keep",
     "BadStepError",
     "RunLockedError",
     "StopSignal",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import warnings
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import forgekit.run.commit as files
+from forgekit.data.corpus.atomic import held
 from forgekit.run.agree import Ranks, explain, ranks_of
 from forgekit.run.commit import CheckpointError
 from forgekit.run.contents import (
@@ -35,6 +37,7 @@ from forgekit.run.contents import (
     restore,
     stage,
 )
+from forgekit.run.retention import Keep
 from forgekit.state import TrainState, donate
 
 __all__ = ["PendingSave", "checkpoint_load", "checkpoint_save", "wait_for_saves"]
@@ -97,9 +100,10 @@ def checkpoint_save(
     state: TrainState,
     directory: str | os.PathLike[str],
     *,
-    keep: int | None = 3,
+    keep: int | Keep | None = 3,
     blocking: bool = False,
     fingerprint: Any = None,
+    metric: float | None = None,
 ) -> PendingSave:
     """Save a state as ``directory/step_00000100``; training may go on while it is written.
 
@@ -113,11 +117,13 @@ def checkpoint_save(
             and fields with ``metadata={"per_rank": True}`` are saved as each rank has them; they
             load on the same number of ranks only.
         directory: Where checkpoints are kept, on a file system that all ranks share.
-        keep: How many checkpoints to retain, newest first; None for all.
+        keep: How many checkpoints to retain, newest first; a ``Keep`` for other rules; None for
+            all.
         blocking: Return only when the checkpoint is durable; a failure is raised at once.
         fingerprint: What identifies the data, any JSON value; ``checkpoint_load`` compares it. Or
             a function from ``state.samples`` to it, so that only the data consumed so far are
             compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
+        metric: A number by which ``Keep(best=...)`` compares checkpoints, the same on every rank.
 
     Returns:
         A handle whose ``wait()`` returns the committed directory.
@@ -137,17 +143,14 @@ def checkpoint_save(
         'step_00000000'
     """
     global _in_flight
-    if keep is not None and keep < 1:
-        raise ValueError(
-            f"keep {keep} must be at least 1: retention never deletes the newest checkpoint. "
-            "Pass None to keep all."
-        )
+    rule = Keep(last=keep) if isinstance(keep, int) else keep
     ranks = ranks_of(state)
     tensors, description = collect(state, ranks.rank)
     description = {
         "format": FORMAT,
         "step": state.step,
         "fingerprint": _named(fingerprint, state.samples),
+        "metric": None if metric is None or math.isnan(metric) else float(metric),
         "torch": torch.__version__,
         **description,
     }
@@ -155,7 +158,7 @@ def checkpoint_save(
     staged = stage(tensors, _buffers.setdefault(state.model, {}))
     path = Path(directory)
     pending = PendingSave(
-        state.step, lambda: _write_or_explain(ranks, path, staged, description, keep)
+        state.step, lambda: _write_or_explain(ranks, path, staged, description, rule)
     )
     _in_flight = pending
     if blocking:
@@ -228,7 +231,8 @@ def checkpoint_load(
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     restoration = prepare(state, manifest, ranks.rank)
-    _read(ranks, path, restoration.tensors)
+    with held(path, shared=True):  # nobody's retention deletes it meanwhile
+        _read(ranks, path, restoration.tensors)
     if (seed := manifest["fields"].get("seed")) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     changes: dict[str, Any] = {}
@@ -241,7 +245,7 @@ def _write_or_explain(
     directory: Path,
     tensors: dict[str, Tensor],
     description: dict[str, Any],
-    keep: int | None,
+    keep: Keep | None,
 ) -> Path:
     try:
         return _write(ranks, directory, tensors, description, keep)
@@ -259,7 +263,7 @@ def _write(
     directory: Path,
     tensors: dict[str, Tensor],
     description: dict[str, Any],
-    keep: int | None,
+    keep: Keep | None,
 ) -> Path:
     import torch.distributed.checkpoint as dcp
 

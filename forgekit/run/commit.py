@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forgekit.data.corpus.atomic import held, is_held, sync
+from forgekit.run.retention import Keep
 
 __all__ = ["CheckpointError", "latest_checkpoint"]
 
@@ -176,8 +177,8 @@ def commit(temporary: Path, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def retain(directory: Path, keep: int | None, saved: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints; never the one that was just saved.
+def retain(directory: Path, keep: Keep | None, saved: int) -> None:
+    """Delete the checkpoints that a rule does not name; never the one that was just saved.
 
     A directory is renamed before it is deleted, so that a half-deleted one is not a checkpoint.
     A failure is logged and not raised: the checkpoint that was just saved is good.
@@ -191,9 +192,12 @@ def retain(directory: Path, keep: int | None, saved: int) -> None:
         )
     if keep is None:
         return
-    for step in sorted(found)[:-keep]:
-        if step != saved:
-            _discard(found[step])
+    metrics = {step: (read_manifest(path) or {}).get("metric") for step, path in found.items()}
+    kept = {*keep.of(metrics), saved}
+    named = os.path.realpath(directory / "latest")
+    for step, path in sorted(found.items()):
+        if step not in kept and os.path.realpath(path) != named and not is_held(path):
+            _discard(path)
 
 
 def _discard(path: Path) -> None:

@@ -66,13 +66,19 @@ def atomic_directory(
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Lock a directory while it is written, so that others can tell it from a dead writer's."""
+def held(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Lock a directory while it is written, so that others can tell it from a dead writer's.
+
+    Args:
+        path: The directory.
+        shared: Let others hold it too, as those who read it do.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     lock = os.open(path, os.O_RDONLY)
     try:
         # Some network file systems cannot lock; then two writers must not share a directory.
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)

@@ -1,0 +1,72 @@
+"""Which checkpoints stay: a rule over their steps, apart from how they are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+
+__all__ = ["Keep"]
+
+
+@attrs.frozen(kw_only=True)
+class Keep:
+    """Checkpoints that ``checkpoint_save`` retains: all that any of these names.
+
+    The one that was just saved, the one that ``latest`` names, and one that is being loaded stay
+    anyway. Only committed checkpoints count.
+
+    Attributes:
+        last: The newest so many, at least 1.
+        every: Steps that it divides, for good; None for none.
+        milestones: Step 0 and powers of two.
+        best: So many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
+        largest: Take the largest metrics for the best instead.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> sorted(Keep(last=1, every=300, milestones=True).of(dict.fromkeys(range(0, 1000, 100))))
+        [0, 300, 600, 900]
+        >>> sorted(Keep(last=1, best=1).of({100: 3.5, 200: 3.1, 300: None, 400: 3.3}))
+        [200, 400]
+    """
+
+    last: int = 3
+    every: int | None = None
+    milestones: bool = False
+    best: int = 0
+    largest: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(
+                f"keep {self.last} must be at least 1: retention never deletes the newest "
+                "checkpoint. Pass None to keep all."
+            )
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every {self.every} must be at least 1 step; None for none.")
+        if self.best < 0:
+            raise ValueError(f"best {self.best} must be at least 0.")
+
+    def of(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """Choose among checkpoints.
+
+        Args:
+            metrics: The metric of each committed step; None or NaN where there is none.
+
+        Returns:
+            The steps that stay.
+        """
+        steps = sorted(metrics)
+        kept = set(steps[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step and step % self.every == 0}
+        if self.milestones:
+            kept |= {step for step in steps if step & (step - 1) == 0}
+        known = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
+        # Of equal ones the newest.
+        ranked = sorted(known, key=lambda s: (-known[s] if self.largest else known[s], -s))
+        return kept | set(ranked[: self.best])

@@ -1,0 +1,117 @@
+"""Which checkpoints stay: by hand, against the rules one by one, and on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forgekit as fk
+from forgekit.data.corpus.atomic import held
+
+METRICS = {0: None, 1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 9.0, 6: None, 8: 4.0, 9: 7.0}
+RULES = {
+    "newest": (fk.Keep(last=2), {8, 9}),
+    "every": (fk.Keep(last=1, every=3), {3, 6, 9}),
+    "milestones": (fk.Keep(last=1, milestones=True), {0, 1, 2, 4, 8, 9}),
+    "best": (fk.Keep(last=1, best=2), {2, 4, 9}),
+    "best, of equal ones the newest": (fk.Keep(last=1, best=1), {4, 9}),
+    "largest": (fk.Keep(last=1, best=2, largest=True), {5, 9}),
+    "all of them": (fk.Keep(last=1, every=5, milestones=True, best=1), {0, 1, 2, 4, 5, 8, 9}),
+    "more than there are": (fk.Keep(last=50, best=50), set(METRICS)),
+}
+
+
+@pytest.mark.parametrize(("rule", "kept"), RULES.values(), ids=RULES)
+def test_a_rule_names_what_stays(rule, kept):
+    assert rule.of(METRICS) == kept
+
+
+@given(
+    st.dictionaries(st.integers(0, 200), st.none() | st.floats(), min_size=1),
+    st.builds(
+        fk.Keep,
+        last=st.integers(1, 5),
+        every=st.none() | st.integers(1, 20),
+        milestones=st.booleans(),
+        best=st.integers(0, 3),
+        largest=st.booleans(),
+    ),
+)
+def test_the_newest_always_stays_and_more_rules_keep_more(metrics, rule):
+    kept = rule.of(metrics)
+    assert max(metrics) in kept <= metrics.keys()
+    assert kept >= fk.Keep(last=rule.last).of(metrics)
+    assert len(kept) <= len(metrics)
+
+
+BAD = {
+    "last": ({"last": 0}, "keep 0 must be at least 1: .* Pass None to keep all"),
+    "every": ({"every": 0}, "every 0 must be at least 1 step; None for none"),
+    "best": ({"best": -1}, "best -1 must be at least 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_rules_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fk.Keep(**options)
+
+
+# On disk
+
+
+def build():
+    model = torch.nn.Linear(2, 2)
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+
+
+def saved(directory, losses, **options):
+    """Save step after step, each with a metric."""
+    state = build()
+    for step, loss in losses.items():
+        state = fk.donate(state, step=step)
+        fk.checkpoint_save(state, directory, blocking=True, metric=loss, **options)
+
+
+def steps(directory):
+    return [int(path.name[5:]) for path in sorted(directory.glob("step_*"))]
+
+
+def test_the_best_outlives_newer_ones_and_survives_a_restart(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: None}
+    for step, loss in losses.items():  # each save by a process that knows nothing of the others
+        saved(tmp_path, {step: loss}, keep=fk.Keep(last=2, best=1))
+    assert steps(tmp_path) == [2, 4, 5]
+    assert os.readlink(tmp_path / "latest") == "step_00000005"
+
+
+def test_what_is_being_loaded_and_what_latest_names_are_not_deleted(tmp_path):
+    saved(tmp_path, {1: None, 2: None}, keep=None)
+    with (
+        held(tmp_path / "step_00000001", shared=True),
+        held(tmp_path / "step_00000001", shared=True),
+    ):
+        saved(tmp_path, {3: None}, keep=1)
+        assert steps(tmp_path) == [1, 3]
+    os.unlink(tmp_path / "latest")
+    os.symlink("step_00000001", tmp_path / "latest")
+    before = fk.checkpoint_load(build(), tmp_path).step
+    assert before == 3
+    saved(tmp_path, {4: None}, keep=1)
+    assert steps(tmp_path) == [4]  # `latest` has moved before anything is deleted
+
+
+def test_checkpoints_of_before_there_were_metrics_count_as_without(tmp_path):
+    saved(tmp_path, {1: 2.0, 2: 3.0}, keep=None)
+    manifest = tmp_path / "step_00000001" / "manifest.json"
+    manifest.write_text(re.sub(r' "metric": 2.0,\n', "", manifest.read_text()))
+    assert "metric" not in manifest.read_text()
+    assert fk.checkpoint_load(build(), tmp_path, step=1).step == 1
+    saved(tmp_path, {3: 9.0}, keep=fk.Keep(last=1, best=1))
+    assert steps(tmp_path) == [2, 3]
