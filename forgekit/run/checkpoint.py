@@ -15,11 +15,11 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from forgekit.data.corpus.atomic import held
 from forgekit.run.agree import Ranks, explain, ranks_of
 from forgekit.run.commit import CheckpointError
 from forgekit.run.contents import (
+    PARTS,
+    choose,
     collect,
     find_mismatch,
     merge,
@@ -43,6 +45,8 @@ from forgekit.state import TrainState, donate
 __all__ = ["PendingSave", "checkpoint_load", "checkpoint_save", "wait_for_saves"]
 
 FORMAT = 1
+
+Part = Literal["model", "optimizer", "fields"]
 
 log = logging.getLogger("forgekit")
 
@@ -189,6 +193,7 @@ def checkpoint_load(
     step: int | None = None,
     fingerprint: Any = None,
     allow_other_data: bool = False,
+    parts: Collection[Part] = PARTS,
 ) -> StateT:
     """Load the newest good checkpoint into model and optimizer, in place, and donate ``state``.
 
@@ -204,36 +209,42 @@ def checkpoint_load(
         fingerprint: What identifies the data now, or a function of the samples that were saved;
             compared with what was saved if both are given.
         allow_other_data: Load although the data is other data than before.
+        parts: What to load; the rest stays as it is. ``("model",)`` starts a new run from a model,
+            whatever its data and optimizer were; ``("model", "fields")`` goes on at the same step
+            with another optimizer.
 
     Returns:
-        The state that was saved. If there is no committed checkpoint: ``state`` itself, which is
-        then not donated.
+        The state that was saved, or the parts of it. If there is no committed checkpoint:
+        ``state`` itself, which is then not donated.
 
     Raises:
+        ValueError: If a part is unknown, or the model is none of them.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
             format, data, model or optimizer, or holds streams of another number of ranks. The same
             on every rank.
     """
+    if "model" not in parts or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     wait_for_saves()
     ranks = ranks_of(state)
     found = _choose(ranks, Path(directory), step)
     if found is None:
         return state
     path, manifest = found
-    if not allow_other_data:
+    if not allow_other_data and "fields" in parts:  # else the data begin anew
         samples = manifest["fields"]["samples"]
         _check_data(path, manifest["fingerprint"], _named(fingerprint, samples))
-    described = collect(state, ranks.rank)[1]
+    manifest, described = choose(manifest, parts), choose(collect(state, ranks.rank)[1], parts)
     descriptions = ranks.gather(described)
     optional = optional_fields(state)
     if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
-    restoration = prepare(state, manifest, ranks.rank)
+    restoration = prepare(state, manifest, ranks.rank, parts)
     with held(path, shared=True):  # nobody's retention deletes it meanwhile
         _read(ranks, path, restoration.tensors)
-    if (seed := manifest["fields"].get("seed")) != state.seed:
+    if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     changes: dict[str, Any] = {}
     ranks.each(lambda: changes.update(restore(state, restoration)))  # a field may refuse its state

@@ -27,6 +27,8 @@ from forgekit.run.per_rank import find_difference, is_per_rank, is_stateful, joi
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
+PARTS = ("model", "optimizer", "fields")
+"""What a checkpoint can be taken apart into; the fields are all else that a state holds."""
 _ELSEWHERE = ("model", "optimizer", "mesh")
 _REMEDY = (
     "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
@@ -85,6 +87,16 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """Leave out of a description, or a manifest, what is not to be loaded: see ``PARTS``."""
+    chosen = dict(description)
+    if "optimizer" not in parts:
+        chosen |= {"optimizer": {}, "optimizer_class": None}
+    if "fields" not in parts:
+        chosen["fields"] = {}
+    return chosen
+
+
 def saved_fields(state: TrainState) -> dict[str, Any]:
     """Return the attrs fields that a checkpoint keeps besides model and optimizer, by name."""
     return {
@@ -139,18 +151,44 @@ class Restoration:
 
     Attributes:
         tensors: Tensors by key, to be read into in place; the model's are the model's own.
-        optimizer: The optimizer's new state.
+        optimizer: The optimizer's new state; None leaves it as it is.
         fields: New values of the state's fields; what ``load_state_dict`` takes for those with one.
     """
 
     tensors: dict[str, Tensor]
-    optimizer: dict[Tensor, dict[str, Any]]
+    optimizer: dict[Tensor, dict[str, Any]] | None
     fields: dict[str, Any]
 
 
-def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Restoration:
-    """Make room for a checkpoint without changing the state; ``rank`` as in ``collect``."""
+def prepare(
+    state: TrainState, manifest: dict[str, Any], rank: int = 0, parts: Collection[str] = PARTS
+) -> Restoration:
+    """Make room for a checkpoint without changing the state.
+
+    Args:
+        state: The state.
+        manifest: The checkpoint's manifest, without what is not to be loaded.
+        rank: As in ``collect``.
+        parts: What is to be loaded.
+    """
     tensors = model_tensors(state.model)
+    optimizer = _prepare_optimizer(state, manifest, tensors) if "optimizer" in parts else None
+    fields = {
+        name: _decode(
+            own_tree(tree, rank),
+            _value(state, name),
+            tensors,
+            _field_maker(state, name, manifest["tensors"]),
+        )
+        for name, tree in manifest["fields"].items()
+        if name in saved_fields(state)  # an optional one may be missing
+    }
+    return Restoration(tensors, optimizer, fields)
+
+
+def _prepare_optimizer(
+    state: TrainState, manifest: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
     specs = manifest["tensors"]
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
     optimizer: dict[Tensor, dict[str, Any]] = {}
@@ -161,23 +199,14 @@ def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Resto
             optimizer[parameter] = {
                 key: _decode(node, before.get(key), tensors, make) for key, node in entries.items()
             }
-    fields = {
-        name: _decode(
-            own_tree(tree, rank),
-            _value(state, name),
-            tensors,
-            _field_maker(state, name, specs),
-        )
-        for name, tree in manifest["fields"].items()
-        if name in saved_fields(state)  # an optional one may be missing
-    }
-    return Restoration(tensors, optimizer, fields)
+    return optimizer
 
 
 def restore(state: TrainState, restoration: Restoration) -> dict[str, Any]:
     """Give optimizer and stateful fields what was read; return the changes of the other fields."""
-    state.optimizer.state.clear()
-    state.optimizer.state.update(restoration.optimizer)
+    if restoration.optimizer is not None:
+        state.optimizer.state.clear()
+        state.optimizer.state.update(restoration.optimizer)
     changes = {}
     for name, field in saved_fields(state).items():
         if name not in restoration.fields:

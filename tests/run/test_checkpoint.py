@@ -662,3 +662,47 @@ def test_another_dtype_is_refused_before_anything_is_loaded(tmp_path):
             TrainState.create(other, torch.optim.SGD(other.parameters(), lr=0.1)), tmp_path
         )
     assert torch.equal(other.weight, before)
+
+
+# Parts of a checkpoint
+
+
+def test_a_model_alone_starts_a_new_run_whatever_optimizer_and_data_were(tmp_path):
+    old = saved(tmp_path, 3, fingerprint="books")
+    state = train(build(seed=1, optimizer="momentum"), 1)
+    before = everything(state)
+    options = {"fingerprint": "poems", "parts": ("model",)}
+    loaded = checkpoint_load(state, tmp_path, **options)
+    assert (loaded.step, loaded.samples, int(loaded.targets), loaded.seed) == (1, 8, 8, 1)
+    found, expected = everything(loaded), everything(old)
+    models = {name for name in found if name.startswith("model.")}
+    assert models
+    assert_same({n: found[n] for n in models}, {n: expected[n] for n in models})
+    assert_same(
+        {n: found[n] for n in found.keys() - models}, {n: before[n] for n in before.keys() - models}
+    )
+    with pytest.raises(DonatedStateError):
+        state.step
+
+
+def test_another_optimizer_goes_on_at_the_same_step(tmp_path):
+    old = saved(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="has the state of AdamW, and the optimizer is SGD"):
+        checkpoint_load(build(optimizer="momentum"), tmp_path)
+    loaded = checkpoint_load(build(optimizer="momentum"), tmp_path, parts=("model", "fields"))
+    assert (loaded.step, loaded.samples, int(loaded.targets)) == (3, 24, 24)
+    assert not loaded.optimizer.state
+    by_hand = build(optimizer="momentum")
+    by_hand.model.load_state_dict(old.model.state_dict())
+    by_hand = donate(by_hand, step=3)
+    found, expected = everything(train(loaded, 2)), everything(train(by_hand, 2))
+    del found["targets"], expected["targets"]
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("parts", [(), ("optimizer",), ("model", "moments")])
+def test_parts_that_are_none_are_refused(tmp_path, parts):
+    with pytest.raises(
+        ValueError, match=r"must be some of \['model', 'optimizer', 'fields'\], the"
+    ):
+        checkpoint_load(build(), tmp_path, parts=parts)
