@@ -682,7 +682,7 @@ def test_a_model_alone_starts_a_new_run_whatever_optimizer_and_data_were(tmp_pat
         {n: found[n] for n in found.keys() - models}, {n: before[n] for n in before.keys() - models}
     )
     with pytest.raises(DonatedStateError):
-        state.step
+        _ = state.step
 
 
 def test_another_optimizer_goes_on_at_the_same_step(tmp_path):
