@@ -125,9 +125,15 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_reads(state, monkeypatch):
-    step = fk.make_step(logits_loss, schedule=CONSTANT)
-    state, _ = step(state, _batches())
+def _with_sources(batches):
+    for batch in batches:
+        batch["source"] = torch.arange(batch.shape[0]) % 2
+    return batches
+
+
+def _count_reads(state, monkeypatch, loss_fn=logits_loss):
+    step = fk.make_step(loss_fn, schedule=CONSTANT)
+    state, _ = step(state, _with_sources(_batches()))
     for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(
@@ -135,14 +141,20 @@ def _count_reads(state, monkeypatch):
             name,
             lambda t, *a, n=name, o=original: (calls.found.append(n), o(t, *a))[1],
         )
+    batches = _with_sources(_batches(seed=1))
     with _Calls() as calls:
-        step(state, _batches(seed=1))
+        step(state, batches)
     monkeypatch.undo()
     return calls.found
 
 
 def test_a_step_with_a_fused_optimizer_reads_nothing_on_the_host(monkeypatch):
     assert _count_reads(build_state({}, 1), monkeypatch) == []
+
+
+def test_losses_of_each_source_read_nothing_on_the_host(monkeypatch):
+    by_source = fk.losses_by_source(logits_loss, ("code", "prose"))
+    assert _count_reads(build_state({}, 1), monkeypatch, by_source) == []
 
 
 def test_other_optimizers_cost_one_host_read(monkeypatch):
@@ -164,12 +176,13 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_collectives(rank, world, layout, sync):
+def _count_collectives(rank, world, layout, sync, sources=()):
     state = build_state(layout, world)
-    step = fk.make_step(logits_loss, schedule=CONSTANT, sync=sync)
-    state, _ = step(state, _batches(world, rank))
+    loss_fn = fk.losses_by_source(logits_loss, sources) if sources else logits_loss
+    step = fk.make_step(loss_fn, schedule=CONSTANT, sync=sync)
+    state, _ = step(state, _with_sources(_batches(world, rank)))
     with _Collectives() as whole:
-        state, _ = step(state, _batches(world, rank, seed=1))
+        state, _ = step(state, _with_sources(_batches(world, rank, seed=1)))
     with _Collectives() as backward:
         fk.accumulate(state, _batches(world, rank, seed=2), logits_loss, sync=sync)
     return whole.found, backward.found
@@ -182,6 +195,11 @@ def _count_collectives(rank, world, layout, sync):
 def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(world, layout, sync):
     for whole, fsdp in run_ranks(_count_collectives, world, layout, sync):
         assert any("reduce_scatter" in name for name in fsdp)
+        assert whole == [*fsdp, "allreduce_"]
+
+
+def test_losses_of_each_source_need_no_further_collective():
+    for whole, fsdp in run_ranks(_count_collectives, 2, {}, "last", ("code", "prose")):
         assert whole == [*fsdp, "allreduce_"]
 
 
