@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import attrs
@@ -29,6 +32,8 @@ __all__ = ["Run", "every", "open_run"]
 
 USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _RECIPES = _PACKAGE + "recipes" + os.sep
@@ -149,7 +154,9 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     Raises:
         SystemExit: With code 2 if the library refused what set-up asked for (its message, without
             a traceback), with code 1 if the directory is in use. Everything else goes on as it
-            is, after ``status.json`` says "failed" and why.
+            is, after ``status.json`` says "failed" and why. With code 0 if SIGTERM or SIGUSR1 came
+            before ``start``, after ``status.json`` says "stopped": nothing was done, so there is
+            nothing to save.
     """
     run = Run(Path(out), config, is_writer=process_rank() == 0)
     try:
@@ -157,10 +164,36 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     except (FileExistsError, NotADirectoryError) as error:
         _exit(run, error, code=2)
     try:
-        with lock_run(out, is_writer=run.is_writer), _closing(run):
+        with lock_run(out, is_writer=run.is_writer), _closing(run), _stopping(run):
             yield run
     except RunLockedError as error:
         _exit(run, error, code=1)
+
+
+class _StoppedEarlyError(BaseException):
+    """A signal came before the run began; nothing that catches exceptions should hold it up."""
+
+
+@contextmanager
+def _stopping(run: Run) -> Iterator[None]:
+    """Listen to signals until a ``StopSignal`` does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets nobody else
+        return
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if run._status is None:
+            raise _StoppedEarlyError(f"{signal.Signals(number).name} during set-up")
+        signal.signal(number, signal.SIG_DFL)  # the loop has ended already
+        signal.raise_signal(number)
+
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) == on_signal:
+                signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager
@@ -168,6 +201,9 @@ def _closing(run: Run) -> Iterator[None]:
     try:
         yield
         wait_for_saves()
+    except _StoppedEarlyError as stop:
+        write_status(run.out, "stopped", is_writer=run.is_writer, reason=str(stop))
+        raise SystemExit(0) from None
     except BaseException as error:
         _drain()
         run._fail(f"{type(error).__name__}: {error}")

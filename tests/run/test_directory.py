@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,3 +184,38 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 )
 def test_every_so_many_steps(steps, due):
     assert [step for step in range(1, 7) if fk.every(steps, create(step))] == due
+
+
+# Signals before the run begins
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
+    fk.write_status(tmp_path, "failed", reason="an earlier run")
+    before = signal.getsignal(getattr(signal, name))
+    with pytest.raises(SystemExit) as caught, fk.open_run(tmp_path, {}):
+        signal.raise_signal(getattr(signal, name))
+    assert caught.value.code == 0
+    assert status(tmp_path)["status"] == "stopped"
+    assert status(tmp_path)["reason"] == f"{name} during set-up"
+    assert signal.getsignal(getattr(signal, name)) == before
+
+
+def test_from_the_start_on_a_stop_signal_listens_and_nobody_after_it(tmp_path):
+    with fk.open_run(tmp_path, {}) as run:
+        stop = fk.StopSignal()
+        with run.start(create(), every=1), stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.reason == "SIGTERM"
+        run.end(create(), stopped=stop.reason)
+    assert status(tmp_path)["reason"] == "SIGTERM"
+    script = (
+        f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from run.test_directory import create, fk\n"
+        f"with fk.open_run({str(tmp_path)!r}, {{}}) as run:\n"
+        "    run.start(create(), every=1); run.end(create())\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert status(tmp_path)["status"] == "finished"
