@@ -9,6 +9,7 @@ a process group of its own over a fresh file store. After a failure its workers 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import inspect
@@ -31,9 +32,7 @@ from forgekit import mesh
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
-MOST_THREADS = 40
-"""Of a worker that is used again. Each gloo group that something in torch still holds has a thread
-that wakes a hundred times a second; after some hundred jobs they would use up the machine."""
+_CACHE = type(functools.cache(int))
 _zygote: Connection | None = None
 
 
@@ -106,24 +105,17 @@ def _serve(parent: Connection) -> None:
             for rank, (_, connection) in enumerate(workers[:world]):
                 connection.send_bytes(pickle.dumps((where, rank, world, args, group, folder)))
             ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
-        kept = workers[world:]
-        for process, connection in workers[:world]:
-            if ok and _threads(process.pid) <= MOST_THREADS:
-                kept.append((process, connection))
-            else:
+        if not ok:
+            for process, connection in workers[:world]:
                 process.kill()
                 process.join()
                 connection.close()
-        workers = kept
+            del workers[:world]
         parent.send_bytes(pickle.dumps((ok, payload)))
     for process, _ in workers:
         process.kill()
         process.join()
     os._exit(0)
-
-
-def _threads(process: int) -> int:
-    return len(os.listdir(f"/proc/{process}/task"))
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> tuple[bool, Any]:
@@ -154,6 +146,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    caches = _caches()
     gc.freeze()  # what was imported; a collection after each job then costs little
     while True:
         try:
@@ -168,6 +161,8 @@ def _work(connection: Connection) -> None:
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
                 result = _run(function, rank, world, pickle.loads(args), group, folder)
             answer = True, pickle.dumps(result)
+            del result
+            _forget_meshes(caches)
         except BaseException:  # torch's CheckpointException derives from it
             answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
         connection.send_bytes(pickle.dumps(answer))
@@ -189,14 +184,26 @@ def _run(
     result = function(rank, world, *args)
     dist.barrier()
     dist.destroy_process_group()
-    _forget_meshes()
     return result
 
 
-def _forget_meshes() -> None:
-    """Let go of the job's meshes, and with them of most of its groups."""
+def _caches() -> list[Any]:
+    """The caches of DTensor's functions that the garbage collector knows of."""
+    caches = [item for item in gc.get_objects() if type(item) is _CACHE]
+    return [cache for cache in caches if (cache.__module__ or "").startswith("torch.distributed")]
+
+
+def _forget_meshes(caches: list[Any]) -> None:
+    """Let go of the job's meshes, and with them of its groups and their threads.
+
+    Each gloo group has a thread that wakes a hundred times a second; those of some hundred jobs
+    would use up the machine.
+    """
     mesh._forget_groups()
+    for cache in (*caches, *_caches()):
+        cache.cache_clear()
     gc.collect()
+    gc.collect()  # what finalizers of the first round still held
 
 
 def _load(path: str, module: str, name: str) -> Callable[..., Any]:

@@ -6,10 +6,14 @@ import os
 import signal
 import time
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import SPEC
 from ranks import RankError, run_ranks
+
+import forgekit as fk
 
 
 def _sum(rank, world, start):
@@ -54,3 +58,23 @@ def test_a_rank_that_dies_is_noticed_at_once():
     with pytest.raises(RankError, match="rank 1 died"):
         run_ranks(_die, 2)
     assert time.monotonic() - start < 20
+
+
+def _count_threads(rank, world):
+    return len(os.listdir("/proc/self/task"))
+
+
+def _lay_out(rank, world, dim):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    spec = attrs.evolve(SPEC, vocab_size=36, dim=dim)
+    model = fk.parallelize(fk.Transformer(spec), mesh)
+    model(torch.zeros(1, 4, dtype=torch.long)).full_tensor().sum().backward()
+
+
+def test_a_job_leaves_no_group_alive_on_its_workers():
+    """Each would keep a thread that polls."""
+    run_ranks(_lay_out, 2, 24)
+    before = run_ranks(_count_threads, 2, group=False)
+    for dim in (48, 72):
+        run_ranks(_lay_out, 2, dim)
+    assert run_ranks(_count_threads, 2, group=False) == before
