@@ -17,7 +17,7 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/pretrain.py data.path=data/stdlib out=$(OUT) $(ARGS)
 
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest $(ARGS)
 
 oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
 	$(BIN)/pytest -m oracle tests/distributed $(ARGS)

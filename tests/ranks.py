@@ -32,6 +32,9 @@ from forgekit import mesh
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
+MOST_THREADS = 40
+"""Of a worker between two jobs. Each gloo group that is alive has a thread that wakes a hundred
+times a second; those of some hundred jobs would use up the machine."""
 _CACHE = type(functools.cache(int))
 _zygote: Connection | None = None
 
@@ -194,16 +197,17 @@ def _caches() -> list[Any]:
 
 
 def _forget_meshes(caches: list[Any]) -> None:
-    """Let go of the job's meshes, and with them of its groups and their threads.
+    """Let go of the job's meshes, and now and then of all that torch still holds of their groups.
 
-    Each gloo group has a thread that wakes a hundred times a second; those of some hundred jobs
-    would use up the machine.
+    Emptying every cache costs the next jobs about half a second each.
     """
     mesh._forget_groups()
-    for cache in (*caches, *_caches()):
-        cache.cache_clear()
     gc.collect()
-    gc.collect()  # what finalizers of the first round still held
+    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+        for cache in (*caches, *_caches()):
+            cache.cache_clear()
+        gc.collect()
+        gc.collect()  # what finalizers of the first round still held
 
 
 def _load(path: str, module: str, name: str) -> Callable[..., Any]:

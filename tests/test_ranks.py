@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import SPEC
-from ranks import RankError, run_ranks
+from ranks import MOST_THREADS, RankError, run_ranks
 
 import forgekit as fk
 
@@ -71,10 +71,8 @@ def _lay_out(rank, world, dim):
     model(torch.zeros(1, 4, dtype=torch.long)).full_tensor().sum().backward()
 
 
-def test_a_job_leaves_no_group_alive_on_its_workers():
+def test_jobs_do_not_leave_ever_more_groups_alive_on_their_workers():
     """Each would keep a thread that polls."""
-    run_ranks(_lay_out, 2, 24)
-    before = run_ranks(_count_threads, 2, group=False)
-    for dim in (48, 72):
+    for dim in range(24, 24 * 7, 24):
         run_ranks(_lay_out, 2, dim)
-    assert run_ranks(_count_threads, 2, group=False) == before
+        assert max(run_ranks(_count_threads, 2, group=False)) <= MOST_THREADS
