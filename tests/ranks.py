@@ -3,13 +3,12 @@
 Spawning four ranks costs seconds, nearly all of it imports; a job on workers that are there costs
 hundredths. A *zygote* is forked when the test session starts, before torch has computed anything
 (its thread pools do not survive a fork), and forks workers when they are asked for. Each job gets
-a process group of its own over a fresh file store. After a failure its workers are replaced.
+a process group of its own over a fresh file store. After a failure the workers are replaced.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib.util
 import inspect
@@ -33,9 +32,8 @@ from forgekit import mesh
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
 MOST_THREADS = 40
-"""Of a worker between two jobs. Each gloo group that is alive has a thread that wakes a hundred
-times a second; those of some hundred jobs would use up the machine."""
-_CACHE = type(functools.cache(int))
+"""Of a worker that is used again. Each gloo group that something in torch still holds has a thread
+that wakes a hundred times a second; after some hundred jobs they would use up the machine."""
 _zygote: Connection | None = None
 
 
@@ -108,17 +106,24 @@ def _serve(parent: Connection) -> None:
             for rank, (_, connection) in enumerate(workers[:world]):
                 connection.send_bytes(pickle.dumps((where, rank, world, args, group, folder)))
             ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
-        if not ok:
-            for process, connection in workers[:world]:
+        if not ok or any(_threads(process.pid) > MOST_THREADS for process, _ in workers):
+            while workers:  # all of them, for the groups that they still hold join them
+                process, connection = workers.pop()
                 process.kill()
                 process.join()
                 connection.close()
-            del workers[:world]
         parent.send_bytes(pickle.dumps((ok, payload)))
     for process, _ in workers:
         process.kill()
         process.join()
     os._exit(0)
+
+
+def _threads(process: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process}/task"))
+    except FileNotFoundError:
+        return 0
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> tuple[bool, Any]:
@@ -149,8 +154,8 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    caches = _caches()
     gc.freeze()  # what was imported; a collection after each job then costs little
+    gc.disable()  # groups of past jobs are not to be taken down in the midst of the next one
     while True:
         try:
             where, rank, world, args, group, folder = pickle.loads(connection.recv_bytes())
@@ -165,7 +170,7 @@ def _work(connection: Connection) -> None:
                 result = _run(function, rank, world, pickle.loads(args), group, folder)
             answer = True, pickle.dumps(result)
             del result
-            _forget_meshes(caches)
+            _forget_meshes()
         except BaseException:  # torch's CheckpointException derives from it
             answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
         connection.send_bytes(pickle.dumps(answer))
@@ -190,24 +195,10 @@ def _run(
     return result
 
 
-def _caches() -> list[Any]:
-    """The caches of DTensor's functions that the garbage collector knows of."""
-    caches = [item for item in gc.get_objects() if type(item) is _CACHE]
-    return [cache for cache in caches if (cache.__module__ or "").startswith("torch.distributed")]
-
-
-def _forget_meshes(caches: list[Any]) -> None:
-    """Let go of the job's meshes, and now and then of all that torch still holds of their groups.
-
-    Emptying every cache costs the next jobs about half a second each.
-    """
+def _forget_meshes() -> None:
+    """Let go of the job's meshes, and with them of most of its groups."""
     mesh._forget_groups()
     gc.collect()
-    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-        for cache in (*caches, *_caches()):
-            cache.cache_clear()
-        gc.collect()
-        gc.collect()  # what finalizers of the first round still held
 
 
 def _load(path: str, module: str, name: str) -> Callable[..., Any]:
