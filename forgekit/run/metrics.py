@@ -177,7 +177,7 @@ class MetricsLog:
         # Only now: the copy has waited for the device, so the clock has seen the steps end.
         seconds = time.perf_counter() - self._clock
         targets = numbers.pop("targets")
-        numbers |= {name: int(numbers[name]) for name in COUNTS}
+        numbers |= {name: int(n) for name, n in numbers.items() if _is_count(name, n)}
         row = {
             "step": state.step,
             "samples": state.samples,
@@ -314,6 +314,11 @@ def _short(number: Any) -> str:
     if isinstance(number, float) and not (number.is_integer() and abs(number) >= 1000):
         return f"{number:.4f}"
     return f"{number:,.0f}" if isinstance(number, float) else str(number)
+
+
+def _is_count(name: str, number: Any) -> bool:
+    """Whether a number counts targets; weighted ones need not be whole."""
+    return name in COUNTS or (name.endswith("/targets") and float(number).is_integer())
 
 
 def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:

@@ -341,3 +341,13 @@ def test_a_bar_on_a_terminal_gives_the_terminal_back(
     assert "a line [in] brackets" in screen
     assert capsys.readouterr().out == "for the pipe\n"
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 4]
+
+
+def test_targets_of_a_source_are_whole_numbers_unless_they_are_weighted(tmp_path, state):
+    named = {f"source/{name}/targets": count for name, count in (("a", 7.0), ("b", 2.5))}
+    named["source/c/targets"] = math.nan
+    with MetricsLog(tmp_path, every=1) as log:
+        row = log(at(state, 1), metrics_of(1, **named))
+    assert repr(row["source/a/targets"]) == "7"
+    assert row["source/b/targets"] == 2.5
+    assert math.isnan(row["source/c/targets"])
