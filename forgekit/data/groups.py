@@ -19,13 +19,12 @@ __all__ = ["Group", "groups"]
 class End(Protocol):
     """What ``groups`` asks of a ``DataEnd``."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether no further group is due; the same on every rank."""
-        ...
-
     def watch(self, has_more: Callable[[], bool]) -> None:
         """Take the function that says whether this rank has data for another group."""
+        ...
+
+    def goes_on(self, groups: int) -> bool:
+        """Whether another group is due after so many; the same on every rank."""
         ...
 
 
@@ -157,7 +156,6 @@ class _Source:
         self._pulled = 0
         self._ahead: list[tuple[Any, int]] = []
         self._last: Any = None
-        self._stream = stream
 
     def last(self) -> Any:
         """A micro-batch to make padding of: the last one, or the stream's own idea of one.
@@ -217,7 +215,7 @@ def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) 
     first = 0
     if end is not None:
         end.watch(lambda: source.has(first + micro_batches))
-    while source.has(first) if end is None else not end.has_ended:
+    while source.has(first) if end is None else end.goes_on(first // micro_batches):
         yield Group(source, first, micro_batches, partial)
         first += micro_batches
 

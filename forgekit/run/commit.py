@@ -194,9 +194,8 @@ def retain(directory: Path, keep: Keep | None, saved: int) -> None:
         return
     metrics = {step: (read_manifest(path) or {}).get("metric") for step, path in found.items()}
     kept = {*keep.of(metrics), saved}
-    named = os.path.realpath(directory / "latest")
     for step, path in sorted(found.items()):
-        if step not in kept and os.path.realpath(path) != named and not is_held(path):
+        if step not in kept and not is_held(path):
             _discard(path)
 
 

@@ -51,13 +51,12 @@ class DataEnd:
             )
         self.policy = policy
         self._has_more: Callable[[], bool] | None = None
-        self._used = 0
         self._heard = 0
         self._last: HostCopy | None = None
 
     def watch(self, has_more: Callable[[], bool]) -> None:
-        """Take the function that says whether this rank has data for another step."""
-        self._has_more = has_more
+        """Take the function that says whether this rank has data for another step; start anew."""
+        self._has_more, self._heard, self._last = has_more, 0, None
 
     def vote(self) -> float:
         """Return 1.0 if this rank's data have ended, else 0.0; looks ahead by a micro-batch.
@@ -76,27 +75,33 @@ class DataEnd:
         self._heard += 1
         self._last = HostCopy.start(votes)
 
+    def goes_on(self, groups: int) -> bool:
+        """Whether another group is due after so many; the same on all ranks.
+
+        Raises:
+            RuntimeError: If steps have voted less often than there were groups.
+        """
+        if self._heard < groups:
+            raise RuntimeError(
+                "groups have an end= that the step does not know of, so ranks would wait for each "
+                "other for ever; pass the same one to forgekit.make_step."
+            )
+        return not self.has_ended
+
     @property
     def has_ended(self) -> bool:
         """Whether no further step is due on any rank; the same on all of them.
 
         Raises:
-            RuntimeError: If a group was used and no step has voted since.
             ValueError: With the policy ``"error"``, if the data of some ranks alone have ended.
         """
-        if self._heard < self._used:
-            raise RuntimeError(
-                "groups have an end= that the step does not know of, so ranks would wait for each "
-                "other for ever; pass the same one to forgekit.make_step."
-            )
-        self._used = self._heard + 1
         if self._last is None:
             return False
         world = dist.get_world_size() if dist.is_initialized() else 1
-        ended = round(self._last.read())
+        ended = self._last.read()
         if self.policy == "error" and 0 < ended < world:
             raise ValueError(
-                f"the data of {ended} of {world} ranks have ended and the others' have not. Share "
+                f"the data of {ended:.0f} of {world} ranks have ended and the others' have not. Share "
                 'them evenly, or use DataEnd("pad") or DataEnd("drop").'
             )
         return ended > 0 if self.policy == "drop" else ended == world

@@ -14,8 +14,8 @@ __all__ = ["Keep"]
 class Keep:
     """Checkpoints that ``checkpoint_save`` retains: all that any of these names.
 
-    The one that was just saved, the one that ``latest`` names, and one that is being loaded stay
-    anyway. Only committed checkpoints count.
+    The one that was just saved, which ``latest`` names, and one that is being loaded stay anyway.
+    Only committed checkpoints count.
 
     Attributes:
         last: The newest so many, at least 1.

@@ -62,7 +62,9 @@ def make_step(
         ValueError: If ``max_norm`` is not positive.
     """
     check_max_norm(max_norm)
-    voters = {name: voter for name, voter in {"stop": stop, "ended": end}.items() if voter}
+    voters = {
+        name: voter for name, voter in {"stop": stop, "ended": end}.items() if voter is not None
+    }
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
         totals = accumulate(state, batches, loss_fn, sync=sync)

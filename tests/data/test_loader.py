@@ -193,7 +193,6 @@ def test_waiting_is_measured():
 PREAMBLE = """
 import torch
 from tensordict import TensorDict
-from forgekit.data.batch import shift_labels
 from forgekit.data.loader import make_loader
 rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
 """
