@@ -19,6 +19,7 @@ from forgekit.data.bins import Bins, rooms_of
 from forgekit.data.packing import pack
 from forgekit.data.pieces import ArrayDocuments, FileDocuments, Pieces
 from forgekit.data.tokens import TokenFile, open_tokens
+from forgekit.data.transforms import apply_transforms
 
 __all__ = ["PackedDataset", "Transform", "packed_dataset"]
 
@@ -151,12 +152,9 @@ class PackedDataset:
         columns = self._columns(self._layout(rows), shape)
         tensors = {key: torch.from_numpy(column.reshape(shape)) for key, column in columns.items()}
         batch = TensorDict(tensors, batch_size=[len(rows)])
-        return collate([self._transformed(row) for row in batch]) if self.transforms else batch
-
-    def _transformed(self, row: TensorDict) -> TensorDict:
-        for transform in self.transforms:
-            row = transform(row)
-        return row
+        if not self.transforms:
+            return batch
+        return collate([apply_transforms(row, self.transforms) for row in batch])
 
     def _layout(self, rows: Sequence[int]) -> Pieces:
         for row in rows:

@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from forgekit.data.batch import shift_labels
 from forgekit.data.corpus.encode import encode_texts
 from forgekit.data.documents import Documents, Record
+from forgekit.data.transforms import apply_transforms
 
 __all__ = ["Cursor", "Rows"]
 
@@ -103,9 +104,7 @@ class Rows:
         arrays = {"input_ids": ids, "doc_ids": doc_ids, "position_ids": position_ids}
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
         batch = shift_labels(TensorDict(tensors, batch_size=[self.batch_size]))
-        for transform in self.transforms:
-            batch = transform(batch)
-        return batch
+        return apply_transforms(batch, self.transforms)
 
     def _documents(self, cursor: Cursor, part: int, parts: int) -> Iterator[_Document]:
         """Read documents from a cursor on, epoch after epoch."""

@@ -241,7 +241,7 @@ def checkpoint_load(
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
-    restoration = prepare(state, manifest, ranks.rank, parts)
+    restoration = prepare(state, manifest, ranks.rank)
     with held(path, shared=True):  # nobody's retention deletes it meanwhile
         _read(ranks, path, restoration.tensors)
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:

@@ -160,19 +160,17 @@ class Restoration:
     fields: dict[str, Any]
 
 
-def prepare(
-    state: TrainState, manifest: dict[str, Any], rank: int = 0, parts: Collection[str] = PARTS
-) -> Restoration:
+def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Restoration:
     """Make room for a checkpoint without changing the state.
 
     Args:
         state: The state.
         manifest: The checkpoint's manifest, without what is not to be loaded.
         rank: As in ``collect``.
-        parts: What is to be loaded.
     """
     tensors = model_tensors(state.model)
-    optimizer = _prepare_optimizer(state, manifest, tensors) if "optimizer" in parts else None
+    is_chosen = manifest["optimizer_class"] is not None
+    optimizer = _prepare_optimizer(state, manifest, tensors) if is_chosen else None
     fields = {
         name: _decode(
             own_tree(tree, rank),

@@ -120,12 +120,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     """
     check_shapes("logits", logits, labels)
     logits, columns = take_logits(logits)
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat, places = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     if columns is not None:
-        losses = shared_losses(flat, labels.reshape(-1).long(), z_loss, columns)
+        losses = shared_losses(flat, places, z_loss, columns)
         return loss_of_places(losses.sum(), losses, labels)
     flat: Tensor = _DropNan.apply(flat.to(wide(logits.dtype)))  # pyright: ignore[reportAssignmentType]
-    places = labels.reshape(-1).long()
     losses = F.cross_entropy(flat, places, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.

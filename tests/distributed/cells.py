@@ -96,12 +96,13 @@ class LaidOut:
         """Where the values that this rank holds belong; a collective for each way of sharing."""
         if not isinstance(tensor, DTensor):
             return np.arange(tensor.numel(), dtype=np.int32)
-        key = tensor.shape, tensor.placements, tensor.device_mesh
+        mesh, placements = tensor.device_mesh, tensor.placements
+        key = tensor.shape, placements, mesh
         if key not in self._places:
-            local, rank = tensor.to_local(), tensor.device_mesh.get_rank()
+            local, rank = tensor.to_local(), mesh.get_rank()
             numbers = (torch.arange(local.numel()) + (rank << 32)).view(local.shape)
             spread = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-            whole = full(DTensor.from_local(numbers, *key[:0:-1], **spread)).flatten()
+            whole = full(DTensor.from_local(numbers, mesh, placements, **spread)).flatten()
             mine = (whole >> 32 == rank).nonzero()[:, 0]
             self._places[key] = mine[whole[mine].argsort()].to(torch.int32).numpy()
         return self._places[key]
