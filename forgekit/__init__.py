@@ -63,6 +63,7 @@ from forgekit.steps.sources import losses_by_source
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
 from forgekit.steps.clip import Correction, clip
+from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.update import update
 from forgekit.steps.make_step import make_step, step_metrics
 from forgekit.run.directory import Run, every, open_run
@@ -73,16 +74,20 @@ from forgekit.run.checkpoint import (
     wait_for_saves,
 )
 from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.migrate import SavedState, SavedValue
 from forgekit.run.retention import Keep
+from forgekit.run.bad_steps import BadStepError, BadSteps, bad_step_policy, roll_back
+from forgekit.run.bad_records import read_bad_steps
 from forgekit.run.resilience import (
-    BadStepError,
     RunLockedError,
     StopSignal,
-    bad_step_policy,
     lock_run,
     write_status,
 )
 from forgekit.run.data_end import DataEnd
+from forgekit.run.meeting import HangError, barrier
+from forgekit.run.health import Health
+from forgekit.run.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.run.evaluate import evaluate
 from forgekit.run.generate import generate, write_sample
@@ -168,6 +173,8 @@ __all__ = [
     "reduce_totals",
     "Correction",
     "clip",
+    "SpikeLimit",
+    "limit_spikes",
     "update",
     "make_step",
     "step_metrics",
@@ -180,14 +187,25 @@ __all__ = [
     "wait_for_saves",
     "CheckpointError",
     "latest_checkpoint",
+    "SavedState",
+    "SavedValue",
     "Keep",
     "BadStepError",
+    "BadSteps",
+    "bad_step_policy",
+    "roll_back",
+    "read_bad_steps",
     "RunLockedError",
     "StopSignal",
-    "bad_step_policy",
     "lock_run",
     "write_status",
     "DataEnd",
+    "HangError",
+    "barrier",
+    "Health",
+    "live_tensors",
+    "periodic_collection",
+    "report_out_of_memory",
     "MetricsLog",
     "read_metrics",
     "evaluate",

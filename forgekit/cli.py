@@ -1,4 +1,4 @@
-"""``forgekit ls | cp | run | prepare``: find a recipe, take it home, run it, make it some data.
+"""``forgekit ls | cp | run | prepare | replay``: recipes, data for them, and a second look.
 
 A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
 one function below; a mistake of the caller is one sentence on stderr and exit code 2, and whatever
@@ -12,20 +12,25 @@ import ast
 import difflib
 import hashlib
 import importlib.metadata
+import json
+import math
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import attrs
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 if TYPE_CHECKING:
     from forgekit.data.documents import Documents
+    from forgekit.run.replay import Replay
 
 __all__ = ["main", "recipes_folder"]
 
@@ -125,6 +130,16 @@ def _parser() -> argparse.ArgumentParser:
         "--eos-token", metavar="TOKEN", default="<|endoftext|>", help="what closes a document"
     )
     prepare.set_defaults(command=_prepare)
+
+    replay = commands.add_parser("replay", help="look at a bad step of a run again")
+    replay.add_argument("run", metavar="RUN", type=Path, help="a run directory")
+    replay.add_argument(
+        "--step", metavar="N", type=int, help="the step, as in metrics.jsonl (the last bad one)"
+    )
+    replay.add_argument(
+        "--script", metavar="FILE", type=Path, help="the recipe (the one that noted the bad step)"
+    )
+    replay.set_defaults(command=_replay)
     return parser
 
 
@@ -148,15 +163,17 @@ def _recipes(folder: Path) -> dict[str, Path]:
 
 
 def _settings(folder: Path) -> dict[str, Path]:
-    """Settings of a recipe for one kind of machine, ``pretrain_8_gpus.toml``, by name."""
+    """Settings of a recipe for one kind of machine by name, and a batch script by its folder."""
     found = {path.stem: path for path in folder.glob("*.toml")}
-    return {name: path for name, path in found.items() if not path.with_suffix(".py").exists()}
+    found = {name: path for name, path in found.items() if not path.with_suffix(".py").exists()}
+    return found | {path.parent.name: path for path in folder.glob("*/*.sh")}
 
 
 def _summary(path: Path) -> str:
     """First line of a module's docstring, or of the comment that settings begin with."""
-    if path.suffix == ".toml":
-        return path.read_text().partition("\n")[0].lstrip("# ")
+    if path.suffix != ".py":
+        lines = path.read_text().splitlines()
+        return lines[lines[0].startswith("#!")].lstrip("# ")
     return (ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n")[0]
 
 
@@ -177,7 +194,10 @@ def _cp(options: argparse.Namespace) -> int:
     recipe = recipe or _recipe(options.recipes, options.name)
     target = _target(recipe, options.target)
     settings = recipe.with_suffix(".toml")
-    copies = {target: _stamp(recipe, target) + recipe.read_bytes()}
+    first, content = b"", recipe.read_bytes()
+    if content.startswith(b"#!"):  # only a first line counts as one
+        first, content = content[: content.index(b"\n") + 1], content[content.index(b"\n") + 1 :]
+    copies = {target: first + _stamp(recipe, target, options.name) + content}
     if settings.exists() and settings != recipe:
         copies[target.with_suffix(".toml")] = settings.read_bytes()
     there = [str(path) for path in copies if path.exists()]
@@ -204,13 +224,13 @@ def _target(recipe: Path, target: str | None) -> Path:
     return path
 
 
-def _stamp(recipe: Path, target: Path) -> bytes:
+def _stamp(recipe: Path, target: Path, name: str) -> bytes:
     """Comment lines that say which recipe a copy began as; the docstring below stays one."""
-    version = importlib.metadata.version("forgekit")
+    version, latest = importlib.metadata.version("forgekit"), f"latest{recipe.suffix}"
     digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
     return (
         f"# Copied from forgekit {version} recipes/{recipe.name} (sha256 {digest}).\n"
-        f"# To compare: forgekit cp {recipe.stem} latest.py && diff latest.py {target.name}\n"
+        f"# To compare: forgekit cp {name} {latest} && diff {latest} {target.name}\n"
     ).encode()
 
 
@@ -319,3 +339,88 @@ def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
         stages.add(stage)
         size = f"{total / 1e6:.1f} MB of text" if total else "text"
         print(f"{stage}: reading {size}", file=sys.stderr, flush=True)
+
+
+# replay
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from forgekit.run.bad_records import read_bad_steps
+
+    if options.step is not None and options.step < 1:
+        raise _UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")
+    known = {bad["step"]: bad for bad in read_bad_steps(options.run)}
+    step = options.step if options.step is not None else max(known, default=None)
+    if step is None:
+        raise _UsageError(
+            f"{options.run} has no bad_steps.jsonl, so no step had to be left out. "
+            "--step N looks at another one."
+        )
+    found = _finite(attrs.asdict(_compute_again(options, step, known.get(step, {}))))
+    path = options.run / f"replay_step_{step}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    for name, value in found.items():
+        print(f"{name:<20}  {value}")
+    print(f"written to {path}")
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """Strict JSON: None in place of what is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
+    """Go from the last checkpoint to the step before, and look at the step."""
+    from forgekit.data.groups import groups
+    from forgekit.run.replay import replay_step
+
+    recipe, config = _configured(options, bad)
+    with ExitStack() as stack:
+        out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _link_checkpoints(options.run, before=step, out=out)
+        state, take, loader, *others = recipe["setup"](attrs.evolve(config, out=out))
+        for part in (loader, *others):
+            if hasattr(part, "__exit__"):
+                stack.enter_context(part)
+        loader.seek(state.samples, skip=bad.get("skips", state.skips))
+        batches = groups(loader, loader.micro_batches(config.global_batch_size))
+        while state.step < step - 1:
+            state, _ = take(state, next(batches))
+        return replay_step(state, next(batches), recipe["loss_fn"])
+
+
+def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
+    """Let a run directory seem to have no checkpoint of a step, or of later ones."""
+    from forgekit.run.commit import committed
+
+    (out / "checkpoints").mkdir()
+    for step, path in committed(run / "checkpoints").items():
+        if step < before:
+            (out / "checkpoints" / path.name).symlink_to(path.resolve())
+
+
+def _configured(options: argparse.Namespace, bad: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The names of a recipe, and the run's configuration for one process."""
+    from forgekit.config import ConfigError
+    from forgekit.config.strict import structure
+
+    script = options.script or bad.get("script")
+    if script is None or not Path(script).is_file():
+        raise _UsageError(f"the recipe {script} is not there; --script FILE names it.")
+    recipe = runpy.run_path(str(script), run_name="replayed")
+    if missing := [name for name in ("Config", "setup", "loss_fn") if name not in recipe]:
+        raise _UsageError(
+            f"{script} has no {', '.join(missing)}; a recipe that can be replayed has Config, "
+            "setup(config) and loss_fn, as pretrain.py does."
+        )
+    path = options.run / "config.json"
+    try:
+        tree = json.loads(path.read_text("utf-8")) | {"mesh": {}}
+        return recipe, structure(recipe["Config"], tree)
+    except (OSError, ValueError, ConfigError) as error:
+        raise _UsageError(f"{path} does not fit {script}: {error}") from None

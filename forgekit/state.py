@@ -59,6 +59,10 @@ class TrainState:
         seed: Seed of data order and dropout.
         good_steps: ``[]`` int64: good steps since the loss scale last changed; moves in float16
             only.
+        recent: ``[window 2]`` float64: loss and gradient norm of the last good steps, oldest
+            first, NaN where there were none; None unless steps limit spikes.
+        skips: What the data leave out, as (first sample, rows); each is counted as samples were
+            numbered before it was added. Grows when a run is rolled back.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2)
@@ -82,6 +86,8 @@ class TrainState:
         default=attrs.Factory(lambda self: torch.zeros_like(self.targets), takes_self=True),
         metadata={"optional": True},
     )
+    recent: Tensor | None = attrs.field(default=None, repr=False, metadata={"optional": True})
+    skips: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"optional": True})
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )

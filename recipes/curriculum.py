@@ -119,7 +119,7 @@ def setup(config):
     rank, world = fk.data_ranks(mesh)
     load = partial(fk.make_loader, batch_size=config.batch_size, rank=rank, world=world)
     ahead = {"workers": config.data.workers, "device": mesh.device_type}
-    loader = load(dataset, start=state.samples, **ahead)
+    loader = load(dataset, start=state.samples, skip=state.skips, **ahead)
     return state, step, loader, stop
 
 

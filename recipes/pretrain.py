@@ -6,7 +6,6 @@ torchrun --nproc-per-node 8 pretrain.py mesh.tp=2 mesh.cp=2 model.dim=1024 preci
 """
 
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +54,9 @@ class Config:
     pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work where mesh.pp is above 1.")
     context_parallel: fk.ContextParallel = key("ring", "How ranks of mesh.cp share a sequence.")
     max_norm: float = key(1.0, "Upper bound of the gradient norm; inf does not clip.")
-    bad_steps: Literal["raise", "warn", "skip"] = key("raise", "What a non-finite step means.")
+    spikes: float | None = key(None, "Deviations above recent steps that make a step bad.")
+    bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
+    patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
     device: Literal["cpu", "cuda"] | None = key(None, "none takes an accelerator if there is one.")
     prompt: str = key("def ", "What the sample at the end continues.")
     data: Data = Data()
@@ -80,12 +81,6 @@ def loss_fn(model, batch):
     return model(batch["input_ids"], **where, head=head)
 
 
-def evaluate(state, held_out):
-    """Held-out loss per target and bits per byte of text."""
-    bytes_per_token = held_out.dataset.bytes_per_token
-    return fk.evaluate(state, held_out, loss_fn, name="heldout", bytes_per_token=bytes_per_token)
-
-
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
@@ -103,13 +98,15 @@ def setup(config):
     lr, warmup = config.optim.lr, config.optim.warmup
     schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
     stop = fk.StopSignal()
-    step = fk.make_step(loss_fn, schedule=schedule, max_norm=config.max_norm, stop=stop)
+    limits = {"max_norm": config.max_norm, "spikes": config.spikes and fk.SpikeLimit(config.spikes)}
+    step = fk.make_step(loss_fn, schedule=schedule, stop=stop, **limits)
     rank, world = fk.data_ranks(mesh)
     where = {"rank": rank, "world": world, "device": mesh.device_type}
     load = partial(fk.make_loader, batch_size=config.batch_size, **where)
-    loader = load(dataset, seed=state.seed, start=state.samples, workers=config.data.workers)
-    held_out = dataset.held_out()
-    held_out = held_out and load(held_out, shuffle=False, epochs=1)
+    place = {"seed": state.seed, "start": state.samples, "skip": state.skips}
+    loader = load(dataset, **place, workers=config.data.workers)
+    held = dataset.held_out()
+    held_out = held and load(held, shuffle=False, epochs=1)
     return state, step, loader, held_out, stop
 
 
@@ -120,12 +117,16 @@ def main():
         state, step, loader, held_out, stop = setup(config)
         groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
         save = partial(fk.checkpoint_save, keep=config.keep, fingerprint=loader.dataset.fingerprint)
-        check = fk.bad_step_policy(config.bad_steps)
+        evaluate = partial(fk.evaluate, loss_fn=loss_fn, name="heldout", stop=stop)
+        check = fk.bad_step_policy(config.bad_steps, patience=config.patience)
         log = run.start(state, every=config.log_every, total=config.steps, loader=loader)
-        with log, loader, stop:
-            for batches in islice(groups, max(config.steps - state.step, 0)):
-                state, metrics = step(state, batches)
-                check(log(state, metrics))
+        health = fk.Health(run.out, state.mesh, loader=loader)
+        with log, loader, stop, health:
+            while state.step < config.steps:
+                state, metrics = step(state, next(groups))
+                if check(log(state, metrics)):
+                    state = run.roll_back(state, save)
+                log.event(state, health(state) or {}, show=False)
                 is_done = state.step == config.steps
                 if is_done or stop.requested or fk.every(config.save_every, state):
                     save(state, run.checkpoints)
@@ -136,6 +137,7 @@ def main():
             is_done = state.step >= config.steps
             if held_out and is_done:
                 log.event(state, evaluate(state, held_out))
+            is_done = is_done and not stop.requested
             run.end(state, stopped=None if is_done else stop.reason)
             if is_done:
                 log.message(fk.wrap_up(state, run.out, config.data.path, prompt=config.prompt))

@@ -180,13 +180,14 @@ def status_of(out: Path) -> dict[str, Any]:
 
 def results(out: Path) -> list[dict[str, Any]]:
     """What must be bitwise the same in two runs: each row without clock and memory."""
-    measured = ("perf/", "memory/")
+    measured = ("perf/", "memory/", "health/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows_of(out)]
 
 
-def tensors_of(out: Path) -> Mapping[str, torch.Tensor]:
-    """All tensors of the newest checkpoint, whole, however many ranks wrote it."""
-    path = fk.latest_checkpoint(out / "checkpoints")
+def tensors_of(out: Path, step: int | None = None) -> Mapping[str, torch.Tensor]:
+    """All tensors of a checkpoint, by default the newest, whole, however many ranks wrote it."""
+    checkpoints = out / "checkpoints"
+    path = fk.latest_checkpoint(checkpoints) if step is None else checkpoints / f"step_{step:08d}"
     assert path is not None
     specs = json.loads((path / "manifest.json").read_text())["tensors"]
     tensors = {

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -63,6 +64,17 @@ def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
         "train             Train a thing.",
         "train_2_toasters  Two toasters.",
     ]
+
+
+def test_cp_writes_a_batch_script_that_runs_and_says_where_it_is_from(here, capsys):
+    assert main(["cp", "slurm"]) == 0
+    lines = (here / "train.sh").read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert re.search(r"# Copied from forgekit .* recipes/train.sh \(sha256 \w{8}\)", lines[1])
+    assert lines[2] == "# To compare: forgekit cp slurm latest.sh && diff latest.sh train.sh"
+    assert lines[3:] == (recipes_folder() / "slurm" / "train.sh").read_text().splitlines()[1:]
+    assert main(["ls"]) == 0
+    assert re.search(r"^slurm +\w", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["train_2_toasters", "train_2_toasters.toml"])
@@ -129,6 +141,7 @@ def test_cp_refuses_a_target_that_would_not_run(recipes, here, capsys):
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("command", ["cp", "run"])
 def test_an_unknown_recipe_gets_the_nearest_and_the_list(command, recipes, here, capsys):
     assert main([command, "trian"], recipes=recipes) == 2
@@ -310,7 +323,7 @@ def test_no_command_shows_the_help_and_is_an_error(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("usage: forgekit ")
-    for command in ("ls", "cp", "run", "prepare"):
+    for command in ("ls", "cp", "run", "prepare", "replay"):
         assert f"\n    {command} " in shown
 
 
@@ -325,10 +338,10 @@ def test_there_are_real_recipes_that_can_be_copied(here, capsys):
     paths = [path for path in paths if path.is_file()]
     names = [path.stem for path in paths]
     assert main(["ls"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == names
-    for path, name, line in zip(paths, names, lines, strict=True):
-        assert len(line.split()) > 2, f"{name} does not say what it is"
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert list(lines) == sorted([*names, "slurm"])
+    for path, name in zip(paths, names, strict=True):
+        assert len(lines[name].split()) > 2, f"{name} does not say what it is"
         assert main(["cp", name]) == 0
         copy = (here / path.name).read_text()
         assert copy.startswith(f"# Copied from forgekit {VERSION} recipes/{path.name} (sha256 ")

@@ -222,6 +222,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("line", "sentence"), REFUSED)
 def test_a_mistake_is_named_with_its_path(line, sentence, capsys):
     sentences = refused(line.split(" "), capsys)

@@ -54,6 +54,7 @@ def test_sizes_fill_the_world(spec, world, sizes):
     assert resolve_sizes(fk.MeshSpec(**spec), world) == sizes
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("spec", "world", "message"),
     [
@@ -108,6 +109,7 @@ def test_sizes_that_do_not_fit_say_what_would(spec, world, message):
     assert str(error.value) == message
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

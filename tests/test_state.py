@@ -46,6 +46,7 @@ def test_a_state_has_the_fields_of_the_contract():
     assert ["model", "optimizer", "mesh", *counters, "loss_scale", "seed", "good_steps"] == FIELDS
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("scale", [0.0, -1.0, 0.75, 3.0, float("inf"), float("nan")])
 def test_a_loss_scale_that_rounds_is_refused(scale):
     message = rf"^loss_scale {scale} is not a positive power of two; .*for example 2\.0\*\*-12\.$"

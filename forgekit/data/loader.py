@@ -22,11 +22,14 @@ from tensordict import TensorDict
 from forgekit.data.batch import mask_rows, read_rows
 from forgekit.data.order import recall_rows, sample_rows
 from forgekit.data.sizes import count_micro_batches
+from forgekit.data.skips import Skips, check_skips, positions
 from forgekit.data.stream import Stream
 from forgekit.data.transfer import Transfer
 from forgekit.data.transforms import apply_transforms
 
 __all__ = ["Loader", "make_loader"]
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def make_loader(
@@ -35,6 +38,7 @@ def make_loader(
     *,
     seed: int = 0,
     start: int = 0,
+    skip: Skips = (),
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
@@ -58,6 +62,7 @@ def make_loader(
         batch_size: Rows per rank and micro-batch.
         seed: Names the order of the rows; each epoch has another one.
         start: Rows that were consumed before, by all ranks together: ``state.samples``.
+        skip: What is left out of the samples: ``state.skips``.
         rank: This data-parallel rank.
         world: Number of data-parallel ranks.
         workers: Threads that read ahead; 0 reads when asked. The batches are the same.
@@ -99,10 +104,11 @@ def make_loader(
         batch_size=batch_size,
         seed=seed,
         start=start,
+        skips=check_skips(skip),
         rank=rank,
         world=world,
         shuffle=shuffle,
-        stop=None if epochs is None else epochs * len(dataset),
+        everything=None if epochs is None else epochs * len(dataset),
         transforms=tuple(transforms),
     )
     goal = torch.device(device or "cpu")
@@ -118,20 +124,31 @@ class Plan:
     batch_size: int
     seed: int
     start: int
+    skips: Skips
     rank: int
     world: int
     shuffle: bool
-    stop: int | None
+    everything: int | None
     transforms: tuple[Callable[[TensorDict], TensorDict], ...]
+
+    @property
+    def stop(self) -> int | None:
+        """The sample after the last one; None without end."""
+        if self.everything is None:
+            return None
+        stop = self.everything
+        for first, rows in self.skips:
+            stop = max(min(stop, first), stop - rows)
+        return stop
 
     def __call__(self, micro_batch: int) -> TensorDict:
         """Build this rank's micro-batch of that number."""
         first = self.start + (micro_batch * self.world + self.rank) * self.batch_size
-        samples = first + np.arange(self.batch_size)
-        if self.stop is None or samples[-1] < self.stop:
+        samples, stop = first + np.arange(self.batch_size), self.stop
+        if stop is None or samples[-1] < stop:
             return apply_transforms(self._fetch(samples), self.transforms)
-        real = max(0, self.stop - first)
-        batch = self._fetch(np.minimum(samples, self.stop - 1))
+        real = max(0, stop - first)
+        batch = self._fetch(np.minimum(samples, stop - 1))
         # Masked again afterwards: a transform may make labels.
         batch = mask_rows(batch, keep=real) if "labels" in batch else batch
         return mask_rows(apply_transforms(batch, self.transforms), keep=real)
@@ -146,11 +163,16 @@ class Plan:
         rows = self.start + micro_batches * self.world * self.batch_size
         return rows if self.stop is None else max(self.start, min(rows, self.stop))
 
-    def _fetch(self, samples: np.ndarray[Any, np.dtype[np.int64]]) -> TensorDict:
-        if not _is_endless(self.dataset):
-            find = recall_rows if self.shuffle else partial(sample_rows, shuffle=False)
-            samples = find(samples, len(self.dataset), self.seed)
-        return read_rows(self.dataset, samples.tolist())
+    def rows(self, samples: Integers) -> Integers:
+        """Find the rows of samples in the dataset."""
+        samples = positions(samples, self.skips)
+        if _is_endless(self.dataset):
+            return samples
+        find = recall_rows if self.shuffle else partial(sample_rows, shuffle=False)
+        return find(samples, len(self.dataset), self.seed)
+
+    def _fetch(self, samples: Integers) -> TensorDict:
+        return read_rows(self.dataset, self.rows(samples).tolist())
 
 
 class Loader:
@@ -203,6 +225,35 @@ class Loader:
     def is_endless(self) -> bool:
         """Whether it goes on epoch after epoch, and so has no length."""
         return self._plan.stop is None
+
+    def seek(self, start: int, skip: Skips = ()) -> None:
+        """Go on from another sample, in loops that are under way too, as a rolled-back run does.
+
+        Args:
+            start: As in ``make_loader``: ``state.samples``.
+            skip: As in ``make_loader``: ``state.skips``.
+
+        Raises:
+            ValueError: If ``start`` or what is left out is negative.
+        """
+        _check_least(start=(start, 0))
+        self.close()
+        self._plan = attrs.evolve(self._plan, start=start, skips=check_skips(skip))
+        self._position = 0
+
+    def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
+        """Say which row of the dataset each of some samples is.
+
+        Args:
+            first: The first sample.
+            stop: The one after the last.
+
+        Returns:
+            Of each sample the name of its source, None where there is but one, and its row there.
+        """
+        rows = self._plan.rows(np.arange(first, stop))
+        order = getattr(self.dataset, "order", None)
+        return [(None, row) if order is None else order(row) for row in rows.tolist()]
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -300,14 +351,16 @@ def _check_numbers(
             f"rank {rank} must lie in range(world={world}). "
             "rank, world = forgekit.data_ranks(mesh) gives both."
         )
-    lowest = {
-        "batch_size": (batch_size, 1),
-        "start": (start, 0),
-        "workers": (workers, 0),
-        "ahead": (ahead, 0),
-    }
-    if epochs is not None:
-        lowest["epochs"] = (epochs, 1)
-    for name, (value, least) in lowest.items():
+    _check_least(
+        batch_size=(batch_size, 1),
+        start=(start, 0),
+        workers=(workers, 0),
+        ahead=(ahead, 0),
+        epochs=(1 if epochs is None else epochs, 1),
+    )
+
+
+def _check_least(**numbers: tuple[int, int]) -> None:
+    for name, (value, least) in numbers.items():
         if value < least:
             raise ValueError(f"{name} {value} must be at least {least}.")

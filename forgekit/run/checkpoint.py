@@ -12,22 +12,19 @@ import json
 import logging
 import math
 import os
+import posixpath
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-import forgekit.run.commit as files
-from forgekit.data.corpus.atomic import held
 from forgekit.run.agree import Ranks, explain, ranks_of
-from forgekit.run.commit import CheckpointError
+from forgekit.run.commit import INDEX, CheckpointError, digest, step_name
 from forgekit.run.contents import (
     PARTS,
     choose,
@@ -39,12 +36,20 @@ from forgekit.run.contents import (
     restore,
     stage,
 )
+from forgekit.run.loading import (
+    FORMAT,
+    check_data,
+    choose_checkpoint,
+    expect_one_process,
+    forgekit_version,
+    read_tensors,
+)
+from forgekit.run.migrate import Migrated, Migration, bring_up
+from forgekit.run.places import Place, Workspace, place_of
 from forgekit.run.retention import Keep
 from forgekit.state import TrainState, donate
 
 __all__ = ["PendingSave", "checkpoint_load", "checkpoint_save", "wait_for_saves"]
-
-FORMAT = 1
 
 Part = Literal["model", "optimizer", "fields"]
 
@@ -63,10 +68,10 @@ class PendingSave:
         step: The step that is being saved.
     """
 
-    def __init__(self, step: int, work: Callable[[], Path]) -> None:
+    def __init__(self, step: int, work: Callable[[], Path | str]) -> None:
         self.step = step
         self._work = work
-        self._future: Future[Path] = Future()
+        self._future: Future[Path | str] = Future()
         self._reported = False
 
     @property
@@ -74,11 +79,11 @@ class PendingSave:
         """Whether the save has ended, well or not."""
         return self._future.done()
 
-    def wait(self) -> Path:
+    def wait(self) -> Path | str:
         """Block until the checkpoint is durable.
 
         Returns:
-            The committed directory.
+            The committed directory, a ``Path``; its URL for a place that is one.
 
         Raises:
             CheckpointError: If the save failed, on every rank if it failed on one. Earlier
@@ -108,6 +113,7 @@ def checkpoint_save(
     blocking: bool = False,
     fingerprint: Any = None,
     metric: float | None = None,
+    version: int = 1,
 ) -> PendingSave:
     """Save a state as ``directory/step_00000100``; training may go on while it is written.
 
@@ -120,7 +126,8 @@ def checkpoint_save(
             the first rank has them. Streams (fields that have a ``state_dict`` and can be iterated)
             and fields with ``metadata={"per_rank": True}`` are saved as each rank has them; they
             load on the same number of ranks only.
-        directory: Where checkpoints are kept, on a file system that all ranks share.
+        directory: Where checkpoints are kept, on a file system that all ranks share, or a URL such
+            as ``s3://bucket/run/checkpoints``: see ``remote.py`` for what differs there.
         keep: How many checkpoints to retain, newest first; a ``Keep`` for other rules; None for
             all.
         blocking: Return only when the checkpoint is durable; a failure is raised at once.
@@ -128,12 +135,15 @@ def checkpoint_save(
             a function from ``state.samples`` to it, so that only the data consumed so far are
             compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
         metric: A number by which ``Keep(best=...)`` compares checkpoints, the same on every rank.
+        version: Which version of the state this is: count up when parameters get other names or
+            the state other fields, and give ``checkpoint_load`` the same number.
 
     Returns:
         A handle whose ``wait()`` returns the committed directory.
 
     Raises:
-        ValueError: If ``keep`` is less than 1.
+        ValueError: If ``keep`` or ``version`` is less than 1, or a URL was made into a ``Path``.
+        ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
         TypeError: If a field of the state cannot be saved.
         CheckpointError: If the previous save failed and nobody has been told yet.
 
@@ -148,10 +158,14 @@ def checkpoint_save(
     """
     global _in_flight
     rule = Keep(last=keep) if isinstance(keep, int) else keep
+    _check_version(version)
+    place = place_of(directory)
     ranks = ranks_of(state)
     tensors, description = collect(state, ranks.rank)
     description = {
         "format": FORMAT,
+        "forgekit": forgekit_version(),
+        "version": version,
         "step": state.step,
         "fingerprint": _named(fingerprint, state.samples),
         "metric": None if metric is None or math.isnan(metric) else float(metric),
@@ -160,9 +174,8 @@ def checkpoint_save(
     }
     wait_for_saves()
     staged = stage(tensors, _buffers.setdefault(state.model, {}))
-    path = Path(directory)
     pending = PendingSave(
-        state.step, lambda: _write_or_explain(ranks, path, staged, description, rule)
+        state.step, lambda: _write_or_explain(ranks, place, staged, description, rule)
     )
     _in_flight = pending
     if blocking:
@@ -194,6 +207,8 @@ def checkpoint_load(
     fingerprint: Any = None,
     allow_other_data: bool = False,
     parts: Collection[Part] = PARTS,
+    version: int = 1,
+    migrate: Migration | None = None,
 ) -> StateT:
     """Load the newest good checkpoint into model and optimizer, in place, and donate ``state``.
 
@@ -212,29 +227,46 @@ def checkpoint_load(
         parts: What to load; the rest stays as it is. ``("model",)`` starts a new run from a model,
             whatever its data and optimizer were; ``("model", "fields")`` goes on at the same step
             with another optimizer.
+        version: Which version of the state this is, as given to ``checkpoint_save``. A newer one is
+            refused.
+        migrate: Brings a checkpoint of an older version to this one: a function from the
+            ``SavedState`` to the same in today's names. Without it an older one is refused.
 
     Returns:
         The state that was saved, or the parts of it. If there is no committed checkpoint:
         ``state`` itself, which is then not donated.
 
     Raises:
-        ValueError: If a part is unknown, or the model is none of them.
+        ValueError: If a part is unknown, or the model is none of them; if ``version`` is less than
+            1; if a URL was made into a ``Path``.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
-            format, data, model or optimizer, or holds streams of another number of ranks. The same
-            on every rank.
+            format, version, data, model or optimizer, holds streams of another number of ranks, or
+            anything but tensors, of which nothing is run. The same on every rank.
+
+    Examples:
+        A layer got another name, and the state a field::
+
+            def migrate(saved):
+                names = {now.replace("mlp", "ffn"): then for now, then in saved.names.items()}
+                return attrs.evolve(saved, names=names, fields=saved.fields | {"phase": 0})
+
+            state = checkpoint_load(state, directory, version=2, migrate=migrate)
     """
     if "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
+    _check_version(version)
     wait_for_saves()
-    ranks = ranks_of(state)
-    found = _choose(ranks, Path(directory), step)
+    place, ranks = place_of(directory), ranks_of(state)
+    found = choose_checkpoint(ranks, place, step)
     if found is None:
         return state
-    path, manifest = found
+    path, written = found
+    migrated = _migrated(ranks, path, written, version, migrate)
     if not allow_other_data and "fields" in parts:  # else the data begin anew
-        samples = manifest["fields"]["samples"]
-        _check_data(path, manifest["fingerprint"], _named(fingerprint, samples))
-    manifest, described = choose(manifest, parts), choose(collect(state, ranks.rank)[1], parts)
+        samples = written["fields"]["samples"]
+        check_data(path, written["fingerprint"], _named(fingerprint, samples))
+    manifest = choose(migrated.manifest, parts)
+    described = choose(collect(state, ranks.rank)[1], parts)
     descriptions = ranks.gather(described)
     optional = optional_fields(state)
     if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
@@ -242,8 +274,8 @@ def checkpoint_load(
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     restoration = prepare(state, manifest, ranks.rank)
-    with held(path, shared=True):  # nobody's retention deletes it meanwhile
-        _read(ranks, path, restoration.tensors)
+    targets = migrated.place(restoration.tensors)
+    read_tensors(ranks, place, path, written, targets)
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     changes: dict[str, Any] = {}
@@ -253,146 +285,85 @@ def checkpoint_load(
 
 def _write_or_explain(
     ranks: Ranks,
-    directory: Path,
+    place: Place,
     tensors: dict[str, Tensor],
     description: dict[str, Any],
     keep: Keep | None,
-) -> Path:
+) -> Path | str:
     try:
-        return _write(ranks, directory, tensors, description, keep)
+        return _write(ranks, place, tensors, description, keep)
     except BaseException as error:
-        good = files.latest_checkpoint(directory)
-        remains = f"{good.name} is good" if good else "there is none"
         raise CheckpointError(
-            f"step {description['step']} could not be saved to {directory}: {explain(error)}. "
-            f"Checkpoints that were there are untouched: {remains}."
+            f"step {description['step']} could not be saved to {place}: {explain(error)}. "
+            f"Checkpoints that were there are untouched: {_remains(place)}."
         ) from error
+
+
+def _remains(place: Place) -> str:
+    try:
+        found = place.committed()
+    except Exception:  # whatever kept it from being saved
+        return "they cannot be listed now"
+    return f"{step_name(max(found))} is good" if found else "there is none"
 
 
 def _write(
     ranks: Ranks,
-    directory: Path,
+    place: Place,
     tensors: dict[str, Tensor],
     description: dict[str, Any],
     keep: Keep | None,
-) -> Path:
+) -> Path | str:
     import torch.distributed.checkpoint as dcp
 
+    from forgekit.run.shards import ShardWriter
+
     step = description["step"]
-    with ExitStack() as stack:
-        fresh = files.temporary_directory(directory, step)
-        temporary = ranks.first(lambda: stack.enter_context(fresh))
+    with place.workspace(ranks, step) as workspace:
         if ranks.group is None:
-            _expect_one_process()
-        writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            expect_one_process()
+        writer = ShardWriter(workspace.path, sync_files=True)
         dcp.save(
             tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
         )
-        digests = ranks.each(lambda: _own_digests(temporary, ranks.rank))
+        digests = ranks.each(lambda: _deliver(place, workspace, step, ranks.rank))
         descriptions = ranks.gather(description)
 
-        def commit() -> Path:
+        def commit() -> Path | str:
             listed = {name: digest for part in digests for name, digest in part.items()}
             manifest = merge(descriptions) | {"world": ranks.world, "files": listed}
-            return files.commit(temporary, manifest)
+            return place.commit(workspace, manifest)
 
         final = ranks.first(commit)
-        ranks.first(lambda: files.retain(directory, keep, step))
+        ranks.first(lambda: place.retain(keep, step))
     return final
 
 
-def _own_digests(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Check-sum the files that a rank wrote; the first one also wrote the index."""
-    own = sorted(temporary.glob(f"__{rank}_*")) + ([temporary / ".metadata"] if rank == 0 else [])
-    return {file.name: files.digest(file) for file in own}
+def _deliver(place: Place, workspace: Workspace, step: int, rank: int) -> dict[str, Any]:
+    """Check-sum the files that a rank wrote and hand them over; the first also has the index."""
+    written = sorted(workspace.path.glob(f"__{rank}_*"))
+    written += [workspace.path / INDEX] if rank == 0 else []
+    digests = {}
+    for file in written:
+        with file.open("rb") as stream:
+            digests[posixpath.join(workspace.folder, file.name)] = digest(stream)
+    place.deliver(workspace, step, [file.name for file in written])
+    return digests
 
 
-def _choose(ranks: Ranks, directory: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint to load and its manifest: the one asked for or the newest good one."""
-    candidates = ranks.first(lambda: _candidates(directory, step))
-    damages = []
-    for path in candidates:
-        manifest = ranks.first(lambda path=path: _readable_manifest(path))
-        damage = _find_damage(ranks, path, manifest)
-        if not damage:
-            return path, manifest
-        damages += damage
-        if ranks.rank == 0 and step is None:
-            log.warning("skipped the damaged checkpoint %s: %s", path.name, "; ".join(damage))
-    if damages:
-        good = "" if step is None else f" Others are there: {_steps(directory)}."
-        raise CheckpointError(f"no whole checkpoint to load: {'; '.join(damages)}.{good}")
-    return None
+def _migrated(
+    ranks: Ranks, path: object, manifest: dict[str, Any], version: int, migrate: Migration | None
+) -> Migrated:
+    found: list[Migrated] = []  # stays on its rank: it holds tensors that the migration may give
+    ranks.each(lambda: found.append(bring_up(path, manifest, version, migrate)))
+    return found[0]
 
 
-def _candidates(directory: Path, step: int | None) -> list[Path]:
-    files.put_back(directory)
-    found = files.committed(directory)
-    if step is None:
-        for torn in files.step_directories(directory).keys() - found.keys():
-            log.warning(
-                "%s has no readable manifest.json and does not count as a checkpoint",
-                directory / files.step_name(torn),
-            )
-        return [found[known] for known in sorted(found, reverse=True)]
-    if step not in found:
-        there = _steps(directory)
-        raise CheckpointError(f"{directory} has no committed step {step}; it has {there}.")
-    return [found[step]]
-
-
-def _steps(directory: Path) -> str:
-    return ", ".join(str(step) for step in sorted(files.committed(directory))) or "none"
-
-
-def _readable_manifest(path: Path) -> dict[str, Any]:
-    manifest = files.read_manifest(path) or {}
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r} and this forgekit reads {FORMAT}. "
-            "Load it with the version that saved it, or upgrade."
+def _check_version(version: int) -> None:
+    if version < 1:
+        raise ValueError(
+            f"version {version} must be at least 1: checkpoints without one count as version 1."
         )
-    return manifest
-
-
-def _find_damage(ranks: Ranks, path: Path, manifest: dict[str, Any]) -> list[str]:
-    """Check the files of a checkpoint, each on one rank; return what is wrong with them."""
-    mine = list(manifest["files"].items())[ranks.rank :: ranks.world]
-    found = ranks.each(lambda: [files.find_damage(path / name, digest) for name, digest in mine])
-    return [damage for part in found for damage in part if damage]
-
-
-def _check_data(path: Path, saved: Any, now: Any) -> None:
-    if saved is not None and now is not None and saved != now:
-        raise CheckpointError(
-            f"{path} was saved while training on other data: its fingerprint is {saved!r} and "
-            f"today's is {now!r}. Files or sequence length have changed. Choose another run "
-            "directory, or call checkpoint_load with allow_other_data=True to go on with them."
-        )
-
-
-def _read(ranks: Ranks, path: Path, tensors: dict[str, Tensor]) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    if ranks.group is None:
-        _expect_one_process()
-    try:
-        dcp.load(
-            dict(tensors),
-            storage_reader=dcp.FileSystemReader(path),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-    except dcp.CheckpointException as error:
-        raise CheckpointError(
-            f"{path} is whole but could not be read: {explain(error)}. "
-            "The model may hold a part of it; build it anew before the next try."
-        ) from error
-
-
-def _expect_one_process() -> None:
-    # torch warns on each save and load without a process group, even if no_dist asks for it.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def _named(fingerprint: Any, samples: int) -> Any:

@@ -17,9 +17,10 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, overload
 
 from forgekit.data.corpus.atomic import held, is_held, sync
 from forgekit.run.retention import Keep
@@ -27,8 +28,11 @@ from forgekit.run.retention import Keep
 __all__ = ["CheckpointError", "latest_checkpoint"]
 
 MANIFEST = "manifest.json"
+INDEX = ".metadata"
+"""What torch calls its own description of the shards."""
 CHUNK_BYTES = 4 << 20
 _STEP = re.compile(r"step_(\d{8,})")
+_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
 _ASIDE = re.compile(r"\.old-(step_\d{8,})-.*")
 
 log = logging.getLogger("forgekit")
@@ -38,21 +42,48 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or does not belong to this run."""
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+@overload
+def latest_checkpoint(directory: Path) -> Path | None: ...
+
+
+@overload
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None: ...
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
     """Find the newest committed checkpoint by looking, not by trusting the ``latest`` symlink.
 
     Args:
         directory: What ``checkpoint_save`` was given.
 
     Returns:
-        The directory with the highest step whose manifest is there, or None.
+        The directory with the highest step whose manifest is there, or None; for a URL its URL.
 
     Examples:
         >>> latest_checkpoint("/nowhere") is None
         True
     """
-    found = committed(Path(directory))
+    if is_url(directory):
+        from forgekit.run.remote import Remote
+
+        found: dict[int, Any] = Remote.at(os.fspath(directory)).committed()
+    else:
+        found = committed(Path(directory))
     return found[max(found)] if found else None
+
+
+def is_url(directory: str | os.PathLike[str]) -> bool:
+    """Say whether checkpoints are kept behind a URL, such as ``s3://bucket/run``.
+
+    Raises:
+        ValueError: If it was one, before somebody made it into a ``Path``.
+    """
+    if isinstance(directory, Path) and _URL_AS_PATH.match(str(directory)):
+        raise ValueError(
+            f"directory {directory} looks like a URL that became a Path, which merges its slashes. "
+            "Pass the URL as a string."
+        )
+    return "://" in os.fspath(directory)
 
 
 def step_name(step: int) -> str:
@@ -60,12 +91,17 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def steps_among(names: Iterable[str]) -> dict[int, str]:
+    """Return those of the names that are a step's, by step."""
+    return {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
+
+
 def step_directories(directory: Path) -> dict[int, Path]:
     """Return every ``step_*`` directory by step, committed or not."""
     if not directory.is_dir():
         return {}
-    named = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): path for match, path in named if match}
+    named = steps_among(path.name for path in directory.iterdir())
+    return {step: directory / name for step, name in named.items()}
 
 
 def committed(directory: Path) -> dict[int, Path]:
@@ -77,10 +113,24 @@ def committed(directory: Path) -> dict[int, Path]:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read a checkpoint's manifest; None if it is missing or not one."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return parse_manifest((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return manifest if isinstance(manifest, dict) and "files" in manifest else None
+
+
+def parse_manifest(content: bytes) -> dict[str, Any] | None:
+    """Return a manifest, of whatever format; None if it is not one."""
+    try:
+        manifest = json.loads(content)
+    except ValueError:
+        return None
+    is_one = isinstance(manifest, dict) and not manifest.keys().isdisjoint({"files", "format"})
+    return manifest if is_one else None
+
+
+def format_manifest(manifest: dict[str, Any]) -> bytes:
+    """Write a manifest out."""
+    return json.dumps(manifest, indent=1).encode()
 
 
 @contextlib.contextmanager
@@ -91,7 +141,7 @@ def temporary_directory(directory: Path, step: int) -> Iterator[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-    temporary = directory / _unique(f".tmp-{step_name(step)}")
+    temporary = directory / unique(f".tmp-{step_name(step)}")
     temporary.mkdir()
     with held(temporary):
         try:
@@ -120,32 +170,42 @@ def put_back(directory: Path) -> None:
             aside.rename(directory / match[1])
 
 
-def digest(file: Path) -> dict[str, Any]:
+def digest(stream: BinaryIO) -> dict[str, Any]:
     """Return the size and checksum that the manifest keeps of a file."""
     size, checksum = 0, 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
+    while chunk := stream.read(CHUNK_BYTES):
+        size += len(chunk)
+        checksum = zlib.crc32(chunk, checksum)
     return {"bytes": size, "crc32": f"{checksum:08x}"}
 
 
-def find_damage(file: Path, expected: dict[str, Any]) -> str | None:
+def find_damage(
+    name: object,
+    expected: dict[str, Any],
+    size: Callable[[], int],
+    opened: Callable[[], AbstractContextManager[BinaryIO]],
+) -> str | None:
     """Compare a file with its manifest entry; return what is wrong, or None.
 
     The size is looked at first: a truncated file is found without reading it.
+
+    Args:
+        name: What the file is called.
+        expected: Its entry.
+        size: Asks for its bytes.
+        opened: Opens it.
     """
     try:
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            return f"{file} has {size} bytes instead of {expected['bytes']}"
-        checksum = digest(file)["crc32"]
+        if (found := size()) != expected["bytes"]:
+            return f"{name} has {found} bytes instead of {expected['bytes']}"
+        with opened() as stream:
+            checksum = digest(stream)["crc32"]
     except FileNotFoundError:
-        return f"{file} is missing ({expected['bytes']} bytes expected)"
+        return f"{name} is missing ({expected['bytes']} bytes expected)"
     except OSError as error:
-        return f"{file} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror or error}"
     if checksum != expected["crc32"]:
-        return f"{file} has crc32 {checksum} instead of {expected['crc32']}"
+        return f"{name} has crc32 {checksum} instead of {expected['crc32']}"
     return None
 
 
@@ -164,8 +224,8 @@ def commit(temporary: Path, manifest: dict[str, Any]) -> Path:
     """
     directory = temporary.parent
     final = directory / step_name(manifest["step"])
-    with (temporary / MANIFEST).open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1)
+    with (temporary / MANIFEST).open("wb") as stream:
+        stream.write(format_manifest(manifest))
         stream.flush()
         os.fsync(stream.fileno())
     sync(temporary)
@@ -184,23 +244,43 @@ def retain(directory: Path, keep: Keep | None, saved: int) -> None:
     A failure is logged and not raised: the checkpoint that was just saved is good.
     """
     found = committed(directory)
-    if max(found, default=saved) > saved:
-        log.warning(
-            "%s holds step %d, newer than step %d that was just saved, and a resumed run will "
-            "start from there. Delete the newer ones or save to another directory.",
-            *(directory, max(found), saved),
-        )
-    if keep is None:
-        return
     metrics = {step: (read_manifest(path) or {}).get("metric") for step, path in found.items()}
-    kept = {*keep.of(metrics), saved}
-    for step, path in sorted(found.items()):
-        if step not in kept and not is_held(path):
+    for step in superseded(directory, metrics, keep, saved):
+        if not is_held(found[step]):
+            _discard(found[step])
+
+
+def discard_after(directory: Path, step: int) -> None:
+    """Delete the checkpoints after a step, to which a run was rolled back; ``latest`` names it."""
+    _point_latest(directory, step_name(step))
+    for newer, path in sorted(committed(directory).items()):
+        if newer > step:
             _discard(path)
 
 
+def superseded(
+    directory: object, metrics: dict[int, float | None], keep: Keep | None, saved: int
+) -> list[int]:
+    """Return the steps that a rule does not name, and warn of those newer than the one just saved.
+
+    Args:
+        directory: Where they are, for the warning.
+        metrics: The metric of each committed step.
+        keep: The rule; None keeps all.
+        saved: The step that was just saved, which stays.
+    """
+    if max(metrics, default=saved) > saved:
+        log.warning(
+            "%s holds step %d, newer than step %d that was just saved, and a resumed run will "
+            "start from there. Delete the newer ones or save to another directory.",
+            *(directory, max(metrics), saved),
+        )
+    kept = {*metrics} if keep is None else {*keep.of(metrics), saved}
+    return sorted(metrics.keys() - kept)
+
+
 def _discard(path: Path) -> None:
-    doomed = path.with_name(_unique(f".tmp-{path.name}-deleted"))
+    doomed = path.with_name(unique(f".tmp-{path.name}-deleted"))
     try:
         path.rename(doomed)
         shutil.rmtree(doomed)
@@ -213,7 +293,7 @@ def _replace(temporary: Path, final: Path) -> Path | None:
     if not final.exists():
         temporary.rename(final)
         return None
-    aside = final.with_name(_unique(f".old-{final.name}"))
+    aside = final.with_name(unique(f".old-{final.name}"))
     final.rename(aside)
     try:
         temporary.rename(final)
@@ -224,11 +304,12 @@ def _replace(temporary: Path, final: Path) -> Path | None:
 
 
 def _point_latest(directory: Path, name: str) -> None:
-    link = directory / _unique(".tmp-latest")
+    link = directory / unique(".tmp-latest")
     link.symlink_to(name)
     link.replace(directory / "latest")
     sync(directory)
 
 
-def _unique(stem: str) -> str:
+def unique(stem: str) -> str:
+    """Add to a name what no other has."""
     return f"{stem}-{uuid.uuid4().hex[:8]}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -24,17 +25,13 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
 from forgekit.run.per_rank import find_difference, is_per_rank, is_stateful, join, own_tree, tag
+from forgekit.run.trees import decode, encode
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
 """What a checkpoint can be taken apart into; the fields are all else that a state holds."""
 _ELSEWHERE = ("model", "optimizer", "mesh")
-_REMEDY = (
-    "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
-    "Give it state_dict and load_state_dict, or leave it out with "
-    'attrs.field(metadata={"checkpoint": False}).'
-)
 
 
 def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -66,7 +63,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         for name, field in saved_fields(state).items()
     }
     description = {
-        "tensors": {key: _describe(tensor) for key, tensor in tensors.items()},
+        "tensors": {key: describe(tensor) for key, tensor in tensors.items()},
         "optimizer": optimizer,
         "optimizer_class": type(state.optimizer).__qualname__,
         "fields": fields,
@@ -172,7 +169,7 @@ def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Resto
     is_chosen = manifest["optimizer_class"] is not None
     optimizer = _prepare_optimizer(state, manifest, tensors) if is_chosen else None
     fields = {
-        name: _decode(
+        name: decode(
             own_tree(tree, rank),
             _value(state, name),
             tensors,
@@ -195,7 +192,7 @@ def _prepare_optimizer(
         before = state.optimizer.state.get(parameter, {})
         if entries := manifest["optimizer"][name]:
             optimizer[parameter] = {
-                key: _decode(node, before.get(key), tensors, make) for key, node in entries.items()
+                key: decode(node, before.get(key), tensors, make) for key, node in entries.items()
             }
     return optimizer
 
@@ -245,7 +242,8 @@ def find_mismatch(
     if missing := [name for name in described["fields"] if name not in known]:
         return (
             f"has no field {missing[0]!r}. Mark it with "
-            'attrs.field(metadata={"checkpoint": False}) to keep the value that it has'
+            'attrs.field(metadata={"checkpoint": False}) to keep the value that it has, '
+            "or give it one with migrate"
         )
     return find_difference(described["fields"], manifest["fields"])
 
@@ -272,7 +270,7 @@ def _encode_field(
     state: TrainState, name: str, rank: int | None, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     key = f"state.{name}" if rank is None else f"state.{name}.rank{rank}"
-    tree = _encode(_value(state, name), key, tensors, f"field {name!r}")
+    tree = encode(_value(state, name), key, tensors, f"field {name!r}")
     return tree if rank is None else tag(tree, rank)
 
 
@@ -283,7 +281,7 @@ def _encode_entries(
     for key, value in entries.items():
         what = f"optimizer entry {key!r} of {name!r}"
         _check_whole(value, parameter, what)
-        encoded[key] = _encode(value, f"optimizer.{name}.{key}", tensors, what)
+        encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, what)
     return encoded
 
 
@@ -295,48 +293,6 @@ def _check_whole(value: Any, parameter: nn.Parameter, what: str) -> None:
             f"{what} is a plain tensor of shape {tuple(value.shape)} beside a sharded parameter, "
             "so nothing says which part of it this is. Make it with torch.zeros_like(parameter)."
         )
-
-
-def _encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
-    """Turn a value into JSON, moving its tensors to ``tensors``."""
-    if isinstance(value, Tensor):
-        while key in tensors:  # {"a": {"b": t}, "a.b": t} has two tensors at a.b
-            key += "'"
-        tensors[key] = value.detach()
-        return {"$tensor": key}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        items = []
-        for name, inner in value.items():
-            if not isinstance(name, bool | int | float | str):
-                raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
-            items.append([name, _encode(inner, f"{key}.{name}", tensors, what)])
-        return {"$dict": items}
-    if type(value) in (list, tuple):
-        tag = "$list" if type(value) is list else "$tuple"
-        return {tag: [_encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
-    kind = type(value).__name__
-    raise TypeError(f"{what} holds a {kind} at {key} and cannot be saved. {_REMEDY}")
-
-
-def _decode(
-    node: Any, now: Any, tensors: dict[str, Tensor], make: Callable[[str, Any], Tensor]
-) -> Any:
-    """Build a value from JSON; ``now`` is today's value, after which tensors are modelled."""
-    if not isinstance(node, dict):
-        return node
-    ((tag, inner),) = node.items()
-    if tag == "$tensor":
-        tensors[inner] = make(inner, now)
-        return tensors[inner]
-    if tag == "$dict":
-        known = now if isinstance(now, dict) else {}
-        return {name: _decode(value, known.get(name), tensors, make) for name, value in inner}
-    models = now if isinstance(now, list | tuple) else ()
-    paired = itertools.zip_longest(inner, models[: len(inner)])
-    built = [_decode(value, model, tensors, make) for value, model in paired]
-    return built if tag == "$list" else tuple(built)
 
 
 def _optimizer_tensor(
@@ -370,10 +326,10 @@ def _field_maker(
     held = [(p, group) for group in field.param_groups for p in group["params"]]
 
     def make(key: str, now: Any) -> Tensor:
-        index = key.removeprefix(f"state.{name}.state.").split(".")[0]
-        if not index.isdigit():  # not the state of a parameter
+        of_parameter = re.match(r"state\.\w+\.state\.(\d+)\.", key)
+        if not of_parameter:
             return _field_tensor(specs, key, now)
-        return _optimizer_tensor(specs, *held[int(index)], key, now)
+        return _optimizer_tensor(specs, *held[int(of_parameter[1])], key, now)
 
     return make
 
@@ -385,7 +341,8 @@ def _field_tensor(specs: dict[str, Any], key: str, now: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=now.device if isinstance(now, Tensor) else "cpu")
 
 
-def _describe(tensor: Tensor) -> dict[str, Any]:
+def describe(tensor: Tensor) -> dict[str, Any]:
+    """Return what a manifest says of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"shape": list(tensor.shape), "dtype": dtype, "host": tensor.device.type == "cpu"}
 

@@ -13,25 +13,35 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 
 from forgekit.mesh import process_rank, shutdown
-from forgekit.run.checkpoint import wait_for_saves
-from forgekit.run.commit import CheckpointError
+from forgekit.run.bad_steps import roll_back
+from forgekit.run.checkpoint import PendingSave, wait_for_saves
+from forgekit.run.commit import CheckpointError, latest_checkpoint
 from forgekit.run.metrics import MetricsLog
-from forgekit.run.resilience import RunLockedError, lock_run, write_atomic, write_status
+from forgekit.run.resilience import (
+    RunLockedError,
+    StoppedError,
+    lock_run,
+    put_back,
+    write_atomic,
+    write_status,
+)
 from forgekit.state import TrainState
 
 __all__ = ["Run", "every", "open_run"]
 
 USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
+
+StateT = TypeVar("StateT", bound=TrainState)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -56,6 +66,7 @@ class Run:
     _opened: float = attrs.field(factory=time.monotonic)
     _status: dict[str, Any] | None = None
     _log: MetricsLog | None = None
+    _loader: Any = None
 
     @property
     def checkpoints(self) -> Path:
@@ -90,6 +101,7 @@ class Run:
             total=total,
             is_writer=self.is_writer,
             loader=loader,
+            start_samples=state.samples,
         )
         if self.is_writer:
             content = json.dumps(self.config, indent=2, default=str)
@@ -98,8 +110,31 @@ class Run:
         log.message(self._greeting(state))
         if total is not None and state.step >= total:
             log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
-        self._log = log
+        self._log, self._loader = log, loader
         return log
+
+    def roll_back(
+        self, state: StateT, save: Callable[[StateT, Path], PendingSave], *, times: int = 3
+    ) -> StateT:
+        """Go back to the last checkpoint before the bad steps; data and log follow.
+
+        Args:
+            state: A state whose last steps were bad; consumed.
+            save: ``checkpoint_save``, or it with some arguments given. What is left out is saved
+                at once, so that a resumed run leaves it out as well.
+            times: How often this run may be rolled back, from its start on.
+
+        Returns:
+            The state to go on from; see ``forgekit.roll_back``, which raises too.
+        """
+        state = roll_back(state, self.checkpoints, times=times)
+        if self._loader is not None:
+            self._loader.seek(state.samples, skip=state.skips)
+        if self._log is not None:
+            self._log.rewind(state)
+            self._log.message(f"{self.out}: rolled back to step {state.step}")
+        save(state, self.checkpoints).wait()
+        return state
 
     def end(self, state: TrainState, stopped: str | None = None) -> None:
         """Wait for the last save and say how the run ended.
@@ -125,6 +160,15 @@ class Run:
         if self._log is not None and self._log.samples is not None:
             fields |= {"step": self._log.step, "samples": self._log.samples}
         write_status(self.out, "failed", is_writer=self.is_writer, **fields)
+
+    def _give_up(self, reason: str) -> None:
+        """Say that the run was stopped in the midst of a step, and where it will go on."""
+        good = latest_checkpoint(self.checkpoints)
+        saved = None if good is None else int(Path(good).name.removeprefix("step_"))
+        write_status(self.out, "stopped", is_writer=self.is_writer, reason=reason, step=saved)
+        if self._log is not None:
+            at = "the start" if saved is None else f"step {saved}"
+            self._log.message(f"{self.out}: stopped ({reason}); the same command goes on from {at}")
 
     def _greeting(self, state: TrainState) -> str:
         seconds = time.monotonic() - self._opened
@@ -170,10 +214,6 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
         _exit(run, error, code=1)
 
 
-class _StoppedEarlyError(BaseException):
-    """A signal came before the run began; nothing that catches exceptions should hold it up."""
-
-
 @contextmanager
 def _stopping(run: Run) -> Iterator[None]:
     """Listen to signals until a ``StopSignal`` does."""
@@ -183,7 +223,7 @@ def _stopping(run: Run) -> Iterator[None]:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if run._status is None:
-            raise _StoppedEarlyError(f"{signal.Signals(number).name} during set-up")
+            raise StoppedError(f"{signal.Signals(number).name} during set-up")
         signal.signal(number, signal.SIG_DFL)  # the loop has ended already
         signal.raise_signal(number)
 
@@ -191,9 +231,7 @@ def _stopping(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) == on_signal:
-                signal.signal(number, handler or signal.SIG_DFL)
+        put_back(before, on_signal)
 
 
 @contextmanager
@@ -201,8 +239,9 @@ def _closing(run: Run) -> Iterator[None]:
     try:
         yield
         wait_for_saves()
-    except _StoppedEarlyError as stop:
-        write_status(run.out, "stopped", is_writer=run.is_writer, reason=str(stop))
+    except StoppedError as stop:
+        _drain()
+        run._give_up(str(stop))
         raise SystemExit(0) from None
     except BaseException as error:
         _drain()

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import layout_of
+from forgekit.run.resilience import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
 from forgekit.steps.staged import evaluate_staged
@@ -28,6 +30,7 @@ def evaluate(
     *,
     name: str | None = None,
     bytes_per_token: float | None = None,
+    stop: StopSignal | None = None,
 ) -> TensorDict:
     """Measure the mean loss over every target of a data set, without dropout.
 
@@ -41,20 +44,30 @@ def evaluate(
         loss_fn: ``loss_fn(model, batch) -> Loss``; leave regularisers such as a z-loss out.
         name: Name of the set, to give the results their full metric names: ``eval/<name>/loss``.
         bytes_per_token: Mean bytes of text behind a target, to report bits per byte: comparable
-            between tokenizers, as the loss per token is not.
+            between tokenizers, as the loss per token is not. By default what the dataset of a
+            loader says of itself.
+        stop: Vote before each micro-batch, in a collective of one number, and end the evaluation
+            where the run is to stop. The stages of a pipeline are never at the same micro-batch:
+            there an evaluation is finished first.
 
     Returns:
         TensorDict of ``[]`` float64, the same on every rank: ``loss`` in nats per target,
-        ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is given, and the loss function's
-        own metrics.
+        ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is known, and the loss function's
+        own metrics. Empty if it was stopped: a part of a data set is none that one compares.
 
     Raises:
         ValueError: If there is no micro-batch.
     """
     layout = layout_of(state.model)
+    if bytes_per_token is None:
+        bytes_per_token = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     run = _run_whole if layout.stages is None else evaluate_staged
+    if stop is not None and layout.stages is None:
+        batches = _until_stopped(batches, state, stop)
     with evaluating(state.model), mixing_tensors(layout):
         sums = run(state, batches, loss_fn)
+    if stop is not None and stop.requested:
+        return TensorDict({}, [])
     if not sums.rows:
         raise ValueError("evaluate got no micro-batch; every rank must bring at least one.")
     totals = reduce_losses(sums.totals(state.loss_scale, samples=0), state)
@@ -65,6 +78,19 @@ def evaluate(
     result |= mean_metrics(totals)
     prefix = f"eval/{name}/" if name else ""
     return TensorDict({prefix + metric: value for metric, value in result.items()}, [])
+
+
+def _until_stopped(
+    batches: Iterable[TensorDictBase], state: TrainState, stop: StopSignal
+) -> Iterator[TensorDictBase]:
+    for batch in batches:
+        votes = torch.full_like(state.loss_scale, stop.vote())
+        if state.mesh is not None and state.mesh.size() > 1:
+            dist.all_reduce(votes)
+        stop.hear(votes)
+        if stop.requested:
+            return
+        yield batch
 
 
 def _run_whole(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> LossSums:

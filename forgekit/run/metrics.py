@@ -28,12 +28,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.run.bad_records import BadStepRecords
 from forgekit.run.resilience import write_atomic
 from forgekit.state import TrainState
 
 __all__ = ["MetricsLog", "read_metrics"]
 
-COUNTS = ("train/targets", "train/skipped")
+COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
 GIB = 2.0**30
 
 
@@ -56,7 +57,9 @@ class MetricsLog:
     A row has ``step``, ``samples`` and
 
     - ``train/loss``, ``train/grad_norm``, ``train/lr``, ``train/targets`` of the step itself;
-    - ``train/skipped``: bad steps since the last row;
+    - ``train/skipped``: bad steps since the last row, and ``train/skipped_in_a_row``: those one
+      after another up to this one;
+    - ``train/spikes``: of the bad steps those that were spikes, where ``make_step`` limits them;
     - the loss function's own metrics: ``train/<name>``, or ``<name>`` if it has a slash in it;
     - ``perf/tokens_per_second`` (targets), ``perf/step_seconds``, ``perf/data_wait_seconds``: means
       by the clock since the last row, without an evaluation whose result followed that row;
@@ -72,7 +75,8 @@ class MetricsLog:
         every: Steps per row.
         total: The last step, which always gets a row; None if it is not known.
         is_writer: False on all ranks but the first: they get the same rows and write nothing.
-        loader: Measures ``perf/data_wait_seconds``.
+        loader: Measures ``perf/data_wait_seconds``, and knows the rows of bad steps.
+        start_samples: Rows consumed before ``start_step``, ``state.samples``.
 
     Raises:
         ValueError: If ``every`` is less than 1, or the file there has a broken line.
@@ -97,13 +101,17 @@ class MetricsLog:
         total: int | None = None,
         is_writer: bool = True,
         loader: Waits | None = None,
+        start_samples: int | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every {every} must be at least 1 step per row.")
         self._every, self._start, self._total = every, start_step, total
         self.step, self.samples = start_step, None
         self._loader = loader
-        self._file = _RowFile(Path(out) / "metrics.jsonl", start_step) if is_writer else None
+        self._out = Path(out)
+        self._file = self._open_file(start_step) if is_writer else None
+        bad = self._out / "bad_steps.jsonl" if is_writer else None
+        self._bad = BadStepRecords(bad, start_samples, loader)
         self._display: _Lines | _Bar | None = _Lines(sys.stderr, total) if is_writer else None
         self._restart()
 
@@ -139,29 +147,50 @@ class MetricsLog:
         self._steps += 1
         self._targets = self._targets + metrics["targets"]
         self._skipped = self._skipped + metrics["skipped"]
+        if "spikes" in metrics.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
+            self._spikes = self._spikes + metrics["spikes"]
+        self._bad.add(state, metrics)
         row = None
         if state.step % self._every == 0 or state.step == self._total:
             row = self._row(state, metrics)
             self._write(row)
+            self._bad.end_row(row["train/skipped"])
             self._restart()
         if self._display is not None:
             self._display.step(state.step, row)
         return row
 
-    def event(self, state: TrainState, values: Mapping[str, Any] | TensorDictBase) -> None:
+    def rewind(self, state: TrainState) -> None:
+        """Go back to a state that was loaded: later rows are removed, as when a run is resumed."""
+        self.step, self.samples = state.step, state.samples
+        if self._file is not None:
+            self._file.close()
+            self._file = self._open_file(state.step)
+        self._bad.restart(state.samples)
+        self._restart()
+        if self._display is not None:
+            self._display.step(state.step, None)
+
+    def event(
+        self, state: TrainState, values: Mapping[str, Any] | TensorDictBase, *, show: bool = True
+    ) -> None:
         """Add numbers, for example of an evaluation, to the row of ``state.step``.
 
         Args:
             state: The state that they belong to.
-            values: Full metric names to numbers or 0-d tensors.
+            values: Full metric names to numbers or 0-d tensors; none of them adds nothing.
+            show: Whether a line is printed too.
 
         Raises:
             ValueError: If a tensor is not 0-d.
         """
         numbers = _to_host(values)
+        if not numbers:
+            return
         self._write({"step": state.step, "samples": state.samples, **numbers})
         text = "  ".join(f"{name} {_short(number)}" for name, number in numbers.items())
-        self.message(f"step {state.step}  {text}")
+        if show:
+            self.message(f"step {state.step}  {text}")
         if self._steps == 0:  # nothing but this evaluation has run since the last row
             self._restart()
 
@@ -172,7 +201,10 @@ class MetricsLog:
 
     def _row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        sums = {"train/skipped": self._skipped, "targets": self._targets}
+        sums: dict[str, Any] = {"train/skipped": self._skipped, "targets": self._targets}
+        if "train/spikes" in named:
+            sums["train/spikes"] = self._spikes
+        sums["train/skipped_in_a_row"] = state.skipped.to(metrics["skipped"].device)
         numbers = _to_host(named | sums)
         # Only now: the copy has waited for the device, so the clock has seen the steps end.
         seconds = time.perf_counter() - self._clock
@@ -191,6 +223,9 @@ class MetricsLog:
             row["perf/data_wait_seconds"] = waited / self._steps
         return row
 
+    def _open_file(self, start_step: int) -> _RowFile:
+        return _RowFile(self._out / "metrics.jsonl", start_step)
+
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(row)
@@ -200,6 +235,7 @@ class MetricsLog:
         self._steps = 0
         self._targets: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
+        self._spikes: Tensor | float = 0.0
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
         self._clock = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Stopping cleanly, one process per run directory, and what to do about bad steps.
+"""Stopping cleanly, and one process per run directory.
 
 A run must not be stopped by one rank alone: the others would wait for it in the next collective.
 So a signal only sets a flag, the flag becomes a vote inside the step's one collective, and every
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import signal
 import socket
@@ -26,14 +25,13 @@ from typing import Any, Self
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "BadStepError",
     "HostCopy",
     "RunLockedError",
     "StopSignal",
-    "bad_step_policy",
     "lock_run",
     "write_atomic",
     "write_status",
@@ -42,18 +40,17 @@ __all__ = [
 LAG = 2
 """Steps between hearing the votes and reading them; the device has finished the older step."""
 
-POLICIES = ("raise", "warn", "skip")
+NUDGE_S = 0.25
+DATA_PACKAGE = "forgekit.data."
 STATUSES = ("running", "finished", "stopped", "failed")
-
-_log = logging.getLogger("forgekit")
 
 
 class RunLockedError(RuntimeError):
     """Another process writes into this run directory."""
 
 
-class BadStepError(RuntimeError):
-    """As many steps as the policy tolerates had a loss or a gradient that is not finite."""
+class StoppedError(BaseException):
+    """A run was asked to stop where it cannot go on to a step's end; nobody should catch it."""
 
 
 class StopSignal:
@@ -69,9 +66,13 @@ class StopSignal:
         file: Ask to stop once this path exists.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
             of a killed launcher do not live on. None: only under torchrun.
+        patience_s: Seconds after a signal for which data are waited for: a loader that is stuck
+            never reaches the vote. The run then ends with its last checkpoint, on all ranks, for
+            the others cannot finish the step either. torchrun kills after 30.
 
     Raises:
-        ValueError: If there are signals to listen to and this is not the main thread.
+        ValueError: If there are signals to listen to and this is not the main thread, or if
+            ``patience_s`` is negative.
 
     Examples:
         >>> import torch
@@ -90,7 +91,10 @@ class StopSignal:
         budget_s: float | None = None,
         file: str | os.PathLike[str] | None = None,
         watch_parent: bool | None = None,
+        patience_s: float = 20.0,
     ) -> None:
+        if patience_s < 0:
+            raise ValueError(f"patience_s is {patience_s}; it must be 0 seconds or more.")
         self._started = time.monotonic()
         self._budget_s = budget_s
         self._file = None if file is None else Path(file)
@@ -101,19 +105,25 @@ class StopSignal:
         self._interrupted = False
         self._agreed = False
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
+        self._patience_s = patience_s
+        self._signalled: float | None = None
+        self._closed = threading.Event()
+        self._waiting_since: float | None = None
+        self._is_nudge = False
         self._previous = self._install(signals)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if self._is_late and isinstance(error, RuntimeError) and _is_of_ranks(error):
+            raise StoppedError(f"{self._reason}, and another rank has given up") from error
 
     def close(self) -> None:
         """Put back the handlers that were there before, where ours are still in place."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous or signal.SIG_DFL)
+        self._closed.set()
+        put_back(self._previous, self._on_signal)
         self._previous = {}
 
     def request(self, reason: str) -> None:
@@ -125,6 +135,7 @@ class StopSignal:
 
         Looks at the clock, the stop file and the parent process only while there is no reason yet.
         """
+        self._waiting_since = None
         if self._reason is None:
             self._reason = self._look()
         return 0.0 if self._reason is None else 1.0
@@ -171,12 +182,63 @@ class StopSignal:
             )
         return {number: signal.signal(number, self._on_signal) for number in signals}
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_nudge:
+            self._is_nudge = False
+            self._give_up_waiting(frame)
+            return
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.request(signal.Signals(number).name)
+        if self._signalled is None:
+            self._signalled = time.monotonic()
+            threading.Thread(target=self._nudge, args=(number,), daemon=True).start()
+
+    def _give_up_waiting(self, frame: FrameType | None) -> None:
+        """Raise once the main thread has waited for the same data long enough."""
+        if not _waits_for_data(frame):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since >= self._patience_s:
+            self.close()
+            raise StoppedError(f"{self._reason} while waiting for data")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a signal came so long ago that a step should have ended since."""
+        return (
+            self._signalled is not None and time.monotonic() - self._signalled >= self._patience_s
+        )
+
+    def _nudge(self, number: int) -> None:
+        """Wake the main thread now and then: only there can waiting be interrupted."""
+        while not self._closed.wait(NUDGE_S):
+            self._is_nudge = True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def put_back(previous: Mapping[signal.Signals, Any], ours: Callable[..., None]) -> None:
+    """Install former signal handlers where ours are still in place."""
+    for number, handler in previous.items():
+        if signal.getsignal(number) == ours:
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _waits_for_data(frame: FrameType | None) -> bool:
+    """Whether the main thread is inside the data package."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_ranks(error: RuntimeError) -> bool:
+    """Whether a collective failed; gloo raises plain errors that name its files."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @attrs.frozen
@@ -279,60 +341,3 @@ def write_status(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     content = json.dumps({"status": status, "time": now} | fields, indent=2, default=str)
     write_atomic(Path(out) / "status.json", f"{content}\n".encode())
-
-
-def bad_step_policy(
-    policy: str = "raise", *, patience: int = 1
-) -> Callable[[Mapping[str, Any] | None], None]:
-    """Return a check of logged rows that decides what bad steps mean for the run.
-
-    A bad step (loss or gradient not finite) has changed nothing, on any rank. So going on is safe;
-    whether it is wise depends on why, and that is this policy. Rows hold the same numbers on every
-    rank, so all ranks decide alike.
-
-    Args:
-        policy: "raise" stops the run, "warn" logs a warning, "skip" goes on in silence.
-        patience: For "raise": bad steps to reach. They are counted over rows; a row without bad
-            steps starts the count again.
-
-    Returns:
-        ``check(row)`` for what ``MetricsLog`` returned; a row of None is no row.
-
-    Raises:
-        ValueError: If the policy is not known or patience is less than 1.
-
-    Examples:
-        >>> check = bad_step_policy("raise", patience=3)
-        >>> check(None)
-        >>> check({"step": 10, "train/skipped": 2})
-        >>> check({"step": 20, "train/skipped": 1})
-        Traceback (most recent call last):
-        forgekit.run.resilience.BadStepError: 3 bad steps (loss or gradient not finite) up to step
-        20, 1 of them since the last row; patience is 3. They changed nothing, so the state is good:
-        lower the learning rate, look at the data of these steps, or use policy "warn".
-    """
-    if policy not in POLICIES:
-        raise ValueError(
-            f"bad-step policy {policy!r} is not known; it is one of {', '.join(POLICIES)}."
-        )
-    if patience < 1:
-        raise ValueError(f"patience {patience} must be at least 1 bad step.")
-    streak = 0
-
-    def check(row: Mapping[str, Any] | None) -> None:
-        nonlocal streak
-        if row is None:
-            return
-        bad = row["train/skipped"]
-        streak = streak + bad if bad else 0
-        if policy == "warn" and bad:
-            _log.warning("%d bad steps since the last row, at step %d", bad, row["step"])
-        if policy == "raise" and streak >= patience:
-            raise BadStepError(
-                f"{streak} bad steps (loss or gradient not finite) up to step {row['step']}, "
-                f"{bad} of them since the last row; patience is {patience}. They changed nothing, "
-                "so the state is good: lower the learning rate, look at the data of these steps, "
-                'or use policy "warn".'
-            )
-
-    return check

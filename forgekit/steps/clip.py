@@ -54,13 +54,19 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """
     check_max_norm(max_norm)
     targets, grad_sq = totals["targets"], totals["grad_sq"]
-    finite = torch.isfinite(grad_sq) & (targets > 0)
-    if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        finite = finite & torch.isfinite(totals["loss"])
+    finite = ~has_overflow(totals) & (targets > 0)
     normalise = 1.0 / (totals["loss_scale"] * torch.where(targets > 0, targets, 1.0))
     grad_norm = normalise * grad_sq.sqrt()
     factor = normalise * (max_norm / (grad_norm + EPS)).clamp(max=1.0)
     return Correction(torch.where(finite, factor, 0.0), grad_norm, finite)
+
+
+def has_overflow(totals: Totals) -> Tensor:
+    """Whether the loss or the gradient of a step is not finite, ``[]`` bool."""
+    finite = torch.isfinite(totals["grad_sq"])
+    if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
+        finite = finite & torch.isfinite(totals["loss"])
+    return ~finite
 
 
 def check_max_norm(max_norm: float) -> None:

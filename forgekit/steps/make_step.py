@@ -9,9 +9,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from forgekit.state import TrainState
+from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip
+from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
@@ -40,11 +41,13 @@ def make_step(
     sync: Sync = "last",
     stop: Vote | None = None,
     end: Vote | None = None,
+    spikes: SpikeLimit | None = None,
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
-    The step is ``accumulate``, ``reduce_totals``, ``clip``, ``update`` and ``step_metrics`` in
-    that order and nothing else; write them out where something has to happen in between.
+    The step is ``accumulate``, ``reduce_totals``, ``clip``, ``limit_spikes`` where it is asked
+    for, ``update`` and ``step_metrics`` in that order and nothing else; write them out where
+    something has to happen in between.
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
@@ -53,6 +56,8 @@ def make_step(
         sync: See ``accumulate``.
         stop: A ``StopSignal``; its vote travels in the step's one collective.
         end: A ``DataEnd``, the one that ``groups`` has; its vote travels there too.
+        spikes: Leave out steps whose loss or norm stands out from ``state.recent``; the metrics
+            then have ``spikes``, 1 for such a step. None leaves out none.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -75,8 +80,14 @@ def make_step(
             voter.hear(totals[name])
         correction = clip(totals, max_norm=max_norm)
         lr = schedule(state.step)
-        state = update(state, correction, lr=lr, totals=totals)
-        return state, step_metrics(totals, correction, lr=lr)
+        if spikes is None:
+            state = update(state, correction, lr=lr, totals=totals)
+            return state, step_metrics(totals, correction, lr=lr)
+        kept, recent = limit_spikes(correction, totals, state.recent, spikes)
+        state = donate(update(state, kept, lr=lr, totals=totals), recent=recent)
+        metrics = step_metrics(totals, kept, lr=lr)
+        metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
+        return state, metrics
 
     return step
 

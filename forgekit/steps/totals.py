@@ -130,10 +130,12 @@ def reduce_totals(totals: Totals, state: TrainState) -> Totals:
         ValueError: If ranks bring different names, or names change from one step to the next:
             the vector would be added up across different things.
     """
-    sums = totals.sums.copy()
-    sums["grad_sq"] = _gradient_square(state)
-    totals = _agree(attrs.evolve(totals, sums=sums), state)
-    return _sum_over_ranks(totals, state)
+    return _sum_over_ranks(_agree(with_gradient_square(totals, state), state), state)
+
+
+def with_gradient_square(totals: Totals, state: TrainState) -> Totals:
+    """Add ``grad_sq``, this rank's share of it."""
+    return totals.plus(grad_sq=_gradient_square(state))
 
 
 def reduce_losses(totals: Totals, state: TrainState) -> Totals:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState, donate
-from forgekit.steps.clip import Correction
+from forgekit.steps.clip import Correction, has_overflow
 from forgekit.steps.totals import Totals
 
 __all__ = ["skips_on_device", "update"]
@@ -36,13 +36,14 @@ def update(
 ) -> StateT:
     """Correct the gradients, step the optimizer in place, and return the state after the step.
 
-    A bad step (no targets, or a loss or gradient that is not finite) leaves parameters, moments
-    and the optimizer's own step count bitwise untouched. Fused optimizers take the factor and the
-    skip inside their kernel; others cost one pass over the local gradients and one host read of
-    ``correction.finite``. Parameters that live in host memory beside an accelerator cost one too.
+    A bad step (no targets, a loss or gradient that is not finite, or a spike) leaves parameters,
+    moments and the optimizer's own step count bitwise untouched. Fused optimizers take the factor
+    and the skip inside their kernel; others cost one pass over the local gradients and one host
+    read of ``correction.finite``. Parameters that live in host memory beside an accelerator cost
+    one too.
 
     In float16 the loss scale is halved after an overflow and doubled after ``growth_interval`` good
-    steps; a step without targets changes neither it nor the count.
+    steps; a step without targets, and a spike, change neither it nor the count.
 
     Args:
         state: The state whose gradients ``accumulate`` left; consumed.
@@ -89,7 +90,7 @@ def _rescale(
     if not layout_of(state.model).dynamic_loss_scale:
         return {}
     scale, finite = state.loss_scale, correction.finite
-    overflow = ~finite & (totals["targets"] > 0)
+    overflow = has_overflow(totals) & (totals["targets"] > 0)
     good = state.good_steps + finite.to(torch.int64)
     grows = good >= growth_interval
     # A scale that was chosen beyond the bounds stays there.

@@ -70,6 +70,7 @@ BAD = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("batch", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_batches_are_named(batch, error, message):
     with pytest.raises(error, match=message):
@@ -134,6 +135,7 @@ BAD_SAMPLES = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("samples", "message"), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
 def test_samples_that_do_not_stack_are_refused(samples, message):
     with pytest.raises(ValueError, match=message):

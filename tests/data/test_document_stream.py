@@ -279,6 +279,7 @@ BAD = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused(options, error, message):
     with pytest.raises(error, match=message):
@@ -310,6 +311,7 @@ BAD_DOCUMENTS = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("documents", "options", "error", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS
 )

@@ -62,6 +62,7 @@ BAD = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("sizes", "options", "message"), BAD.values(), ids=BAD)
 def test_bad_sizes_of_random_documents_are_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):

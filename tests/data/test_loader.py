@@ -286,6 +286,7 @@ BAD = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused(options, error, message):
     with pytest.raises(error, match=message):

@@ -108,6 +108,7 @@ BAD = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_slices_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

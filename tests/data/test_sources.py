@@ -72,6 +72,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("content", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused(tmp_path, content, error, message):
     if content is not None:
@@ -80,6 +81,7 @@ def test_bad_files_are_refused(tmp_path, content, error, message):
         list(text_documents(tmp_path / "a.txt"))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("content", "message"), BAD_LINES.values(), ids=BAD_LINES)
 def test_bad_lines_are_named_by_file_and_number(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
@@ -111,6 +113,7 @@ def test_jsonl_is_known_by_its_ending_whatever_the_case(tmp_path):
     assert [text for _, text in text_documents([tmp_path])] == ["a"]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("content", ['{"text": "\\ud83d"}', "[" * 100_000])
 def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)

@@ -1,8 +1,8 @@
 """The table that the oracle walks: layouts, what varies inside each, and which cells are run.
 
 The default run takes rows in which each pair of values of any two factors occurs, of which the
-layout is one. So a layout of two ranks, which costs little, takes all pairs of the others and more;
-one of four or eight takes each value. ``make oracle`` takes the full product.
+layout is one. So a layout of two ranks takes all pairs of the others, and more where a cell costs
+little; one of four or eight takes each value. ``make oracle`` takes the full product.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Row:
             by the cells in bfloat16 and float64.
         options: Arguments of ``parallelize``.
         layers: Blocks of the model, one for each stage of a pipeline.
+        dear: Whether a cell costs much more than others on as many ranks.
         experts: Whether the model's feed-forwards are spread over ``ep``.
     """
 
@@ -46,6 +47,7 @@ class Row:
     steady: tuple[int, int] | None = None
     options: Mapping[str, Any] = attrs.field(factory=dict)
     layers: int = 2
+    dear: bool = False
     experts: bool = False
 
     def size(self, name: str) -> int:
@@ -76,6 +78,7 @@ def _pipeline(ranks: int, schedule: str) -> Row:
         steady=(ranks + 1, 2 * ranks) if fewest == 1 else None,
         options={"pipeline_schedule": schedule},
         layers=ranks if schedule in SINGLE else 2 * ranks,
+        dear=schedule in ("interleaved_1f1b", "dualpipev"),
     )
 
 
@@ -89,19 +92,19 @@ LAYOUTS: dict[str, Row] = {
     "fsdp2": Row({"dp_shard": 2}),
     "fsdp4": Row({"dp_shard": 4}),
     "hsdp2x2": Row({"dp_replicate": 2, "dp_shard": 2}),
-    "tp2": Row({"tp": 2}),
+    "tp2": Row({"tp": 2}, dear=True),
     "tp2-fsdp2": Row({"dp_shard": 2, "tp": 2}),
     "cp2-ring": Row({"cp": 2}, options=_context("ring")),
-    "cp2-ulysses": Row({"cp": 2}, options=_context("ulysses")),
+    "cp2-ulysses": Row({"cp": 2}, options=_context("ulysses"), dear=True),
     "cp4-both": Row({"cp": 4}, options=_context("both")),
     **{f"pp2-{name}": _pipeline(2, name) for name in SCHEDULES},
     **{f"pp4-{name}": _pipeline(4, name) for name in SCHEDULES},
     "pp2-fsdp2": Row({"pp": 2, "dp_shard": 2}, (2, 3)),
     "pp2-tp2": Row({"pp": 2, "tp": 2}, (2, 3)),
     "pp2-cp2": Row({"pp": 2, "cp": 2}, (2, 3)),
-    "fsdp2-tp2-cp2": Row({"dp_shard": 2, "cp": 2, "tp": 2}),
-    "fsdp2-tp2-pp2": Row({"pp": 2, "dp_shard": 2, "tp": 2}, (2, 3)),
-    "ep2": Row({"dp_shard": 2, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
+    "fsdp2-tp2-cp2": Row({"dp_shard": 2, "cp": 2, "tp": 2}, dear=True),
+    "fsdp2-tp2-pp2": Row({"pp": 2, "dp_shard": 2, "tp": 2}, (2, 3), dear=True),
+    "ep2": Row({"dp_shard": 2, "ep": 2}, options={"plan": EXPERTS_PLAN}, dear=True, experts=True),
     "ep2-fsdp2": Row({"dp_shard": 4, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
 }
 
@@ -173,24 +176,24 @@ def default_cells(layouts: Sequence[str]) -> list[Cell]:
     """A covering choice in float32 and, along a diagonal, cells in bfloat16 and float64."""
     cells = []
     for index, layout in enumerate(layouts):
-        is_small = LAYOUTS[layout].world == 2
-        choose = _pairwise_and_more if is_small else _covering
+        is_small, is_dear = LAYOUTS[layout].world == 2, LAYOUTS[layout].dear
+        choose = _covering if not is_small else pairwise if is_dear else _pairwise_and_more
         rows = choose(factors_of(layout), seed=index)
         cells += [Cell(layout, **row) for row in rows]
         steady = LAYOUTS[layout].steady or LAYOUTS[layout].micros
         for number, dtype in enumerate(("bf16", "fp64")):
-            if is_small or index % 2 == number:
+            if is_small or (index % 2 == number and not is_dear):
                 row = rows[(index + number) % len(rows)]
                 cells.append(Cell(layout, **row | {"micros": steady[number]}, dtype=dtype))
     return cells
 
 
 def _pairwise_and_more(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
-    """Pairwise rows, and some more than half as many others."""
+    """Pairwise rows, and more than as many others."""
     rows = pairwise(factors, seed)
     others = [dict(zip(factors, values, strict=True)) for values in _product(factors)]
     others = [row for row in others if row not in rows]
-    return rows + random.Random(seed).sample(others, len(rows) // 2 + 1)
+    return rows + random.Random(seed).sample(others, len(rows) + 1)
 
 
 def _covering(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:

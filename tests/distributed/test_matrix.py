@@ -39,7 +39,8 @@ def test_every_pair_of_values_of_two_factors_occurs_in_a_layout_of_two_ranks(lay
 def test_every_value_of_every_factor_occurs_in_a_larger_layout(layout):
     for factor, values in factors_of(layout).items():
         assert {getattr(cell, factor) for cell in _fp32(layout)} == set(values)
-    assert len({cell.dtype for cell in CELLS if cell.layout == layout}) == 2
+    dtypes = {cell.dtype for cell in CELLS if cell.layout == layout}
+    assert len(dtypes) == (1 if LAYOUTS[layout].dear else 2)
 
 
 def test_every_pair_of_values_occurs_among_the_larger_layouts():
@@ -47,6 +48,13 @@ def test_every_pair_of_values_occurs_among_the_larger_layouts():
     for first, second in itertools.combinations(FACTORS, 2):
         pairs = set(itertools.product(FACTORS[first], FACTORS[second]))
         assert _pairs(cells, first, second) == pairs
+
+
+def test_another_dtype_occurs_in_larger_layouts_of_every_dimension():
+    for dimension in ("dp_shard", "dp_replicate", "cp", "tp", "pp", "ep"):
+        alike = [cell for cell in CELLS if cell.layout in LARGE and cell.row.size(dimension) > 1]
+        assert len({cell.dtype for cell in alike}) >= 2
+    assert {cell.dtype for cell in CELLS if cell.layout in LARGE} == {"fp32", "fp64", "bf16"}
 
 
 def test_pairwise_rows_cover_factors_of_any_size():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from distributed.cells import Found, merge, run_layout
 from distributed.compare import check
 from distributed.matrix import LAYOUTS, Cell, default_cells, full_cells
+from distributed.reference import expect
 from ranks import RankError
 
 CELLS_OF_A_JOB = 12
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="session")
 def found(request):
     """What the ranks found, by cell; a job runs when its first cell is asked for."""
+    helper = ThreadPoolExecutor(1)  # the reference of the next cells, while the ranks compute
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     cells = [call.params["cell"] for call in calls if call and "cell" in call.params]
     answers: dict[Cell, Sequence[Found] | RankError] = {}
@@ -31,16 +34,19 @@ def found(request):
             following = dict.fromkeys(cells[cells.index(cell) :])
             alike = (other for other in following if other.layout == cell.layout)
             job = list(itertools.islice(alike, CELLS_OF_A_JOB))
+            expected = [helper.submit(expect, other) for other in job]
             try:
                 answers.update(zip(job, run_layout(job), strict=True))
             except RankError as error:
                 answers.update(dict.fromkeys(job, error))
+            wait(expected)
         answer = answers.pop(cell)
         if isinstance(answer, RankError):
             raise answer
         return merge(answer)
 
-    return get
+    yield get
+    helper.shutdown()
 
 
 @pytest.mark.parametrize("cell", default_cells(list(LAYOUTS)), ids=str)

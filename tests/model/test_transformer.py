@@ -262,6 +262,7 @@ def test_max_seq_len_is_the_longest_that_is_accepted(places):
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({name: 0}, rf"^{name} is 0; it must be at least 1\.$") for name in SIZES]

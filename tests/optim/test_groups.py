@@ -81,12 +81,14 @@ def test_a_group_without_parameters_is_left_out():
     assert [group["weight_decay"] for group in fk.decay_groups(nn.LayerNorm(2), 0.1)] == [0.0]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("weight_decay", [-0.1, float("nan")])
 def test_a_negative_decay_is_refused(weight_decay):
     with pytest.raises(ValueError, match=rf"weight_decay is {weight_decay}; it must not be neg"):
         fk.decay_groups(nn.Linear(2, 2), weight_decay)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
 def test_nothing_to_train_is_an_error(model):
     with pytest.raises(ValueError, match="no trainable parameter; set requires_grad on some"):

@@ -121,6 +121,7 @@ def test_a_rate_depends_on_the_step_alone(schedule):
     assert all(isinstance(rate, float) for rate in forward)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "message"),
     [

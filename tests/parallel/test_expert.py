@@ -398,6 +398,7 @@ class _Shaped(nn.Module):
         self.up = nn.Parameter(torch.empty(shape))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "pattern", "message"),
     [
@@ -448,6 +449,7 @@ def _refused_view(rank, world, sizes, ep):
     return error.value
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("sizes", "ep", "message"),
     [

@@ -300,6 +300,7 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
 ]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("build", "size", "plan", "message"), REFUSED)
 def test_plans_that_do_not_fit_are_refused(build, size, plan, message):
     model = build()

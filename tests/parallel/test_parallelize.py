@@ -259,6 +259,7 @@ class _Tied(nn.Module):
         return self.head(self.embed(input_ids))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
@@ -285,6 +286,7 @@ def test_options_that_do_not_fit_are_refused(mesh, build, options, message):
         fk.parallelize(build(), mesh, **options)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "message"),
     [

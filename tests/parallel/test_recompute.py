@@ -111,6 +111,7 @@ def test_blocks_that_are_alike_are_compiled_once():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("compiled", "budget", "message"),
     [

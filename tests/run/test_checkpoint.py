@@ -22,7 +22,12 @@ from ranks import run_ranks
 from torch import nn
 
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
-from forgekit.run.commit import CheckpointError, latest_checkpoint, remove_leftovers
+from forgekit.run.commit import (
+    CheckpointError,
+    discard_after,
+    latest_checkpoint,
+    remove_leftovers,
+)
 from forgekit.run.contents import model_tensors, stage
 from forgekit.state import DonatedStateError, TrainState, donate
 
@@ -405,7 +410,7 @@ def test_a_newer_format_is_refused_rather_than_skipped(tmp_path):
     saved(tmp_path, 1, 2)
     file = tmp_path / "step_00000002" / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match=r"2 has format 2 and this forgekit reads 1\. Load"):
+    with pytest.raises(CheckpointError, match=r"2 has format 2, from a newer version: .*Upgrade"):
         checkpoint_load(build(), tmp_path)
 
 
@@ -538,6 +543,13 @@ def test_going_back_keeps_what_was_just_saved_and_says_what_is_newer(tmp_path, c
     saved(tmp_path, 1, keep=2)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000003", "step_00000004"]
     assert "holds step 4, newer than step 1 that was just saved" in caplog.text
+
+
+def test_what_a_run_was_rolled_back_from_is_deleted(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4)
+    discard_after(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "step_00000002"]
+    assert os.readlink(tmp_path / "latest") == "step_00000002"
 
 
 def test_saving_a_step_twice_replaces_it(tmp_path):

@@ -70,6 +70,7 @@ USAGE = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("refused", "reason"), USAGE.values(), ids=USAGE)
 def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(
     tmp_path, capsys, refused, reason

@@ -150,6 +150,36 @@ def test_each_module_returns_to_the_mode_it_was_in(fails):
     assert [module.training for module in state.model.modules()] == before
 
 
+def _stopped(rank, world, asks):
+    state = build_state({"dp_shard": 2}, world, dtype=torch.float64)
+    stop, pulled = fk.StopSignal(signals=()), []
+
+    def pull():
+        for number in range(9):
+            if number == 3 and rank == asks:
+                stop.request("enough")
+            pulled.append(number)
+            yield global_batch(world)[0][rank]
+
+    found = fk.evaluate(state, pull(), logits_loss, stop=stop)
+    return len(pulled), list(found.keys()), stop.reason
+
+
+def test_an_evaluation_ends_on_all_ranks_after_one_asked_for_a_stop():
+    here, there = run_ranks(_stopped, 2, 1)
+    assert here == (6, [], "another rank")  # the vote before the fourth is heard two later
+    assert there == (6, [], "enough")
+
+
+def test_an_evaluation_that_nobody_stops_is_the_same_with_a_stop_signal():
+    batch = held_out()
+    stop = fk.StopSignal(signals=())
+    found = fk.evaluate(dropout_state(), batch.split(3), logits_loss, stop=stop)
+    expected = fk.evaluate(dropout_state(), batch.split(3), logits_loss)
+    assert found["loss"] == expected["loss"]
+    assert not stop.requested
+
+
 def test_without_micro_batches_there_is_no_loss():
     with pytest.raises(ValueError, match=r"^evaluate got no micro-batch; every rank must bring"):
         fk.evaluate(dropout_state(), [], logits_loss)

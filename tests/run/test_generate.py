@@ -133,6 +133,7 @@ def test_a_model_that_raises_is_back_in_training():
     assert model.training
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [

@@ -242,6 +242,7 @@ def test_an_evaluation_on_resuming_joins_the_row_of_the_first_run(tmp_path, stat
     assert {"train/loss": 6.0, "eval/held_out/loss": 1.0}.items() <= rows[1].items()
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     "torn", [b'{"step": 3', b'{"step": 3, "a": "\xc3', b"{}", b"12", b"\x00\n"]
 )

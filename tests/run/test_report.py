@@ -63,6 +63,7 @@ def test_short_runs_have_a_picture_too(tmp_path, rows):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "train/loss": None, "train/lr": 0.1}]])
 def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, rows):
     path = write(tmp_path / "m.jsonl", rows)

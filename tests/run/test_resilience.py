@@ -1,5 +1,4 @@
 import json
-import logging
 import os
 import re
 import signal
@@ -7,17 +6,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forgekit as fk
 from forgekit.run.resilience import (
-    BadStepError,
     RunLockedError,
+    StoppedError,
     StopSignal,
-    bad_step_policy,
     lock_run,
     write_atomic,
     write_status,
@@ -286,39 +288,98 @@ def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def row(step, skipped):
-    return {"step": step, "train/skipped": skipped}
+class Stuck:
+    """Rows, of which one never comes; the main thread is told when it waits for that one."""
+
+    def __init__(self, at):
+        self.at, self.asked = at, threading.Event()
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == self.at:
+            self.asked.set()
+            threading.Event().wait(30)
+        return TensorDict({"x": torch.tensor([float(index)])})
 
 
-def test_raise_counts_bad_steps_until_a_good_row():
-    check = bad_step_policy("raise", patience=4)
-    for number, skipped in enumerate([3, 0, 2, 1]):
-        check(row(number, skipped))
-    check(None)
-    message = "4 bad steps .* up to step 40, 1 of them since the last row; patience is 4.*lower the"
-    with pytest.raises(BadStepError, match=message):
-        check(row(40, 1))
+def signal_when_asked(dataset, number):
+    def wait():
+        assert dataset.asked.wait(20)
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    threading.Thread(target=wait).start()
 
 
-def test_the_default_policy_raises_at_the_first_bad_step():
-    check = bad_step_policy()
-    check(row(10, 0))
-    with pytest.raises(BadStepError, match=r"1 bad steps .* up to step 20"):
-        check(row(20, 1))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_the_wait_for_data_that_never_come(workers):
+    dataset = Stuck(at=5)
+    loader = fk.make_loader(dataset, batch_size=1, shuffle=False, workers=workers)
+    seen = []
+
+    def loop():
+        with loader, StopSignal(patience_s=0.5) as stop:
+            for batch in loader:
+                seen.append(int(batch["x"]))
+                stop.vote()
+
+    signal_when_asked(dataset, signal.SIGTERM)
+    with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
+        loop()
+    assert seen == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("policy", "lines"), [("warn", 2), ("skip", 0)])
-def test_the_other_policies_go_on(policy, lines, caplog):
-    check = bad_step_policy(policy)
-    with caplog.at_level(logging.WARNING, logger="forgekit"):
-        for number, skipped in enumerate([0, 3, 0, 5]):
-            check(row(number, skipped))
-    assert len(caplog.messages) == lines
-    assert caplog.messages[:1] == ["3 bad steps since the last row, at step 1"] * (lines > 0)
+def test_a_signal_leaves_alone_who_waits_for_something_else():
+    with StopSignal(patience_s=0.0) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert stop.vote() == 1
 
 
-def test_policies_are_checked_when_they_are_made():
-    with pytest.raises(ValueError, match="'ignore' is not known; it is one of raise, warn, skip"):
-        bad_step_policy("ignore")
-    with pytest.raises(ValueError, match="patience 0 must be at least 1 bad step"):
-        bad_step_policy(patience=0)
+def test_data_that_are_slow_are_waited_for_as_long_as_steps_go_on():
+    loader = fk.make_loader(Slow(), batch_size=1)
+    with StopSignal(patience_s=0.6) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        for _ in islice(loader, 4):
+            stop.vote()
+
+
+class Slow(Stuck):
+    """Rows of which each takes longer than a nudge, and all of them longer than the patience."""
+
+    def __init__(self):
+        super().__init__(at=None)
+
+    def __getitem__(self, index):
+        time.sleep(0.4)
+        return super().__getitem__(index)
+
+
+def fail_after_a_signal(error, patience_s):
+    with StopSignal(patience_s=patience_s):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        raise error
+
+
+def test_a_failed_collective_long_after_a_signal_is_a_stop():
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    with pytest.raises(StoppedError, match="SIGTERM, and another rank has given up"):
+        fail_after_a_signal(error, patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "error"),
+    [(20.0, RuntimeError("[gloo/pair.cc] closed")), (0.0, RuntimeError("full")), (0.0, OSError())],
+    ids=["soon", "not of ranks", "another kind"],
+)
+def test_other_failures_after_a_signal_stay_what_they_are(patience_s, error):
+    with pytest.raises(type(error)) as caught:
+        fail_after_a_signal(error, patience_s)
+    assert caught.value is error
+
+
+def test_patience_is_checked():
+    with pytest.raises(ValueError, match="patience_s is -1; it must be 0 seconds or more"):
+        StopSignal(patience_s=-1)

@@ -204,6 +204,7 @@ def test_a_label_outside_the_vocabulary_raises(loss_of, label):
         loss_of(draw(ROWS, PLACES, DIM), draw(VOCAB, DIM), labels, 0.0)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
     [

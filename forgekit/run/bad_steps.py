@@ -1,0 +1,167 @@
+"""What bad steps mean for a run: stop, say so, go on, or go back and leave out what broke it.
+
+A bad step has changed nothing, on any rank, so the decision can wait for the next row of metrics.
+Rows hold the same numbers on every rank, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import forgekit.run.commit as files
+from forgekit.run.agree import ranks_of
+from forgekit.run.checkpoint import checkpoint_load, wait_for_saves
+from forgekit.run.commit import CheckpointError
+from forgekit.state import TrainState, donate
+
+__all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]
+
+BadSteps = Literal["raise", "warn", "skip", "roll_back"]
+StateT = TypeVar("StateT", bound=TrainState)
+
+_log = logging.getLogger("forgekit")
+
+
+class BadStepError(RuntimeError):
+    """There were more bad steps, or more ways back from them were taken, than a run tolerates."""
+
+
+def bad_step_policy(
+    policy: str = "raise", *, patience: int = 1
+) -> Callable[[Mapping[str, Any] | None], bool]:
+    """Return a check of logged rows that decides what bad steps mean for the run.
+
+    A step is bad if its loss or gradient is not finite, if it has no targets, or if it is a spike
+    (see ``SpikeLimit``). It has changed nothing. So going on is safe; whether it is wise depends
+    on why, and that is this policy.
+
+    Args:
+        policy: "raise" stops the run, "warn" logs a warning, "skip" goes on in silence,
+            "roll_back" asks for ``roll_back``.
+        patience: For "raise": bad steps to reach. They are counted over rows; a row without bad
+            steps starts the count again. For "roll_back": bad steps one after another, up to the
+            row.
+
+    Returns:
+        ``check(row)`` for what ``MetricsLog`` returned; a row of None is no row. It returns whether
+        ``roll_back`` is due.
+
+    Raises:
+        ValueError: If the policy is not known or patience is less than 1.
+
+    Examples:
+        >>> check = bad_step_policy("raise", patience=3)
+        >>> check(None)
+        False
+        >>> check({"step": 10, "train/skipped": 2})
+        False
+        >>> check({"step": 20, "train/skipped": 1})
+        Traceback (most recent call last):
+        forgekit.run.bad_steps.BadStepError: 3 bad steps (loss or gradient not finite, or a spike)
+        up to step 20, 1 of them since the last row; patience is 3. They changed nothing, so the
+        state is good: lower the learning rate, look at the data of these steps, or use policy
+        "roll_back" or "warn".
+    """
+    if policy not in get_args(BadSteps):
+        raise ValueError(
+            f"bad-step policy {policy!r} is not known; it is one of "
+            f"{', '.join(get_args(BadSteps))}."
+        )
+    if patience < 1:
+        raise ValueError(f"patience {patience} must be at least 1 bad step.")
+    streak = 0
+
+    def check(row: Mapping[str, Any] | None) -> bool:
+        nonlocal streak
+        if row is None:
+            return False
+        bad = row["train/skipped"]
+        streak = streak + bad if bad else 0
+        if policy == "warn" and bad:
+            _log.warning("%d bad steps since the last row, at step %d", bad, row["step"])
+        if policy == "raise" and streak >= patience:
+            raise BadStepError(
+                f"{streak} bad steps (loss or gradient not finite, or a spike) up to step "
+                f"{row['step']}, {bad} of them since the last row; patience is {patience}. They "
+                "changed nothing, so the state is good: lower the learning rate, look at the data "
+                'of these steps, or use policy "roll_back" or "warn".'
+            )
+        return policy == "roll_back" and row["train/skipped_in_a_row"] >= patience
+
+    return check
+
+
+def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 3) -> StateT:
+    """Load the last checkpoint before the bad steps, and leave out the samples that broke them.
+
+    The samples between that checkpoint and the first bad step come again, those of the bad steps
+    never: ``state.skips`` names them. Checkpoints that were saved in between are deleted, for a
+    resumed run would start from them. Every rank calls it. A recipe then lets the data and the log
+    follow, and saves, so that the way back is not lost itself::
+
+        if check(log(state, metrics)):
+            state = fk.roll_back(state, run.checkpoints)
+            loader.seek(state.samples, skip=state.skips)
+            log.rewind(state)
+            fk.checkpoint_save(state, run.checkpoints)
+
+    Args:
+        state: A state whose last steps were bad; consumed.
+        directory: What ``checkpoint_save`` was given.
+        times: How often a run may be rolled back, from its start on.
+
+    Returns:
+        The state of the checkpoint, with one more entry in ``skips``.
+
+    Raises:
+        ValueError: If the last step was not bad, or ``times`` is less than 1.
+        BadStepError: If there is no good checkpoint of before the bad steps, or the run has been
+            rolled back so often already. The state is as it was.
+
+    References:
+        PaLM, section 5.1, https://arxiv.org/abs/2204.02311
+    """
+    if times < 1:
+        raise ValueError(f"times is {times}; a run that may not be rolled back has another policy.")
+    bad, step, samples = int(state.skipped), state.step, state.samples
+    if bad == 0:
+        raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
+    which = f"the {bad} bad steps up to step {step}"
+    if len(state.skips) >= times:
+        raise BadStepError(
+            f"{which} would roll this run back for the {len(state.skips) + 1}th time, and {times} "
+            "are allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
+        )
+    wait_for_saves()
+    state = _load_before(state, Path(directory), step - bad, which)
+    broken = bad * ((samples - state.samples) // (step - state.step))
+    skip = samples - broken, broken
+    _log.warning(
+        "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
+        *(step, state.step, skip[0], samples - 1, len(state.skips) + 1, times),
+    )
+    return donate(state, skips=(*state.skips, skip))
+
+
+def _load_before(state: StateT, directory: Path, step: int, which: str) -> StateT:
+    """Load the newest good checkpoint up to a step and delete those after it."""
+    ranks = ranks_of(state)
+    found = ranks.first(lambda: sorted(files.committed(directory)))
+    damaged = []
+    for candidate in [known for known in reversed(found) if known <= step]:
+        try:
+            state = checkpoint_load(state, directory, step=candidate)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        ranks.first(lambda: files.discard_after(directory, candidate))  # noqa: B023
+        return state
+    there = ", ".join(map(str, found)) or "none"
+    raise BadStepError(
+        f"{which} are to be rolled back, and {directory} has no good checkpoint of step {step} or "
+        f"before; it has {there}. {' '.join(damaged)} Save more often, or save step 0."
+    )

@@ -1,0 +1,221 @@
+"""Ranks that meet in the store through which the process groups were made.
+
+A meeting touches neither the device nor a process group, and unlike a collective it can say who is
+not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["HangError", "Meeting", "Verdict", "barrier"]
+
+
+class HangError(RuntimeError):
+    """Ranks did not come to where the others are, or are somewhere else."""
+
+
+def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
+    """Let all processes meet, and check that they meet at the same place.
+
+    For set-up: it costs some round trips to the store and no collective. One process, or none that
+    was started: returns at once.
+
+    Args:
+        tag: Where this process is, for example "model is built".
+        timeout_s: Seconds from the first rank to the last.
+
+    Raises:
+        HangError: On every rank that came, if one did not come in time, or with another tag; it
+            says which rank is where.
+    """
+    meeting = Meeting.of_all()
+    if meeting is None:
+        return
+    verdict = meeting.hold("barrier", tag, tag, timeout_s, judge=same_place)
+    if verdict.missing:
+        raise HangError(
+            f"barrier {tag!r}: {describe_missing(verdict, timeout_s)} A rank that failed says why "
+            "itself; else look for a condition that keeps it from here, or give a longer timeout_s."
+        )
+    if verdict.result:
+        raise HangError(
+            f"ranks are at different barriers: {verdict.result}. Every rank must pass the same "
+            "ones in the same order; look for a condition that is not the same on all of them."
+        )
+
+
+@attrs.frozen
+class Verdict:
+    """What a meeting came to, the same for every rank that came.
+
+    Attributes:
+        missing: Ranks that did not come in time.
+        last: Where each of them was at its last meeting of this kind; None if there was none.
+        places: Where each of them is, as far as its watching thread has said.
+        result: Of ``judge``, if all came.
+    """
+
+    missing: list[int] = attrs.field(factory=list)
+    last: list[str | None] = attrs.field(factory=list)
+    places: list[str | None] = attrs.field(factory=list)
+    result: Any = None
+
+
+@attrs.frozen
+class Meeting:
+    """Ranks that meet in a store.
+
+    Each rank leaves a note. The first rank reads all of them and writes the verdict, which the
+    others read, so that a meeting of a thousand ranks is some thousand messages. If the first rank
+    does not come, whoever notices writes the verdict; the store keeps the first one.
+    """
+
+    store: Any
+    rank: int
+    members: tuple[int, ...]
+
+    @classmethod
+    def of_all(cls) -> Self | None:
+        """All processes of the default group; None if there is only one."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        return cls._over(tuple(range(dist.get_world_size())))
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Self | None:
+        """The ranks of a mesh; None if there is only one."""
+        if mesh is None or mesh.size() == 1:
+            return None
+        return cls._over(tuple(mesh.mesh.flatten().tolist()))
+
+    @classmethod
+    def _over(cls, members: tuple[int, ...]) -> Self:
+        prefix = f"forgekit/{members[0]}-{members[-1]}-{len(members)}"
+        return cls(dist.PrefixStore(prefix, c10d._get_default_store()), dist.get_rank(), members)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads the notes."""
+        return self.rank == self.members[0]
+
+    def hold(
+        self,
+        kind: str,
+        place: str,
+        note: Any,
+        timeout_s: float,
+        judge: Callable[[dict[int, Any]], Any],
+    ) -> Verdict:
+        """Meet all ranks; return the verdict on their notes, or on those that did not come.
+
+        Args:
+            kind: Meetings of a kind are counted, and the n-th of one rank is that of all.
+            place: Where this rank is, for those that miss it at the next meeting.
+            note: What ``judge`` is to know of this rank, for JSON.
+            timeout_s: Seconds from the first rank to the last.
+            judge: What to make of all notes; called on the first rank.
+
+        Raises:
+            HangError: If the store cannot be reached.
+        """
+        try:
+            return self._hold(kind, place, note, timeout_s, judge)
+        except RuntimeError as error:
+            raise HangError(
+                f"the store in which ranks meet does not answer ({error}). The process that holds "
+                "it, rank 0 or the launcher, has ended; what it wrote last says why."
+            ) from error
+
+    def _hold(
+        self,
+        kind: str,
+        place: str,
+        note: Any,
+        timeout_s: float,
+        judge: Callable[[dict[int, Any]], Any],
+    ) -> Verdict:
+        number = self.store.add(f"{kind}/count/{self.rank}", 1)
+        here, verdict = f"{kind}/{number}/", f"{kind}/{number}/verdict"
+        self.store.set(f"{kind}/last/{self.rank}", json.dumps(place))
+        self.store.set(f"{here}{self.rank}", json.dumps(note))
+        everyone = [f"{here}{rank}" for rank in self.members]
+        self._wait(everyone if self.is_first else [verdict], timeout_s)
+        if not self.store.check([verdict]):
+            decided = self._decide(kind, here, judge)
+            if decided is None and not self._wait([verdict], timeout_s):
+                decided = self._without(kind, [self.members[0]])
+            if decided is not None:
+                self.store.compare_set(verdict, "", json.dumps(attrs.asdict(decided)))
+        answer = Verdict(**json.loads(self.store.get(verdict)))
+        if self.is_first and number > 1:  # all have read it: they are here
+            for rank in [*self.members, "verdict"]:
+                self.store.delete_key(f"{kind}/{number - 1}/{rank}")
+        return answer
+
+    def _decide(
+        self, kind: str, here: str, judge: Callable[[dict[int, Any]], Any]
+    ) -> Verdict | None:
+        """The verdict as this rank sees it; None if all are here and the first has to judge."""
+        everyone = [f"{here}{rank}" for rank in self.members]
+        if not self.store.check(everyone):
+            absent = [not self.store.check([key]) for key in everyone]
+            missing = [rank for rank, gone in zip(self.members, absent, strict=True) if gone]
+            if missing:
+                return self._without(kind, missing)
+        if not self.is_first:
+            return None
+        notes = map(json.loads, self.store.multi_get(everyone))
+        return Verdict(result=judge(dict(zip(self.members, notes, strict=True))))
+
+    def _without(self, kind: str, missing: list[int]) -> Verdict:
+        last = [self.read(f"{kind}/last/{rank}") for rank in missing]
+        said = [self.read(f"said/{rank}") for rank in missing if kind == "probe"]
+        return Verdict(
+            missing, last, [word and word["text"] for word in said or [None] * len(last)]
+        )
+
+    def on(self, store: Any) -> Self:
+        """The same ranks over another connection to the store."""
+        return attrs.evolve(self, store=store)
+
+    def read(self, key: str) -> Any:
+        """Read a note; None if there is none."""
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:
+            return False
+        return True
+
+
+def same_place(tags: Mapping[int, str]) -> str | None:
+    """Say which ranks are where, if they are not all at the same tag."""
+    if len(set(tags.values())) == 1:
+        return None
+    places = {tag: [rank for rank in tags if tags[rank] == tag] for tag in tags.values()}
+    return ", ".join(f"{name_ranks(ranks)} at {tag!r}" for tag, ranks in places.items())
+
+
+def describe_missing(verdict: Verdict, timeout_s: float) -> str:
+    """Say who did not come, and what is known of them."""
+    known = [
+        f"rank {rank} {f'was last here at {last!r}' if last else 'was never here'}"
+        + (f" and {place}" if place else "")
+        for rank, last, place in zip(verdict.missing, verdict.last, verdict.places, strict=True)
+    ]
+    return f"{name_ranks(verdict.missing)} did not come within {timeout_s:g} s; {', '.join(known)}."
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

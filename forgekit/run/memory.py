@@ -1,0 +1,253 @@
+"""Host and device memory: what fills it, written down when it runs out, and when garbage is taken.
+
+Python collects cyclic garbage whenever enough objects have been made, which is at another step on
+each rank, and all ranks wait for the one that collects. ``periodic_collection`` does it at the same
+step everywhere. ``report_out_of_memory`` writes down what was held when memory ran out.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "LiveTensors",
+    "live_tensors",
+    "periodic_collection",
+    "report_out_of_memory",
+    "resident_bytes",
+]
+
+GIB = 2.0**30
+LINES = 40
+_CPU_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")
+
+_log = logging.getLogger("forgekit")
+_snapshots: list[Path] = []
+"""Where the observer writes: torch has no way to detach one, so there is one for the process."""
+_observed = False
+
+
+@attrs.frozen(order=True)
+class LiveTensors:
+    """Tensors of one kind that Python holds.
+
+    Attributes:
+        bytes: Of their storages, each storage counted once.
+        count: How many there are; views of a storage that was counted already are counted here.
+        shape: Their shape.
+        dtype: Their dtype.
+        device: Their device.
+    """
+
+    bytes: int
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        kind = f"{self.dtype} {list(self.shape)} on {self.device}"
+        return f"{self.bytes / GIB:9.4f} GiB  {self.count:6d} x {kind}"
+
+
+@contextmanager
+def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
+    """Collect cyclic garbage every ``every`` steps and at no other time.
+
+    The first collection is a full one; what it leaves (modules, the model) is set aside, so that
+    the later ones look only at what was made since. Python's own collection is as before in the
+    end, whatever is raised.
+
+    Args:
+        every: Steps between two collections; 0 leaves Python's own collection on.
+
+    Yields:
+        ``collect(step) -> bool``, to be called once per step with the same steps on every rank; it
+        says whether it collected.
+
+    Raises:
+        ValueError: If ``every`` is negative.
+
+    Examples:
+        >>> with periodic_collection(2) as collect:
+        ...     [collect(step) for step in (1, 2, 3, 4)], gc.isenabled()
+        ([False, True, False, True], False)
+    """
+    if every < 0:
+        raise ValueError(f"collect_every {every} must be at least 0 steps; 0 leaves it to Python.")
+    if every == 0:
+        yield lambda _step: False
+        return
+    may_freeze = gc.get_freeze_count() == 0  # this counts one by one: not in each step
+    is_frozen = False
+
+    def collect(step: int) -> bool:
+        nonlocal is_frozen
+        if step % every:
+            return False
+        gc.collect()
+        if may_freeze and not is_frozen:
+            gc.freeze()
+            is_frozen = True
+        return True
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        if is_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def report_out_of_memory(
+    out: str | os.PathLike[str], *, rank: int = 0, history: int = 0
+) -> Iterator[None]:
+    """Write down what fills the memory when it runs out; the error goes on unchanged.
+
+    ``out/memory/rank_0.txt`` lists the largest tensors that Python holds, by kind, and the resident
+    memory; what only a graph of autograd holds is not seen. On CUDA there is also a snapshot of
+    the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken before anything is
+    freed.
+
+    Args:
+        out: The run directory.
+        rank: Names the files.
+        history: Events of the CUDA allocator to remember with their stacks, for the snapshot. It
+            costs time in each allocation; 0 keeps the blocks and not how they came to be.
+    """
+    path = Path(out) / "memory" / f"rank_{rank}.txt"
+    try:
+        with _snapshot(path.with_suffix(".pickle"), history):
+            yield
+    except (RuntimeError, MemoryError) as error:
+        if _is_out_of_memory(error):
+            _write_report(path, error)
+        raise
+
+
+def live_tensors() -> list[LiveTensors]:
+    """Count the tensors that Python holds, largest first.
+
+    Views share a storage, which is counted once, for the tensor that is found first. A DTensor
+    counts by its local part. What ``gc.freeze`` has set aside is not seen.
+    """
+    held: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[tuple[Any, ...]] = Counter()
+    storages: set[tuple[str, int]] = set()
+    for tensor in _tensors():
+        kind = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
+        storage = tensor.untyped_storage()
+        place = (kind[-1], storage.data_ptr())
+        counts[kind] += 1
+        held[kind] += 0 if place in storages else storage.nbytes()
+        storages.add(place)
+    found = [LiveTensors(held[kind], count, *kind) for kind, count in counts.items()]
+    return sorted(found, reverse=True)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _tensors() -> Iterator[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some modules warn when they are looked at
+        for found in gc.get_objects():
+            # By its type: a proxy would answer for what it stands for.
+            kind = type(found)
+            if issubclass(kind, Tensor) and not issubclass(kind, DTensor):
+                try:
+                    found.untyped_storage().data_ptr()
+                except (RuntimeError, NotImplementedError):
+                    continue  # no storage of its own: fake, meta or sparse
+                yield found
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(message in str(error) for message in _CPU_MESSAGES)
+
+
+def _write_report(path: Path, error: BaseException) -> None:
+    """Write the text report; that it cannot be written must not hide the error itself."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_report(error))
+        _log.error("out of memory; what was held is in %s", path)
+    except (OSError, RuntimeError, MemoryError) as failure:
+        _log.error("out of memory, and no report of it: %s", failure)
+
+
+def _report(error: BaseException) -> str:
+    kinds = live_tensors()
+    total = sum(kind.bytes for kind in kinds)
+    lines = [
+        f"{type(error).__name__}: {error}",
+        "",
+        f"resident memory: {resident_bytes() / GIB:.4f} GiB",
+        f"tensors that Python holds: {total / GIB:.4f} GiB, "
+        f"{sum(kind.count for kind in kinds)} of {len(kinds)} kinds",
+        *map(str, kinds[:LINES]),
+    ]
+    if torch.cuda.is_available():
+        lines += ["", torch.cuda.memory_summary()]
+    return "\n".join([*lines, ""])
+
+
+@contextmanager
+def _snapshot(path: Path, history: int) -> Iterator[None]:
+    """Let the CUDA allocator write a snapshot to ``path`` when it runs out inside."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    _observe()
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=history)
+    _snapshots.append(path)
+    try:
+        yield
+    finally:
+        _snapshots.remove(path)
+        if history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _observe() -> None:
+    global _observed
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None and not _observed:
+        attach(_on_out_of_memory)
+        _observed = True
+
+
+def _on_out_of_memory(*_numbers: Any) -> None:
+    """Called by the allocator, before it raises; an exception in here would end the process."""
+    for path in _snapshots[-1:]:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        except Exception as error:
+            _log.error("no snapshot of the memory: %s", error)

@@ -1,0 +1,119 @@
+"""Where checkpoints are kept: a directory that all ranks share, or a URL; the same words for both.
+
+Two classes with the same methods. A save fills a *workspace*, each rank its own files, delivers
+them, and commits. What counts as a
+checkpoint, and what a crash leaves, is the business of ``commit.py`` and ``remote.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+import attrs
+
+import forgekit.run.commit as files
+from forgekit.data.corpus.atomic import held
+from forgekit.run.agree import Ranks
+from forgekit.run.retention import Keep
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    from forgekit.run.remote import Remote
+
+Place: TypeAlias = "Disk | Remote"
+Checkpoint: TypeAlias = Any
+"""The directory of a checkpoint on a ``Disk``, its URL on a ``Remote``."""
+
+
+@attrs.frozen
+class Workspace:
+    """Where the files of a checkpoint are written.
+
+    Attributes:
+        path: A directory on this rank.
+        folder: The folder inside the checkpoint in which they will be; empty for none.
+    """
+
+    path: Path
+    folder: str = ""
+
+
+@attrs.frozen
+class Disk:
+    """A directory on a file system that all ranks share."""
+
+    directory: Path
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def committed(self) -> dict[int, Path]:
+        """Return the checkpoints by step."""
+        return files.committed(self.directory)
+
+    def torn(self) -> list[Path]:
+        """Return what looks like a checkpoint and does not count, after putting back what does."""
+        files.put_back(self.directory)
+        found = files.step_directories(self.directory)
+        return [found[step] for step in found.keys() - self.committed().keys()]
+
+    def manifest(self, path: Path) -> dict[str, Any] | None:
+        """Read a checkpoint's manifest; None if it is missing or not one."""
+        return files.read_manifest(path)
+
+    def find_damage(self, path: Path, name: str, expected: dict[str, Any]) -> str | None:
+        """Compare a file with its manifest entry; return what is wrong, or None."""
+        file = path / name
+        size, opened = lambda: file.stat().st_size, lambda: file.open("rb")
+        return files.find_damage(file, expected, size, opened)
+
+    def opened(self, path: Path, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of a checkpoint."""
+        return (path / name).open("rb")
+
+    @contextmanager
+    def reading(self, path: Path, folder: str) -> Iterator[tuple[Path, FileSystem | None]]:
+        """Keep a checkpoint while it is read.
+
+        Yields:
+            Where its shards are, and what torch reads them through; None for its own way.
+        """
+        with held(path, shared=True):  # nobody's retention deletes it meanwhile
+            yield path / folder, None
+
+    @contextmanager
+    def workspace(self, ranks: Ranks, step: int) -> Iterator[Workspace]:
+        """Make room for a checkpoint, and clear what was not committed in the end."""
+        with ExitStack() as stack:
+            fresh = files.temporary_directory(self.directory, step)
+            yield Workspace(ranks.first(lambda: stack.enter_context(fresh)))
+
+    def deliver(self, workspace: Workspace, step: int, names: list[str]) -> None:
+        """Bring this rank's files to where they belong: they are, all share the directory."""
+
+    def commit(self, workspace: Workspace, manifest: dict[str, Any]) -> Path:
+        """Make a checkpoint of what all ranks delivered, as the last act."""
+        return files.commit(workspace.path, manifest)
+
+    def retain(self, keep: Keep | None, saved: int) -> None:
+        """Delete the checkpoints that a rule does not name."""
+        files.retain(self.directory, keep, saved)
+
+
+def place_of(directory: str | os.PathLike[str]) -> Place:
+    """Find what keeps the checkpoints of a directory or a URL.
+
+    Raises:
+        ValueError: If it is a URL that became a path.
+        ImportError: If it is a URL and fsspec, or what it needs for it, is not installed.
+    """
+    if not files.is_url(directory):
+        return Disk(Path(directory))
+    from forgekit.run.remote import Remote
+
+    return Remote.at(os.fspath(directory))

@@ -1,0 +1,166 @@
+"""Look at one step of a run again: the samples it had, and where numbers stopped being finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from forgekit.state import TrainState
+from forgekit.steps.accumulate import LossFn, accumulate
+from forgekit.steps.clip import clip
+from forgekit.steps.totals import with_gradient_square
+
+__all__ = ["Replay", "find_bad_layers", "replay_step"]
+
+
+@attrs.frozen
+class Replay:
+    """What a step looked like.
+
+    Attributes:
+        step: The step, as in ``metrics.jsonl``: 1 is the first.
+        samples: The first sample and the one after the last.
+        loss: Mean per target of the whole step.
+        grad_norm: Of the token-mean gradient, before clipping.
+        losses: Of each row the mean loss per target, without dropout; NaN without targets.
+        targets: Of each row the number of targets.
+        first_bad_output: The layer, the lowest one, whose output first was not finite in a forward
+            pass, or None.
+        highest_bad_gradient: The layer nearest to the loss whose gradient was not finite, or None.
+        bad_parameters: Names of the parameters whose gradients are not finite.
+    """
+
+    step: int
+    samples: tuple[int, int]
+    loss: float
+    grad_norm: float
+    losses: list[float]
+    targets: list[int]
+    first_bad_output: str | None
+    highest_bad_gradient: str | None
+    bad_parameters: list[str]
+
+
+def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> Replay:
+    """Compute a step's gradient again and say what it was like; nothing is updated.
+
+    Reads every layer on the host and runs each row by itself too, so it is slow.
+
+    Args:
+        state: The state before the step, in one process.
+        batches: The step's micro-batches.
+        loss_fn: ``loss_fn(model, batch) -> Loss``.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: If the state is spread over several ranks.
+    """
+    if state.mesh is not None and state.mesh.size() > 1:
+        raise ValueError(
+            f"a step is replayed in one process, and this state is on {state.mesh.size()} ranks; "
+            "start `forgekit replay` without torchrun."
+        )
+    batches = list(batches)
+    rows = _losses(state.model, loss_fn, batches)
+    with find_bad_layers(state.model) as bad:
+        totals = accumulate(state, batches, loss_fn)
+    totals = with_gradient_square(totals, state)
+    gradients = ((name, p.grad) for name, p in state.model.named_parameters())
+    return Replay(
+        step=state.step + 1,
+        samples=(state.samples, state.samples + totals.samples),
+        loss=float(totals["loss"] / totals["targets"]),
+        grad_norm=float(clip(totals).grad_norm),
+        losses=[total / count if count else math.nan for total, count in rows],
+        targets=[int(count) for _, count in rows],
+        first_bad_output=bad.output,
+        highest_bad_gradient=bad.gradient,
+        bad_parameters=[name for name, g in gradients if g is not None and not _is_finite(g)],
+    )
+
+
+@attrs.define
+class BadLayers:
+    """Where numbers first were not finite; None where they all were."""
+
+    output: str | None = None
+    gradient: str | None = None
+
+
+@contextmanager
+def find_bad_layers(model: nn.Module) -> Iterator[BadLayers]:
+    """Watch a model's layers while it computes; reads each output and gradient on the host.
+
+    Args:
+        model: A model whose modules are called in one process.
+
+    Yields:
+        Names of the innermost layers: that whose ``output`` first was not finite in a forward pass,
+        and that whose output's ``gradient`` first was not finite in a backward pass, which is the
+        one nearest to the loss.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> _ = nn.init.constant_(model[1].weight, float("inf"))
+        >>> with find_bad_layers(model) as bad:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> bad
+        BadLayers(output='1', gradient='0')
+    """
+    bad = BadLayers()
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(partial(_look, bad, name)))
+    try:
+        yield bad
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _look(bad: BadLayers, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    for tensor in tree_leaves(outputs):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            continue
+        if bad.output is None and not _is_finite(tensor):
+            bad.output = name
+        if tensor.requires_grad:
+            tensor.register_hook(_watch_gradient(bad, name))
+
+
+def _watch_gradient(bad: BadLayers, name: str) -> Callable[[Tensor], None]:
+    def look(gradient: Tensor) -> None:
+        if bad.gradient is None and not _is_finite(gradient):
+            bad.gradient = name
+
+    return look
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+@torch.no_grad()
+def _losses(
+    model: nn.Module, loss_fn: LossFn, batches: list[TensorDictBase]
+) -> list[tuple[float, float]]:
+    """Sum and count of each row, without dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        losses = [loss_fn(model, row) for batch in batches for row in batch.split(1)]
+    finally:
+        model.train(was_training)
+    return [(float(loss.sum), float(loss.count)) for loss in losses]

@@ -1,0 +1,146 @@
+"""A recipe whose data break some steps: it goes back by itself, and its bad steps are replayed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from runs import arguments, load_recipe
+
+import forgekit as fk
+from forgekit.cli import main, recipes_folder
+
+BROKEN, ROWS = 56, 16
+STEPS = 14
+ENDS = """
+good_loss = loss_fn
+BROKEN = {broken}
+
+
+def loss_fn(model, batch):
+    loss = good_loss(model, batch)
+    is_broken = any(row in BROKEN for row in batch["input_ids"].tolist())
+    return fk.Loss(loss.sum * float("inf"), loss.count) if is_broken else loss
+
+
+if __name__ == "__main__":"""
+
+
+def settings(tokens, out):
+    return arguments(
+        out=out, data__path=tokens, steps=STEPS, bad_steps="roll_back", patience=2, spikes=8.0
+    )
+
+
+def broken_rows(tokens):
+    """Token ids of the rows that break a step: those of samples 56 to 71."""
+    recipe = load_recipe("pretrain")
+    dataset = fk.token_dataset(tokens, 16)
+    loader = fk.make_loader(dataset, seed=recipe.Config().seed)
+    rows = [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
+    chosen = [rows[row] for _, row in loader.locate(BROKEN, BROKEN + ROWS)]
+    unique = [ids for ids in chosen if rows.count(ids) == 1]
+    assert any(ids in unique for ids in chosen[:8])
+    assert any(ids in unique for ids in chosen[8:])
+    return unique
+
+
+def copies(tokens, folder):
+    """A recipe that breaks at some rows, and one that never reads them."""
+    text = (recipes_folder() / "pretrain.py").read_text()
+    end = ENDS.format(broken=broken_rows(tokens))
+    (folder / "breaks.py").write_text(text.replace('\nif __name__ == "__main__":', end))
+    assert '"skip": state.skips' in text
+    skips = f'"skip": [({BROKEN}, {ROWS})]'
+    (folder / "knows.py").write_text(text.replace('"skip": state.skips', skips))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tokens, tmp_path_factory):
+    """Run directories of both, and the folder of the recipes."""
+    folder = copies(tokens, tmp_path_factory.mktemp("recipes"))
+    for name in ("breaks", "knows"):
+        arguments = settings(tokens, folder / name)
+        assert main(["run", name, *arguments], recipes=folder) == 0
+    return folder
+
+
+def test_it_ends_as_if_the_samples_had_never_been_there(runs):
+    found, expected = (
+        {row["step"]: row for row in fk.read_metrics(runs / name / "metrics.jsonl")}
+        for name in ("breaks", "knows")
+    )
+    assert list(found) == list(range(1, STEPS + 1))
+    for step, row in expected.items():
+        assert found[step]["samples"] == row["samples"] == 8 * step
+        assert found[step]["train/loss"] == row["train/loss"]
+        assert found[step]["train/grad_norm"] == row["train/grad_norm"]
+        assert found[step]["train/skipped"] == found[step]["train/spikes"] == 0
+
+
+def test_what_was_left_out_is_in_the_checkpoints(runs):
+    manifest = json.loads((runs / "breaks/checkpoints/step_00000005/manifest.json").read_text())
+    assert str([BROKEN, ROWS]) in str(manifest["fields"]["skips"])
+
+
+def test_the_last_bad_step_is_replayed(runs, capsys):
+    assert main(["replay", str(runs / "breaks")]) == 0
+    found = json.loads((runs / "breaks" / "replay_step_9.json").read_text())
+    assert (found["step"], found["samples"]) == (9, [64, 72])
+    assert found["loss"] is None
+    assert None in found["losses"]
+    assert found["first_bad_output"] is None
+    assert found["highest_bad_gradient"] == "norm"
+    assert found["targets"] == [16] * 8
+    assert len(found["bad_parameters"]) == 20
+    assert "replay_step_9.json" in capsys.readouterr().out
+
+
+def test_a_good_step_is_replayed_bitwise(runs):
+    script = ["--script", str(runs / "breaks.py")]
+    assert main(["replay", str(runs / "knows"), "--step", "7", *script]) == 0
+    found = json.loads((runs / "knows" / "replay_step_7.json").read_text())
+    rows = {row["step"]: row for row in fk.read_metrics(runs / "knows" / "metrics.jsonl")}
+    assert found["loss"] == rows[7]["train/loss"]
+    assert found["grad_norm"] == rows[7]["train/grad_norm"]
+    assert (found["first_bad_output"], found["highest_bad_gradient"]) == (None, None)
+    assert found["bad_parameters"] == []
+
+
+def test_more_ways_back_than_allowed_end_the_run(tokens, tmp_path):
+    folder = copies(tokens, tmp_path)
+    text = (folder / "breaks.py").read_text()
+    (folder / "hopeless.py").write_text(text.replace("in BROKEN for row", "for row"))
+    arguments = settings(tokens, folder / "hopeless")
+    with pytest.raises(fk.BadStepError, match="no good checkpoint of step 0 or before"):
+        main(["run", "hopeless", *arguments], recipes=folder)
+    status = json.loads((folder / "hopeless" / "status.json").read_text())
+    assert (status["status"], status["step"]) == ("failed", 2)
+
+
+REFUSED = {
+    "no bad step": ([], "has no bad_steps.jsonl, so no step had to be left out. --step N looks"),
+    "step 0": (["--step", "0"], "--step 0: steps are counted from 1, as in metrics.jsonl"),
+    "no script": (["--step", "2"], "the recipe None is not there; --script FILE names it"),
+    "not a recipe": (
+        ["--step", "2", "--script", "minimal.py"],
+        "minimal.py has no Config, setup; a recipe that can be replayed has Config, setup",
+    ),
+    "another recipe": (
+        ["--step", "2", "--script", "curriculum.py"],
+        "config.json does not fit .*curriculum.py: .*unknown key",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_step_that_cannot_be_replayed_is_refused(case, runs, capsys):
+    arguments, message = REFUSED[case]
+    arguments = [
+        str(recipes_folder() / word) if word.endswith(".py") else word for word in arguments
+    ]
+    assert main(["replay", str(runs / "knows"), *arguments]) == 2
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert re.search(message, error), error

@@ -1,0 +1,376 @@
+"""The SLURM script with real processes: saved at the signal, requeued, gone on, and given up.
+
+``fake_slurm`` has the commands of a cluster, which do what the script depends on. The recipe is the
+real one where its numbers count, else a program that ends as the test says.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import Job, arguments, assert_same_run, last_step, run_here, saved_step, status_of
+
+from forgekit.cli import recipes_folder
+from forgekit.run.resilience import STATUSES, write_status
+
+SCRIPT = recipes_folder() / "slurm" / "train.sh"
+STEPS, AHEAD = 60, 8
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+settings = dict(argument.split("=", 1) for argument in sys.argv[1:])
+out, texts = Path(settings["out"]), Path(__file__).parent
+attempt, rank = (int(os.environ.get(f"SLURM_{n}", 0)) for n in ("RESTART_COUNT", "PROCID"))
+signals = {signal.SIGUSR1, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+
+def say(status):
+    text = (texts / status / "status.json").read_text()
+    (out / ".new").write_text(text.replace('"attempt": 0', f'"attempt": {attempt}'))
+    (out / ".new").rename(out / "status.json")
+
+
+if rank == 0:
+    say("running")
+if settings.get("wait"):
+    (out / f"waits_{attempt}_{rank}").touch()
+    signal.sigwait(signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    (out / f"heard_{attempt}_{rank}").touch()
+while settings["wait"] == "twice" and not (out / "go").exists():
+    time.sleep(0.005)
+ends = settings["ends"].split(",")
+end = ends[min(attempt, len(ends) - 1)]
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 0 and end != "silent":
+    say(end)
+sys.exit(end == "failed")
+"""
+
+
+class Cluster:
+    """A folder in which one job at a time is submitted, and what becomes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "run"
+        self.slurm = folder / "slurm"
+        self._folder = folder
+        self.out.mkdir()
+        self.slurm.mkdir()
+
+    @contextmanager
+    def submit(self, *options, recipe, given=(), script=SCRIPT):
+        """Submit a job; nothing of it survives the block."""
+        log = self._folder / "log"
+        command = [
+            "sbatch",
+            "--wait",
+            f"--output={log}",
+            *options,
+            script,
+            recipe,
+            self.out,
+            *given,
+        ]
+        job = Job([str(word) for word in command], log=log, cwd=self._folder)
+        try:
+            yield job
+        finally:
+            job.kill()
+
+    def ask(self, what):
+        """Make something happen to the job."""
+        (self.slurm / what).touch()
+
+    @property
+    def events(self):
+        """What happened to the job so far."""
+        return (self.slurm / "events").read_text().splitlines()
+
+    def has(self, *names):
+        """Whether the program has got that far."""
+        return all((self.out / name).exists() for name in names)
+
+
+def write_program(path, text):
+    path.write_text(text)
+    path.chmod(0o700)
+
+
+def free_job_id():
+    """A job number whose port nobody has."""
+    while True:
+        number = random.randrange(20_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 20_000 + number)):
+                return number
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for path in (Path(__file__).parent / "fake_slurm").glob("s*.py"):
+        write_program(commands / path.stem, f'#!/bin/sh\nexec {sys.executable} {path} "$@"\n')
+    own = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{commands}:{own}:{os.environ['PATH']}")
+    cluster = Cluster(tmp_path)
+    monkeypatch.setenv("FAKE_SLURM", str(cluster.slurm))
+    monkeypatch.setenv("FAKE_SLURM_JOB_ID", str(free_job_id()))
+    return cluster
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A program in a recipe's place, and beside it what the library writes into a status file."""
+    for status in STATUSES:
+        write_status(tmp_path / status, status, attempt=0)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def settings(tokens, **given):
+    return arguments(data__path=tokens, steps=STEPS, model__dropout=0.1, **given)
+
+
+def _train(rank, world, folder, tokens):
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    run_here("pretrain", [f"out={folder / 'run'}", *settings(tokens)])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens, tmp_path_factory):
+    """The run directory of two ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("pair")
+    run_ranks(_train, 2, folder, tokens, group=False)
+    return folder / "run"
+
+
+TWO = "--ntasks-per-node=2"
+
+
+@contextmanager
+def stopped_in_its_midst(cluster, tokens, *options):
+    """Submit a run on two ranks and let its time run out; yield its job when it starts again."""
+    recipe = recipes_folder() / "pretrain.py"
+    with cluster.submit(*options, recipe=recipe, given=settings(tokens)) as job:
+        job.wait_for(
+            lambda: last_step(cluster.out) >= AHEAD and saved_step(cluster.out), f"step {AHEAD}"
+        )
+        cluster.ask("time_is_nearly_up")
+        job.wait_for(lambda: "started 1" in cluster.events, "the second start")
+        stopped = saved_step(cluster.out)
+        assert AHEAD < stopped < STEPS
+        assert f"stopped after step {stopped} (" in job.output
+        yield job, stopped
+    assert cluster.events[:4] == ["started 0", "signalled USR1", "requeue", "started 1"]
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_on_two_nodes_goes_on_bitwise(cluster, tokens, undisturbed):
+    options = "--nodes=2", "--gpus-per-node=1"
+    with stopped_in_its_midst(cluster, tokens, *options) as (job, stopped):
+        job.end()
+    assert cluster.events[4:] == ["completed"]
+    assert f"step {stopped}, sample {8 * stopped};" in job.output
+    assert status_of(cluster.out)["status"] == "finished"
+    assert_same_run(cluster.out, undisturbed)
+
+
+def test_a_run_of_a_task_per_rank_stops_without_loss(cluster, tokens, undisturbed, tmp_path):
+    """The rest is done by ranks that are there already, to save a start."""
+    with stopped_in_its_midst(cluster, tokens, TWO):
+        pass
+    run_ranks(_train, 2, tmp_path, tokens, group=False)
+    assert_same_run(cluster.out, undisturbed)
+
+
+CASES = {
+    "finished": ([], "ends=finished", [], ["completed"]),
+    "failed": ([], "ends=failed", [], ["failed"]),
+    "killed": ([], "ends=killed", [], ["failed"]),
+    "ended without a word": ([], "ends=silent", [], ["failed"]),
+    "stopped by itself": ([], "ends=stopped", [], ["failed"]),
+    "finished after the signal": ([], "ends=finished", ["time_is_nearly_up"], ["completed"]),
+    "failed after the signal": ([], "ends=failed", ["time_is_nearly_up"], ["failed"]),
+    "killed after the signal": ([], "ends=killed", ["time_is_nearly_up"], ["failed"]),
+    "cancelled": ([], "ends=stopped", ["cancel"], ["failed"]),
+    "stopped, then finished": (
+        [],
+        "ends=stopped,finished",
+        ["time_is_nearly_up", "time_is_nearly_up"],
+        ["requeue", "started 1", "signalled USR1", "completed"],
+    ),
+    "stopped, then failed": (
+        [],
+        "ends=stopped,failed",
+        ["time_is_nearly_up", "time_is_nearly_up"],
+        ["requeue", "started 1", "signalled USR1", "failed"],
+    ),
+    "stopped, and may not be requeued": (
+        ["--no-requeue"],
+        "ends=stopped",
+        ["time_is_nearly_up"],
+        ["failed"],
+    ),
+    "a node failed": (
+        [],
+        "ends=finished",
+        ["node_fails", "time_is_nearly_up"],
+        ["started 1", "signalled USR1", "completed"],
+    ),
+}
+"""Options of the job, how its attempts end, what happens to each, and what is seen after that."""
+SEEN = {"time_is_nearly_up": "signalled USR1", "cancel": "cancelled", "node_fails": "node_fails"}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_only_a_run_that_stopped_at_the_signal_is_requeued(how, cluster, program):
+    options, ends, happens, expected = CASES[how]
+    given = [ends, "wait=yes" if happens else "wait="]
+    with cluster.submit(TWO, *options, recipe=program, given=given) as job:
+        for attempt, what in enumerate(happens):
+            names = [f"waits_{attempt}_{rank}" for rank in range(2)]
+            job.wait_for(lambda names=names: cluster.has(*names), "waiting tasks")
+            cluster.ask(what)
+        job.end()
+    first = [SEEN[what] for what in happens[:1]]
+    assert cluster.events == ["started 0", *first, *expected], job.output
+
+
+@pytest.mark.parametrize(
+    ("what", "events", "says"),
+    [
+        ("time_is_nearly_up", ["signalled USR1", "requeue"], "not requeued, since MAX_RESTARTS is"),
+        ("node_fails", ["node_fails"], "3 restarts, and MAX_RESTARTS is 2: given up."),
+    ],
+)
+def test_restarts_have_a_bound(what, events, says, cluster, program, monkeypatch):
+    monkeypatch.setenv("MAX_RESTARTS", "2")
+    with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=yes"]) as job:
+        for attempt in range(3):
+            names = [f"waits_{attempt}_{rank}" for rank in range(2)]
+            job.wait_for(lambda names=names: cluster.has(*names), "waiting tasks")
+            cluster.ask(what)
+        job.end()
+    rounds = [[f"started {attempt}", *events] for attempt in range(3)]
+    *happened, last = cluster.events
+    assert last == "failed"
+    wanted = [event for events in rounds for event in events]
+    assert happened == (wanted[:-1] if what == "time_is_nearly_up" else [*wanted, "started 3"])
+    assert says in job.output
+
+
+def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
+    """A run that cannot even start leaves ``status.json`` as the one before it wrote it."""
+    shutil.copy(program.parent / "stopped" / "status.json", cluster.out)
+    program.write_text(PROGRAM.replace('say("running")', "pass"))
+    with cluster.submit(TWO, recipe=program, given=["ends=silent", "wait=yes"]) as job:
+        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting tasks")
+        cluster.ask("time_is_nearly_up")
+        job.end()
+    assert cluster.events == ["started 0", "signalled USR1", "failed"]
+    assert "status.json says nothing" in job.output
+
+
+def test_a_second_signal_does_not_reach_the_tasks(cluster, program):
+    with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
+        for count, stage in enumerate(("waits", "heard"), start=1):
+            names = [f"{stage}_0_{rank}" for rank in range(2)]
+            job.wait_for(lambda names=names: cluster.has(*names), stage)
+            cluster.ask("time_is_nearly_up")
+            job.wait_for(lambda n=count: cluster.events.count("signalled USR1") == n, "signal")
+        (cluster.out / "go").touch()
+        job.wait_for(lambda: "started 1" in cluster.events, "a second start")
+    assert cluster.events[:4] == ["started 0", *2 * ["signalled USR1"], "requeue"]
+
+
+def test_a_cancelled_run_may_save_first(cluster, program):
+    """What is left of a job is killed when its batch shell ends, so that has to stay."""
+    with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
+        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting tasks")
+        subprocess.run(["scancel", os.environ["FAKE_SLURM_JOB_ID"]], check=True)
+        job.wait_for(lambda: "cancelled" in cluster.events, "signals")
+        (cluster.out / "go").touch()
+        job.end()
+    assert cluster.events == ["started 0", "cancelled", "failed"]
+    assert status_of(cluster.out)["status"] == "stopped"
+
+
+def test_a_node_that_is_done_first_does_not_end_the_save_of_another(cluster, program, tmp_path):
+    """It returns 1, as torchrun does after each stop, while the first node still writes."""
+    write_program(
+        tmp_path / "bin" / "torchrun",
+        f"""#!{sys.executable}
+import os, signal, sys, time
+from pathlib import Path
+
+out, texts = Path({str(cluster.out)!r}), Path({str(program.parent)!r})
+node = os.environ["SLURM_NODEID"]
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+(out / f"waits_0_{{node}}").touch()
+signal.sigwait([signal.SIGUSR1])
+if node == "0":
+    while len(list((Path(os.environ["FAKE_SLURM"]) / "tasks").iterdir())) > 1:
+        time.sleep(0.005)
+    (out / "status.json").write_text((texts / "stopped" / "status.json").read_text())
+sys.exit(1)
+""",
+    )
+    with cluster.submit("--nodes=2", recipe=program) as job:
+        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting nodes")
+        cluster.ask("time_is_nearly_up")
+        job.wait_for(lambda: "started 1" in cluster.events, "a second start")
+
+
+def test_a_task_that_fails_ends_the_others(cluster, program):
+    program.write_text(
+        "import os, time\nif os.environ['SLURM_PROCID'] == '0': time.sleep(600)\n1/0"
+    )
+    with cluster.submit(TWO, recipe=program) as job:
+        job.end()
+    assert cluster.events == ["started 0", "failed"]
+
+
+def test_sigusr1_kills_torchrun_that_was_not_told_of_it(tmp_path):
+    """Why the script has ``--signals-to-handle``."""
+    waits = tmp_path / "waits.sh"
+    write_program(waits, f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 600\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", str(waits)]
+    job = Job(torchrun, log=tmp_path / "log")
+    try:
+        job.wait_for((tmp_path / "up").exists, "its worker")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.process.wait() == -signal.SIGUSR1
+        assert len(job.members()) == 1, "it leaves its worker behind"
+    finally:
+        job.kill()
+
+
+def test_a_job_without_a_run_directory_is_a_usage_error():
+    done = subprocess.run(["bash", SCRIPT, "a.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: sbatch [option...] train.sh RECIPE.py RUN_DIRECTORY ")
+
+
+def test_the_script_is_sound():
+    for check in (["bash", "-n"], ["shellcheck"]):
+        if shutil.which(check[0]):
+            subprocess.run([*check, SCRIPT], check=True)

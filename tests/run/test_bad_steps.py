@@ -1,0 +1,259 @@
+"""Bad steps: what a policy makes of them, the way back, and what is written about them."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+import pytest
+import torch
+from oracle import full_tensors
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+from forgekit.run.bad_records import read_bad_steps
+from forgekit.run.bad_steps import BadStepError, bad_step_policy, roll_back
+
+ROWS, BATCH = 96, 4
+
+
+def row(step, skipped, in_a_row=0):
+    return {"step": step, "train/skipped": skipped, "train/skipped_in_a_row": in_a_row}
+
+
+def test_raise_counts_bad_steps_until_a_good_row():
+    check = bad_step_policy("raise", patience=4)
+    for number, skipped in enumerate([3, 0, 2, 1]):
+        check(row(number, skipped))
+    check(None)
+    message = "4 bad steps .* up to step 40, 1 of them since the last row; patience is 4.*lower the"
+    with pytest.raises(BadStepError, match=message):
+        check(row(40, 1))
+
+
+def test_the_default_policy_raises_at_the_first_bad_step():
+    check = bad_step_policy()
+    check(row(10, 0))
+    with pytest.raises(BadStepError, match=r"1 bad steps .* up to step 20"):
+        check(row(20, 1))
+
+
+@pytest.mark.parametrize(("policy", "lines"), [("warn", 2), ("skip", 0)])
+def test_the_other_policies_go_on(policy, lines, caplog):
+    check = bad_step_policy(policy)
+    with caplog.at_level(logging.WARNING, logger="forgekit"):
+        for number, skipped in enumerate([0, 3, 0, 5]):
+            check(row(number, skipped))
+    assert len(caplog.messages) == lines
+    assert caplog.messages[:1] == ["3 bad steps since the last row, at step 1"] * (lines > 0)
+
+
+def test_policies_are_checked_when_they_are_made():
+    with pytest.raises(ValueError, match="'ignore' is not known; it is one of raise, warn, skip"):
+        bad_step_policy("ignore")
+    with pytest.raises(ValueError, match="patience 0 must be at least 1 bad step"):
+        bad_step_policy(patience=0)
+
+
+def test_roll_back_asks_for_bad_steps_one_after_another():
+    check = bad_step_policy("roll_back", patience=3)
+    assert not check(row(10, 5, in_a_row=2))
+    assert not check(None)
+    assert check(row(20, 1, in_a_row=3))
+
+
+@attrs.frozen
+class Rows:
+    """Noisy lines; the rows at some places are infinite."""
+
+    broken: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> TensorDict:
+        x = torch.randn(3, generator=torch.Generator().manual_seed(index))
+        y = torch.full((), torch.inf) if index in self.broken else x.sum()
+        return TensorDict({"row": torch.tensor(index), "x": x, "y": y})
+
+
+def broken_rows(start, count, seed=0):
+    """The rows of some samples, in the order of a loader."""
+    loader = fk.make_loader(Rows(), seed=seed)
+    return frozenset(index for _, index in loader.locate(start, start + count))
+
+
+def square_loss(model, batch):
+    error = (model(batch["x"])[:, 0] - batch["y"]).square()
+    return fk.Loss(error.sum(), error.numel())
+
+
+def build(mesh=None):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    model = model if mesh is None else fk.parallelize(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return fk.TrainState.create(model, optimizer, mesh=mesh)
+
+
+def make_loader(state, dataset, mesh=None, skip=None):
+    rank, world = (0, 1) if mesh is None else fk.data_ranks(mesh)
+    skip = state.skips if skip is None else skip
+    where = {"rank": rank, "world": world, "workers": 1, "start": state.samples, "skip": skip}
+    return fk.make_loader(dataset, BATCH // world, **where)
+
+
+def open_log(out, state, loader, every):
+    is_writer = out is not None and fk.process_rank() == 0
+    start = {"start_step": state.step, "start_samples": state.samples}
+    return fk.MetricsLog(out or "", every=every, loader=loader, is_writer=is_writer, **start)
+
+
+def train(state, loader, steps, out=None, *, patience=3, save_every=4, times=3, every=1):
+    """A recipe's loop; returns the state and the rows that each step saw."""
+    seen = {}
+    step = fk.make_step(square_loss, schedule=fk.constant(0.05))
+    micro_batches = loader.micro_batches(BATCH)
+    check = bad_step_policy("roll_back", patience=patience)
+    log = open_log(out, state, loader, every)
+    directory = out and out / "checkpoints"
+    groups = fk.groups(loader, micro_batches)
+    with log, loader:
+        while state.step < steps:
+            batches = list(next(groups))
+            seen[state.step] = [int(i) for b in batches for i in b["row"]]
+            state, metrics = step(state, batches)
+            if check(log(state, metrics)) and directory:
+                state = roll_back(state, directory, times=times)
+                loader.seek(state.samples, skip=state.skips)
+                log.rewind(state)
+                fk.checkpoint_save(state, directory, blocking=True)
+            elif directory and state.step % save_every == 0:
+                fk.checkpoint_save(state, directory, keep=None, blocking=True)
+    return state, seen
+
+
+@pytest.mark.parametrize("first", [28, 32], ids=["after a checkpoint", "at a checkpoint"])
+def test_after_the_way_back_the_run_is_as_if_the_samples_had_never_been_there(tmp_path, first):
+    dataset = Rows(broken_rows(first, 12))
+    state, seen = train(*with_loader(dataset), steps=20, out=tmp_path)
+    assert state.skips == ((first, 12),)
+    fresh = build()
+    loader = make_loader(fresh, Rows(), skip=state.skips)
+    expected, rows = train(fresh, loader, steps=20)
+    assert seen == rows
+    assert (state.step, state.samples, int(state.targets)) == (20, 80, 80)
+    assert int(expected.targets) == int(state.targets)
+    for name, tensor in full_tensors(expected.model).items():
+        assert torch.equal(full_tensors(state.model)[name], tensor), name
+    steps = [row["step"] for row in fk.read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 21))
+
+
+def with_loader(dataset, mesh=None):
+    state = build(mesh)
+    return state, make_loader(state, dataset, mesh)
+
+
+def _on_ranks(rank, world, out):
+    mesh = fk.build_mesh(device="cpu")
+    dataset = Rows(broken_rows(28, 12))
+    state, _ = train(*with_loader(dataset, mesh), steps=16, out=out)
+    return state.skips, state.samples, full_tensors(state.model)
+
+
+def test_two_ranks_go_back_together_to_what_one_process_finds(tmp_path):
+    here, there = run_ranks(_on_ranks, 2, tmp_path)
+    fresh = build()
+    expected, _ = train(fresh, make_loader(fresh, Rows(), skip=[(28, 12)]), steps=16)
+    for skips, samples, tensors in (here, there):
+        assert (skips, samples) == (((28, 12),), 64)
+        for name, tensor in full_tensors(expected.model).items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_left_out_is_saved_with_the_way_back(tmp_path):
+    dataset = Rows(broken_rows(28, 12))
+    train(*with_loader(dataset), steps=11, out=tmp_path, save_every=7)
+    assert str(fk.latest_checkpoint(tmp_path / "checkpoints")).endswith("step_00000007")
+    resumed = fk.checkpoint_load(build(), tmp_path / "checkpoints")
+    assert (resumed.step, resumed.samples, resumed.skips) == (7, 28, ((28, 12),))
+
+
+def test_ways_back_are_counted_over_resumes_and_bounded(tmp_path):
+    dataset = Rows(broken_rows(32, 40))
+    message = (
+        r"the 3 bad steps up to step 11 would roll this run back for the 3th time, and 2 are "
+        r"allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more"
+    )
+    with pytest.raises(BadStepError, match=message):
+        train(*with_loader(dataset), steps=20, out=tmp_path, times=2)
+    resumed = fk.checkpoint_load(build(), tmp_path / "checkpoints")
+    assert resumed.skips == ((32, 12), (32, 12))
+    assert resumed.samples == 32
+
+
+def test_checkpoints_of_the_bad_time_go_and_damaged_ones_are_passed_over(tmp_path):
+    dataset = Rows(broken_rows(28, 16))
+    directory = tmp_path / "checkpoints"
+    state, loader = with_loader(dataset)
+    state, _ = train(state, loader, steps=10, out=tmp_path, patience=99, save_every=2)
+    assert int(state.skipped) == 3
+    (directory / "step_00000006" / "manifest.json").write_text("{")
+    damaged = directory / "step_00000004"
+    next(damaged.glob("*.distcp")).write_bytes(b"")
+    state = roll_back(state, directory)
+    assert (state.step, state.samples, state.skips) == (2, 8, ((28, 12),))
+    left = sorted(path.name for path in directory.glob("step*"))
+    assert left == ["step_00000002", "step_00000006"]  # one without a manifest is nobody's
+    assert (directory / "latest").resolve().name == "step_00000002"
+
+
+REFUSED = {
+    "a good step": (0, 3, ValueError, "step 0 was good, so there is nothing to roll back from"),
+    "no time": (1, 0, ValueError, "times is 0; a run that may not be rolled back has another"),
+    "no checkpoint": (
+        2,
+        3,
+        BadStepError,
+        r"the 2 bad steps up to step 2 are to be rolled back, and .* has no good checkpoint of "
+        r"step 0 or before; it has none.*Save more often, or save step 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_way_back_that_is_none_is_refused_and_the_state_stays(case, tmp_path):
+    bad, times, error, message = REFUSED[case]
+    dataset = Rows(broken_rows(0, 96))
+    state, _ = train(*with_loader(dataset), steps=bad)
+    with pytest.raises(error, match=message):
+        roll_back(state, tmp_path, times=times)
+    assert state.step == bad
+
+
+def test_bad_steps_are_written_down_with_their_rows(tmp_path):
+    broken = broken_rows(20, 4) | broken_rows(32, 4)
+    state, loader = with_loader(Rows(broken))
+    _, seen = train(state, loader, steps=12, out=tmp_path, every=3)
+    found = read_bad_steps(tmp_path)
+    assert [(bad["step"], bad["samples"]) for bad in found] == [(6, [20, 24]), (9, [32, 36])]
+    assert [bad["rows"] for bad in found] == [seen[5], seen[8]]
+    assert [(bad["loss"], bad["spike"]) for bad in found] == [(None, False)] * 2
+
+
+def test_bad_steps_of_a_mixture_name_their_sources(tmp_path):
+    order = fk.make_order({"a": ROWS, "b": ROWS})
+    dataset = fk.mixture_dataset({"a": Rows(), "b": Rows(frozenset(range(ROWS)))}, order)
+    state, loader = with_loader(dataset)
+    train(state, loader, steps=2, out=tmp_path)
+    first, _ = read_bad_steps(tmp_path)
+    assert list(zip(first["sources"], first["rows"], strict=True)) == [order(i) for i in range(4)]
+
+
+def test_good_runs_write_nothing_about_bad_steps(tmp_path):
+    train(*with_loader(Rows()), steps=3, out=tmp_path)
+    assert not (tmp_path / "bad_steps.jsonl").exists()
+    assert read_bad_steps(tmp_path) == []

@@ -1,0 +1,227 @@
+"""What happens to checkpoints in the world, on one rank and on two that have to agree on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import tempfile
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
+from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.state import TrainState, donate
+
+NOBODY = 65534
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def build(world, step=0, width=5):
+    torch.manual_seed(step)
+    model, mesh = nn.Linear(6, width), None
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(model, mesh=mesh)
+    state = TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
+    return donate(state, step=step)
+
+
+def weights(state):
+    weight = state.model.weight
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+
+
+def _save(rank, world, directory, *steps):
+    for step in steps:
+        checkpoint_save(build(world, step), directory, blocking=True)
+
+
+def _load(rank, world, directory, **options):
+    """Load; return the error, or the step if the weights are those of that step."""
+    state = build(world, 9)
+    before = weights(state)
+    try:
+        state = checkpoint_load(state, directory, **options)
+    except CheckpointError as error:
+        assert weights(state).equal(before), "a refused state was changed"
+        return str(error)
+    assert weights(state).equal(weights(build(world, state.step)))
+    return state.step
+
+
+def _load_step(rank, world, directory, step):
+    return _load(rank, world, directory, step=step)
+
+
+def _truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+FILES = {"shard": "__0_0.distcp", "index": ".metadata"}
+DAMAGES = {
+    "truncated": (_truncate, r"has \d+ bytes instead of \d+"),
+    "flipped": (_flip, r"has crc32 \w{8} instead of \w{8}"),
+    "missing": (Path.unlink, r"is missing \(\d+ bytes expected\)"),
+}
+
+
+@WORLDS
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_is_skipped_and_one_asked_for_is_refused(tmp_path, world, file, damage):
+    spoil, message = DAMAGES[damage]
+    run_ranks(_save, world, tmp_path, 1, 2)
+    spoiled = tmp_path / "step_00000002" / FILES[file]
+    spoil(spoiled)
+    refusals = run_ranks(_load_step, world, tmp_path, 2)
+    assert len(set(refusals)) == 1
+    assert re.search(re.escape(str(spoiled)) + " " + message, refusals[0])
+    assert run_ranks(_load, world, tmp_path) == [1] * world
+
+
+@WORLDS
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "\x00\xff"])
+def test_a_manifest_that_is_none_makes_it_no_checkpoint(tmp_path, world, content):
+    run_ranks(_save, world, tmp_path, 1, 2)
+    (tmp_path / "step_00000002" / "manifest.json").write_text(content)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    assert run_ranks(_load, world, tmp_path) == [1] * world
+
+
+@WORLDS
+def test_when_all_are_damaged_no_run_starts_over(tmp_path, world):
+    run_ranks(_save, world, tmp_path, 1, 2)
+    for shard in tmp_path.glob("step_*/__0_0.distcp"):
+        _flip(shard)
+    for refusal in run_ranks(_load, world, tmp_path):
+        assert re.search(r"no whole checkpoint to load: .*0002/__0.*0001/__0", refusal)
+
+
+def _load_other(rank, world, directory):
+    state = build(world, 9, width=4)
+    before = weights(state)
+    with pytest.raises(CheckpointError) as refusal:
+        checkpoint_load(state, directory)
+    assert weights(state).equal(before)
+    return str(refusal.value)
+
+
+@WORLDS
+def test_another_model_is_refused_with_the_first_difference(tmp_path, world):
+    run_ranks(_save, world, tmp_path, 1)
+    for refusal in run_ranks(_load_other, world, tmp_path):
+        assert "of another model: shapes differ: 'model.weight' is (5, 6) there and (4" in refusal
+        assert refusal.endswith("Build the model that was saved.")
+
+
+@WORLDS
+@pytest.mark.parametrize("target", ["step_00000007", "step_00000001", "nowhere/at/all"])
+def test_latest_may_point_anywhere(tmp_path, world, target):
+    """It is there for people; nothing here follows it, and the next save sets it right."""
+    run_ranks(_save, world, tmp_path, 1, 2)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(target)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
+    assert run_ranks(_load, world, tmp_path) == [2] * world
+    run_ranks(_save, world, tmp_path, 3)
+    assert os.readlink(tmp_path / "latest") == "step_00000003"
+
+
+@contextmanager
+def without_privileges():
+    """Be nobody for a while: root may write into every directory."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def read_only():
+    """A directory with one checkpoint that everybody may read and nobody may change."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's is closed to others
+        directory = Path(folder, "runs")
+        _save(0, 1, directory, 1)
+        Path(folder).chmod(0o755)
+        for path in (directory, directory / "step_00000001"):
+            path.chmod(0o555)
+        yield directory
+        for path in (directory, directory / "step_00000001"):
+            path.chmod(0o755)
+
+
+def _save_read_only(rank, world, directory):
+    loaded = _load(rank, world, directory)
+    state = build(world, 2)
+    with without_privileges(), pytest.raises(CheckpointError) as failure:
+        checkpoint_save(state, directory, blocking=True)
+    with without_privileges():
+        again = _load(rank, world, directory)
+    return str(failure.value), loaded, again
+
+
+@WORLDS
+def test_a_read_only_directory_loads_and_does_not_save(read_only, world):
+    for message, *loaded in run_ranks(_save_read_only, world, read_only):
+        assert re.search(r"step 2 could not be saved to .*: Permission denied \(.*/runs", message)
+        assert message.endswith("untouched: step_00000001 is good.")
+        assert loaded == [1, 1]
+    assert sorted(os.listdir(read_only)) == ["latest", "step_00000001"]
+
+
+@contextmanager
+def file_size_limit(size):
+    """Let every write that would make a file longer fail, as on a disk without more room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _save_to_a_full_disk(rank, world, directory, size):
+    state = build(world, 1, width=9000)
+    checkpoint_save(state, directory, blocking=True)
+    state = donate(state, step=2)
+    limit = file_size_limit(size) if rank == world - 1 else nullcontext()
+    with limit, pytest.raises(CheckpointError) as failure:
+        checkpoint_save(state, directory, blocking=True)
+    dist.barrier()
+    left = sorted(os.listdir(directory))
+    dist.barrier()  # the next save has a temporary directory
+    checkpoint_save(state, directory, blocking=True)  # there is room again
+    return str(failure.value), left, checkpoint_load(state, directory).step
+
+
+@WORLDS
+@pytest.mark.parametrize("size", [0, 1000, 100_000])
+def test_a_disk_that_is_full_after_some_bytes_leaves_what_was_there(tmp_path, world, size):
+    for message, left, step in run_ranks(_save_to_a_full_disk, world, tmp_path / "runs", size):
+        assert re.search(rf"step 2 could .*: rank {world - 1}: File too large", message)
+        assert message.endswith("untouched: step_00000001 is good.")
+        assert left == ["latest", "step_00000001"]
+        assert step == 2

@@ -1,0 +1,303 @@
+"""Checkpoints behind URLs: the same promises without rename, lock and symlink."""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
+from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.state import TrainState, donate
+
+
+def build(world=1, seed=0):
+    torch.manual_seed(seed)
+    model, mesh = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), None
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return TrainState.create(model, optimizer, mesh=mesh)
+
+
+def train(state, steps):
+    for _ in range(steps):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(state.step))
+        state.optimizer.zero_grad()
+        state.model(rows).square().sum().backward()
+        state.optimizer.step()
+        state = donate(state, step=state.step + 1)
+    return state
+
+
+def everything(state):
+    """Weights and moments as whole tensors, and the step."""
+    found = dict(state.model.named_parameters())
+    for name, parameter in state.model.named_parameters():
+        for key, value in state.optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = value
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    return {n: t.detach().clone() for n, t in whole.items()} | {"step": torch.tensor(state.step)}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
+
+
+def saved(url, *steps, **options):
+    """Train through ``steps``, save each, and return the state."""
+    state = build()
+    for step in steps:
+        state = train(state, step - state.step)
+        checkpoint_save(state, url, blocking=True, **options)
+    return state
+
+
+@pytest.fixture
+def url():
+    yield "memory://runs/a"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def objects(step=None):
+    """Names of all objects below the URL, the random part of folders left out."""
+    found = sorted(name.removeprefix("/runs/a/") for name in MemoryFileSystem.store)
+    return [
+        "/".join(part.partition("-")[0] for part in name.split("/"))
+        for name in found
+        if step is None or name.startswith(f"step_{step:08d}/")
+    ]
+
+
+def shard(step):
+    (name,) = (n for n in MemoryFileSystem.store if f"{step:08d}/" in n and "distcp" in n)
+    return name
+
+
+WHOLE = ["data/.metadata", "data/__0_0.distcp", "manifest.json"]
+
+
+def whole(*steps):
+    return [f"step_{step:08d}/{name}" for step in steps for name in WHOLE]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_resumed_training_is_bitwise_the_same(url, blocking):
+    straight = train(build(), 5)
+    state = train(build(), 3)
+    pending = checkpoint_save(state, url, blocking=blocking)
+    assert pending.wait() == latest_checkpoint(url) == "memory://runs/a/step_00000003"
+    assert objects() == whole(3)
+    resumed = train(checkpoint_load(build(seed=1), url), 2)
+    assert_same(everything(resumed), everything(straight))
+
+
+def test_where_there_is_none_the_state_itself_comes_back(url, caplog):
+    state = build()
+    assert checkpoint_load(state, url) is state
+    MemoryFileSystem().pipe_file("/runs/a/step_00000007/data-1/__0_0.distcp", b"half")
+    assert latest_checkpoint(url) is None
+    assert checkpoint_load(state, url + "/") is state
+    assert "step_00000007 has no readable manifest.json" in caplog.text
+    with pytest.raises(CheckpointError, match="memory://runs/a has no committed step 7; it has no"):
+        checkpoint_load(state, url, step=7)
+
+
+def test_retention_keeps_the_newest(url):
+    saved(url, 1, 2, 3, 4, keep=2)
+    assert objects() == whole(3, 4)
+
+
+def test_what_retention_half_deletes_is_no_checkpoint(url, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    saved(url, 1)
+    monkeypatch.setattr(MemoryFileSystem, "rm", refuse)
+    saved(url, 2, keep=1)
+    assert "could not delete the old checkpoint memory://runs/a/step_00000001" in caplog.text
+    assert objects() == [name for name in whole(1, 2) if name != "step_00000001/manifest.json"]
+    monkeypatch.undo()
+    saved(url, 3)
+    assert objects() == whole(2, 3)
+
+
+def test_saving_a_step_twice_replaces_it(url):
+    saved(url, 2)
+    other = train(build(seed=1), 2)
+    checkpoint_save(other, url, blocking=True)
+    assert objects() == whole(2)
+    assert_same(everything(checkpoint_load(build(), url)), everything(other))
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize(("method", "calls"), [("put_file", 1), ("put_file", 2), ("pipe_file", 1)])
+def test_whatever_upload_fails_the_earlier_one_is_whole(url, monkeypatch, method, calls, step):
+    """Also where the same step is saved again."""
+    expected = everything(saved(url, 2))
+    whole_one, left = getattr(MemoryFileSystem, method), [calls]
+
+    def fails(self, *args, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return whole_one(self, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, method, fails)
+    message = rf"step {step} could not be saved to memory://runs/a: .*step_00000002 is good"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_save(train(build(seed=1), step), url, blocking=True)
+    assert objects() == whole(2)
+    assert_same(everything(checkpoint_load(build(), url)), expected)
+
+
+def test_an_upload_that_lost_bytes_is_not_committed(url, monkeypatch):
+    put = MemoryFileSystem.put_file
+
+    def lossy(self, local, remote, **options):
+        put(self, local, remote, **options)
+        if remote.endswith("distcp"):
+            self.pipe_file(remote, self.cat_file(remote)[:-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lossy)
+    with pytest.raises(CheckpointError, match=r"distcp has \d+ bytes after the upload instead of"):
+        saved(url, 1)
+    assert latest_checkpoint(url) is None
+
+
+def _change(change):
+    name = shard(2)
+    MemoryFileSystem().pipe_file(name, change(bytearray(MemoryFileSystem().cat_file(name))))
+
+
+def _flip(content):
+    content[len(content) // 2] ^= 1
+    return bytes(content)
+
+
+DAMAGES = {
+    "truncated": (lambda: _change(lambda c: bytes(c[:-1])), r"distcp has \d+ bytes instead of \d+"),
+    "flipped": (lambda: _change(_flip), r"distcp has crc32 \w{8} instead of"),
+    "missing": (lambda: MemoryFileSystem().rm(shard(2)), r"distcp is missing \(\d+ bytes expected"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(url, caplog, damage):
+    spoil, message = DAMAGES[damage]
+    saved(url, 1, 2)
+    spoil()
+    with pytest.raises(CheckpointError, match=message + r".*Others are there: 1, 2\."):
+        checkpoint_load(build(), url, step=2)
+    state = checkpoint_load(build(seed=1), url)
+    assert "skipped the damaged checkpoint step_00000002: memory://runs/a/step_0000" in caplog.text
+    assert_same(everything(state), everything(train(build(), 1)))
+
+
+def test_a_format_of_a_newer_version_is_refused(url):
+    saved(url, 1)
+    MemoryFileSystem().pipe_file("/runs/a/step_00000002/manifest.json", b'{"format": 2}')
+    with pytest.raises(CheckpointError, match="step_00000002 has format 2, from a newer version"):
+        checkpoint_load(build(), url)
+
+
+def test_a_checkpoint_may_be_copied_to_a_disk_and_back(url, tmp_path):
+    expected = everything(saved(url, 2))
+    fs = MemoryFileSystem()
+    fs.get("/runs/a/step_00000002", str(tmp_path / "step_00000002"), recursive=True)
+    state = checkpoint_load(build(seed=1), tmp_path)
+    assert_same(everything(state), expected)
+    checkpoint_save(train(state, 1), tmp_path, blocking=True)
+    fs.put(str(tmp_path / "step_00000003"), "/runs/b/step_00000003", recursive=True)
+    assert checkpoint_load(build(seed=1), "memory://runs/b").step == 3
+    saved("memory://runs/b", 4)  # clears leftovers, which this is none of
+    assert checkpoint_load(build(seed=1), "memory://runs/b", step=3).step == 3
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="Protocol not known: nowhere"):
+        checkpoint_save(build(), "nowhere://runs/a")
+    with pytest.raises(ValueError, match=r"s3:/b/runs looks like a URL .* Pass the URL as a str"):
+        checkpoint_save(build(), type(tmp_path)("s3://b/runs"))
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ImportError, match=r'pip install "forgekit\[fsspec\]"'):
+        checkpoint_load(build(), "memory://runs/a")
+
+
+# Two ranks
+
+
+def _save(rank, world, url, steps):
+    state = train(build(world), steps)
+    assert checkpoint_save(state, url).wait() == f"{url}/step_{steps:08d}"
+    return everything(state)
+
+
+def _load(rank, world, url):
+    return everything(checkpoint_load(build(world, seed=1), url))
+
+
+def test_two_ranks_save_and_any_number_loads(tmp_path):
+    url = f"file://{tmp_path}/runs"
+    expected = run_ranks(_save, 2, url, 2)[0]
+    assert len(list(tmp_path.glob("runs/step_00000002/data-*/__[01]_0.distcp"))) == 2
+    for world in (2, 1):
+        for found in run_ranks(_load, world, url):
+            assert_same(found, expected)
+    one = run_ranks(_save, 1, url, 3)[0]
+    for found in run_ranks(_load, 2, url):
+        assert_same(found, one)
+
+
+def _fail_on_one(rank, world, url):
+    put = LocalFileSystem.put_file
+
+    def full(self, local, remote, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", "shard")
+
+    LocalFileSystem.put_file = full if rank == 1 else put
+    try:
+        with pytest.raises(CheckpointError) as failure:
+            checkpoint_save(train(build(world), 3), url, blocking=True)
+    finally:
+        LocalFileSystem.put_file = put
+    return str(failure.value), checkpoint_load(build(world), url).step
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
+    url = f"local://{tmp_path}/runs"
+    run_ranks(_save, 2, url, 2)
+    for message, step in run_ranks(_fail_on_one, 2, url):
+        assert "rank 1: No space left on device (shard)" in message
+        assert message.endswith("untouched: step_00000002 is good.")
+        assert step == 2
+    assert not list(tmp_path.glob("runs/step_00000003/*"))
+
+
+def _refuse(rank, world, url):
+    with pytest.raises(CheckpointError, match=r"1_0\.distcp is missing .*Others are there: 2, 3\."):
+        checkpoint_load(build(world), url, step=3)
+    return checkpoint_load(build(world), url).step
+
+
+def test_ranks_agree_on_damage(tmp_path):
+    url = f"file://{tmp_path}/runs"
+    for steps in (2, 3):
+        run_ranks(_save, 2, url, steps)
+    next(tmp_path.glob("runs/step_00000003/data-*/__1_0.distcp")).unlink()
+    assert run_ranks(_refuse, 2, url) == [2, 2]

@@ -1,0 +1,430 @@
+"""Hangs are found, named and written down on every rank that can still speak."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import TINY, launch, status_of
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import forgekit as fk
+from forgekit.run.health import Health
+from forgekit.run.meeting import HangError, barrier
+
+LONG_S = 40
+"""Time-out of the groups before the first step: a test that waits for it has failed."""
+SHORT_S = 2.0
+
+
+def create(mesh=None, step=0):
+    """A state that nothing trains: health reads its step."""
+    model = nn.Linear(1, 1)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    return fk.donate(state, step=step, mesh=mesh)
+
+
+def mesh_of(world):
+    return init_device_mesh("cpu", (1, world), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def seconds_of(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def wait_for(path: Path):
+    """Stand still until another rank has made a file, as a rank that hangs does."""
+    deadline = time.monotonic() + LONG_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@contextmanager
+def fragile_group(rank: int, world: int, folder: Path) -> Iterator[DeviceMesh]:
+    """A group that the job may break: nothing meets in it at the end."""
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LONG_S)
+    )
+    try:
+        yield mesh_of(world)
+    finally:
+        dist.destroy_process_group()
+
+
+def hang(rank, world, out):
+    with fragile_group(rank, world, out) as mesh:
+        began = 0.0
+        try:
+            with Health(out, mesh, every=0, timeout_s=SHORT_S, first_timeout_s=LONG_S) as health:
+                health(create(mesh, step=1))
+                began = time.monotonic()
+                if rank == 1:
+                    wait_for(out / "done")
+                    return "", 0.0, ""
+                dist.all_reduce(torch.ones(1), group=mesh.get_group("dp_shard"))
+        except HangError as error:
+            return str(error), time.monotonic() - began, str(error.__cause__)
+        finally:
+            (out / "done").touch()
+    return "no error", 0.0, ""
+
+
+def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path):
+    (message, seconds, cause), _ = run_ranks(hang, 2, tmp_path, group=False)
+    assert re.search(
+        r"^after step 1 a collective lost other ranks: rank 1 is at test_health.py:\d+ in "
+        r"wait_for, \d+ s after step 1; rank 0 waited for others\. Stacks .* are in .*hang\. "
+        r"What it said: RuntimeError: .*Timed out waiting 2000ms",
+        message,
+    )
+    assert SHORT_S <= seconds < LONG_S / 2
+    assert "Timed out waiting 2000ms" in cause
+    for rank, place in enumerate(["all_reduce", "wait_for"]):
+        assert place in (tmp_path / "hang" / f"rank_{rank}.txt").read_text()
+        found = json.loads((tmp_path / "hang" / f"rank_{rank}.json").read_text())
+        assert (found["rank"], found["step"]) == (rank, 1)
+        if rank == 0:
+            assert found["collectives"]["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+
+
+def end_alone(rank, world, out, fails):
+    with fragile_group(rank, world, out) as mesh:
+        try:
+            with Health(out, mesh, every=0, timeout_s=SHORT_S, first_timeout_s=LONG_S) as health:
+                health(create(mesh, step=7))
+                if rank == 1 and fails:
+                    raise KeyError("a broken row")
+                if rank == 0:
+                    dist.all_reduce(torch.ones(1))
+            ended = "no error"
+        except (HangError, KeyError) as error:
+            ended = f"{type(error).__name__}: {error}"
+        if rank == 0:
+            (out / "done").touch()
+        wait_for(out / "done")  # rank 1 stays, so the connection does too
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason", "own"),
+    [
+        (True, "failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
+        (False, "left the loop after step 7", "no error"),
+    ],
+)
+def test_the_rank_that_ended_alone_is_the_first_cause_on_all_others(tmp_path, fails, reason, own):
+    found = run_ranks(end_alone, 2, tmp_path, fails, group=False)
+    assert f" lost other ranks: rank 1 {reason}; rank 0 waited for others." in found[0]
+    assert found[1] == own
+
+
+def watch_timeouts(rank, world, out):
+    mesh = mesh_of(world)
+    own = dist.new_group(timeout=timedelta(seconds=31))
+    groups = [dist.group.WORLD, mesh.get_group("dp_shard"), own]
+    found = [[seconds_of(group) for group in groups]]
+    with Health(out, mesh, timeout_s=SHORT_S) as health:
+        found.append([seconds_of(group) for group in groups])
+        health(create(mesh, step=1))
+        found.append([seconds_of(group) for group in groups])
+        dist.barrier()
+    return [*found, [seconds_of(group) for group in groups]]
+
+
+def test_time_outs_are_short_from_the_first_step_to_the_end(tmp_path):
+    for found in run_ranks(watch_timeouts, 2, tmp_path):
+        assert found == [[40, 40, 31], [40, 40, 31], [2, 2, 2], [40, 40, 31]]
+
+
+def save_meanwhile(rank, world, out):
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(fk.Transformer(TINY_MODEL), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    fk.checkpoint_save(state, out / "checkpoints", blocking=True)
+    before = {group: seconds_of(group) for group in dist.distributed_c10d._world.pg_map}
+    with Health(out, mesh, timeout_s=SHORT_S) as health:
+        health(state)
+        kept = [group.group_desc for group, s in before.items() if seconds_of(group) == s]
+    return len(before) - len(kept), kept
+
+
+TINY_MODEL = fk.TransformerSpec(
+    vocab_size=16, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=16, max_seq_len=8
+)
+
+
+def test_the_group_of_checkpoints_keeps_its_time(tmp_path):
+    """Others wait in it for as long as the slowest rank writes."""
+    for changed, kept in run_ranks(save_meanwhile, 2, tmp_path):
+        assert changed >= 1
+        assert len(kept) == 1
+
+
+def miss_the_probe(rank, world, out, absent):
+    mesh = mesh_of(world)
+    with Health(out, mesh, every=2, timeout_s=SHORT_S) as health:
+        health(create(mesh, step=1))
+        health(create(mesh, step=2))
+        health(create(mesh, step=3))
+        if rank == absent:
+            wait_for(out / "done")
+        began = time.monotonic()
+        try:
+            health(create(mesh, step=4))
+        except HangError as error:
+            return str(error), time.monotonic() - began
+        finally:
+            (out / "done").touch()
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_to_a_probe_is_named_on_all(tmp_path, absent):
+    found = run_ranks(miss_the_probe, 2, tmp_path, absent)
+    for message, seconds in found:
+        assert message.startswith(
+            f"step 4: rank {absent} did not come within 2 s; rank {absent} was last here at "
+            "'step 2' and is at test_health.py:"
+        )
+        assert "in wait_for" in message
+        assert seconds < LONG_S / 2
+    assert "wait_for" in (tmp_path / "hang" / f"rank_{absent}.txt").read_text()
+
+
+def part_ways(rank, world, out):
+    mesh = mesh_of(world)
+    with Health(out, mesh, every=10) as health, pytest.raises(HangError) as error:
+        health(create(mesh, step=10 + 10 * rank))
+    return str(error.value)
+
+
+def test_ranks_at_different_steps_are_told(tmp_path):
+    expected = "ranks met after different steps: rank 0 at 'step 10', rank 1 at 'step 20'. Every"
+    assert all(m.startswith(expected) for m in run_ranks(part_ways, 2, tmp_path))
+
+
+@contextmanager
+def warnings_of_the_library() -> Iterator[list[str]]:
+    """What is logged on this rank: caplog is in another process."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("forgekit").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("forgekit").removeHandler(handler)
+
+
+class Rows(torch.utils.data.Dataset):
+    """A real dataset, slow to read on one rank."""
+
+    def __init__(self, delay_s):
+        self.delay_s = delay_s
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        time.sleep(self.delay_s)
+        ids = torch.zeros(4, dtype=torch.int64)
+        return TensorDict({"input_ids": ids, "labels": ids}, batch_size=[])
+
+
+def lag(rank, world, out, slow, kind):
+    mesh = mesh_of(world)
+    delay = 0.15 if rank == slow else 0.0
+    rows = Rows(delay if kind == "data" else 0.0)
+    loader = fk.make_loader(rows, batch_size=1, rank=rank, world=world)
+    found = []
+    health = Health(out, mesh, every=8, timeout_s=LONG_S, loader=loader)
+    with warnings_of_the_library() as warned, health, loader:
+        for step, _ in zip(range(1, 17), loader, strict=False):
+            if kind == "step":
+                time.sleep(delay)
+            dist.all_reduce(torch.ones(1))
+            found.append(health(create(mesh, step=step)))
+    return found, warned
+
+
+@pytest.mark.parametrize(("slow", "kind"), [(1, "step"), (0, "data")])
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path, slow, kind):
+    (rows, warned), (others, silent) = run_ranks(lag, 2, tmp_path, slow, kind)
+    assert rows == others
+    assert [step for step, row in enumerate(rows, 1) if row is not None] == [8, 16]
+    row = rows[-1]
+    assert row["health/slowest_rank"] == slow
+    assert row["health/own_seconds_max"] > 0.12
+    assert row["health/own_seconds_median"] < 0.06
+    assert (row["health/data_wait_seconds_max"] > 0.12) == (kind == "data")
+    assert silent == []
+    assert re.search(rf"step 16: rank {slow} \(.+\) is slow: 0\.\d+ s of each step", warned[-1])
+
+
+def keep_pace(rank, world, out):
+    mesh = mesh_of(world)
+    group = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    with warnings_of_the_library() as warned, Health(out, mesh, every=50) as health:
+        health(create(mesh, step=1))
+        dist.barrier()
+        before = group._get_sequence_number_for_group(), store.num_keys()
+        for step in range(2, 50):
+            assert health(create(mesh, step=step)) is None
+        after = group._get_sequence_number_for_group(), store.num_keys()
+        dist.barrier()
+        for step in range(50, 500, 50):
+            health(create(mesh, step=step))
+        dist.barrier()
+        grown = store.num_keys() - after[1]
+        dist.barrier()
+    return before, after, grown, warned
+
+
+def test_steps_without_a_probe_tell_nobody_and_probes_leave_nothing(tmp_path):
+    for before, after, grown, warned in run_ranks(keep_pace, 2, tmp_path):
+        assert before == after
+        assert warned == []  # two looks are no ground for calling a rank slow
+        assert grown <= 3 * 2 + 2  # what one meeting keeps, however many there were
+
+
+def meet(rank, world, tags, timeout_s):
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    try:
+        for tag in tags[rank]:
+            barrier(tag, timeout_s=timeout_s)
+    except HangError as error:
+        return str(error)
+    finally:
+        assert dist.group.WORLD._get_sequence_number_for_group() == before
+    return "fine"
+
+
+def test_a_barrier_lets_those_pass_that_are_at_the_same_place():
+    assert run_ranks(meet, 2, [["built", "loaded"]] * 2, 20) == ["fine", "fine"]
+
+
+def test_a_barrier_says_who_is_where():
+    found = run_ranks(meet, 2, [["built", "loaded"], ["built", "data is ready"]], 20)
+    expected = "ranks are at different barriers: rank 0 at 'loaded', rank 1 at 'data is ready'."
+    assert all(message.startswith(expected) for message in found)
+
+
+def test_a_barrier_tells_who_was_never_there():
+    found = run_ranks(meet, 2, [["built"], []], 1.0)
+    assert "rank 1 did not come within 1 s; rank 1 was never here." in found[0]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_barrier_names_who_is_missing_and_where_it_was_last(absent):
+    tags = [["built", "loaded"], ["built", "loaded"]]
+    tags[absent] = ["built"]
+    found = run_ranks(meet, 2, tags, 1.0)
+    assert found[absent] == "fine"
+    assert found[1 - absent].startswith(
+        f"barrier 'loaded': rank {absent} did not come within 1 s; "
+        f"rank {absent} was last here at 'built'."
+    )
+
+
+# One process
+
+
+def test_on_one_process_only_garbage_and_memory_remain(tmp_path):
+    threads = threading.active_count()
+    barrier("set up")
+    for mesh in (None, fk.build_mesh(device="cpu")):
+        with Health(tmp_path, mesh, every=1, collect_every=2) as health:
+            assert [health(create(mesh, step=step)) for step in (1, 2, 3)] == [None] * 3
+            assert threading.active_count() == threads
+            assert not gc.isenabled()
+        assert gc.isenabled()
+    fk.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": -1}, "every -1 must be at least 0 steps"),
+        ({"timeout_s": 0}, "timeout_s 0 must be above 0 and at most first_timeout_s 1800"),
+        ({"timeout_s": 90, "first_timeout_s": 60}, "timeout_s 90 must be above 0 and at most fi"),
+        ({"slow_factor": 1.0}, "slow_factor 1 must be above 1"),
+        ({"collect_every": -1}, "collect_every -1 must be at least 0 steps"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message), Health(tmp_path, **options):
+        raise AssertionError("refused before")
+
+
+def test_an_error_goes_on_as_it_is(tmp_path):
+    with pytest.raises(KeyError, match="mine"), Health(tmp_path, collect_every=1):
+        raise KeyError("mine")
+    assert gc.isenabled()
+
+
+# Real processes
+
+SCRIPT = """
+import os, sys, time
+import forgekit as fk
+from forgekit.run.health import Health
+from runs import load_recipe
+from forgekit.config import load_config, to_dict
+
+recipe = load_recipe("pretrain")
+
+def hang_here(model, batch):
+    while steps[0] >= 3 and os.environ["RANK"] == "1":
+        time.sleep(1)
+    return recipe_loss(model, batch)
+
+steps, recipe_loss = [0], recipe.loss_fn
+recipe.loss_fn = hang_here
+config = load_config(recipe.Config)
+with fk.open_run(config.out, to_dict(config)) as run:
+    state, step, loader, _, stop = recipe.setup(config)
+    log = run.start(state, every=1, loader=loader)
+    with log, loader, stop, Health(run.out, state.mesh, timeout_s=2, loader=loader) as health:
+        for batches in fk.groups(loader, loader.micro_batches(config.global_batch_size)):
+            state, metrics = step(state, batches)
+            log(state, metrics)
+            health(state)
+            steps[0] = state.step
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_a_rank_that_hangs_ends_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    data = tmp_path / "data"
+    rows = [torch.randint(1, 64, (40,)).numpy() for _ in range(200)]
+    fk.write_tokens(data, rows, vocab_size=64, eos_id=0)
+    script, out = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    settings = TINY | {"data.path": data, "out": out}
+    given = [f"{name}={value}" for name, value in settings.items()]
+    with launch(script, given, log=tmp_path / "log", ranks=2) as job:
+        job.wait_for(lambda: "HangError: after step 3" in job.output, "error")
+        healthy = json.loads((out / "hang" / "rank_0.json").read_text())["pid"]
+        job.wait_for(lambda: healthy not in job.members(), "end of the first rank")
+    reason = status_of(out)["reason"]
+    assert re.search(r"^HangError: after step 3 .*: rank 1 is at script.py:\d+ in hang_h", reason)
+    assert status_of(out)["step"] == 3
+    assert "hang_here" in (out / "hang" / "rank_1.txt").read_text()

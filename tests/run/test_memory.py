@@ -1,0 +1,235 @@
+"""Garbage is taken at known steps, a lack of memory is written down, and steps keep nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import weakref
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import forgekit as fk
+from forgekit.run.health import Health
+from forgekit.run.memory import (
+    live_tensors,
+    periodic_collection,
+    report_out_of_memory,
+    resident_bytes,
+)
+
+MIB = 2**20
+
+
+class Node:
+    """An object that can be in a cycle and be watched."""
+
+
+def make_cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
+
+
+def test_garbage_is_taken_at_the_steps_that_are_due_and_at_no_others():
+    assert gc.isenabled()
+    with periodic_collection(3) as collect:
+        cycles = [make_cycle() for _ in range(3)]
+        junk = [[] for _ in range(100_000)]  # Python itself would have collected by now
+        assert [collect(step) for step in (1, 2)] == [False, False]
+        assert all(cycle() is not None for cycle in cycles)
+        assert collect(3)
+        assert all(cycle() is None for cycle in cycles)
+        late = make_cycle()
+        assert [collect(step) for step in (4, 5)] == [False, False]
+        assert late() is not None
+        assert collect(6)
+        assert late() is None
+        del junk
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_collection_is_as_before_whatever_is_raised(was_enabled):
+    frozen = gc.get_freeze_count()
+    if not was_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(KeyError), periodic_collection(1) as collect:  # noqa: PT012
+            collect(1)
+            assert gc.get_freeze_count() > frozen
+            raise KeyError
+        assert gc.isenabled() == was_enabled
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.enable()
+
+
+def test_what_somebody_else_has_set_aside_stays_aside():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with periodic_collection(1) as collect:
+            collect(1)
+        assert gc.get_freeze_count() >= frozen - 100  # some of them have ended
+    finally:
+        gc.unfreeze()
+
+
+def test_zero_leaves_it_to_python():
+    with periodic_collection(0) as collect:
+        assert gc.isenabled()
+        assert not collect(0)
+
+
+def test_a_negative_interval_is_refused():
+    with pytest.raises(ValueError, match="collect_every -1 must be at least 0 steps"):
+        periodic_collection(-1).__enter__()
+
+
+def of_kind(shape, dtype):
+    found = [kind for kind in live_tensors() if (kind.shape, kind.dtype) == (shape, dtype)]
+    return (found[0].count, found[0].bytes) if found else (0, 0)
+
+
+def test_live_tensors_are_counted_by_kind_and_storages_once():
+    shape = (3, 5, 7, 11)
+    assert of_kind(shape, "float64") == (0, 0)
+    held = [torch.zeros(shape, dtype=torch.float64) for _ in range(4)]
+    views = [held[0].view(shape), held[1].detach()]
+    assert of_kind(shape, "float64") == (6, 4 * 3 * 5 * 7 * 11 * 8)
+    del held, views
+    assert of_kind(shape, "float64") == (0, 0)
+
+
+def test_the_largest_come_first():
+    held = torch.zeros(8 * MIB), torch.zeros(64, dtype=torch.int16)
+    sizes = [kind.bytes for kind in live_tensors()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) >= held[0].nbytes
+
+
+def test_resident_memory_is_what_the_system_says():
+    before = resident_bytes()
+    held = bytearray(os.urandom(1)) * (64 * MIB)
+    assert 60 * MIB < resident_bytes() - before < 80 * MIB
+    del held
+
+
+def ask_too_much():
+    torch.zeros(2**55, dtype=torch.uint8)
+
+
+def raise_memory_error():
+    bytearray(2**62)
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind"), [(ask_too_much, RuntimeError), (raise_memory_error, MemoryError)]
+)
+def test_running_out_of_memory_leaves_a_report_and_the_error_goes_on(tmp_path, caplog, fails, kind):
+    held = torch.zeros(17, 19, 23, dtype=torch.float64)
+    with pytest.raises(kind) as raised, report_out_of_memory(tmp_path, rank=3):
+        fails()
+    report = (tmp_path / "memory" / "rank_3.txt").read_text()
+    assert report.splitlines()[0] == f"{kind.__name__}: {raised.value}".splitlines()[0]
+    assert "resident memory: " in report
+    assert re.search(rf"\d+ x float64 {re.escape(str(list(held.shape)))} on cpu", report)
+    assert caplog.messages == [f"out of memory; what was held is in {tmp_path}/memory/rank_3.txt"]
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_another_error_leaves_no_report(tmp_path):
+    with pytest.raises(RuntimeError, match="mine"), report_out_of_memory(tmp_path):
+        raise RuntimeError("mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplog):
+    (tmp_path / "memory").write_text("in the way")
+    with pytest.raises(MemoryError), report_out_of_memory(tmp_path):
+        raise_memory_error()
+    assert "out of memory, and no report of it" in caplog.text
+
+
+def test_health_reports_what_was_set_aside_too(tmp_path):
+    """Parameters are older than the first collection, which takes them out of sight."""
+    held = torch.zeros(29, 31, dtype=torch.float64)
+    model = torch.nn.Linear(1, 1)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(MemoryError), Health(tmp_path, collect_every=1) as health:  # noqa: PT012
+        health(fk.donate(state, step=1))
+        assert of_kind(tuple(held.shape), "float64") == (0, 0)
+        raise_memory_error()
+    assert "1 x float64 [29, 31]" in (tmp_path / "memory" / "rank_0.txt").read_text()
+
+
+# A training loop keeps nothing
+
+SPEC = fk.TransformerSpec(
+    vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, max_seq_len=32
+)
+
+
+def keeping(what, kept):
+    """A loss function that keeps what it should not."""
+
+    def loss_fn(model, batch):
+        head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+        loss = model(batch["input_ids"], head=head)
+        if what == "batches":
+            kept.append(batch["input_ids"])
+        if what == "graphs":
+            kept[:] = [loss.sum + 0.0 * sum(kept)]  # one tensor in Python, all graphs behind it
+        return loss
+
+    return loss_fn
+
+
+def measure(rank, world, out, what):
+    """Tensors and resident bytes after 100 and after 200 steps."""
+    rows = [torch.randint(1, 64, (400,)).numpy() for _ in range(200)]
+    fk.write_tokens(out / "data", rows, vocab_size=64, eos_id=0)
+    model = fk.Transformer(SPEC)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    step = fk.make_step(keeping(what, []), schedule=fk.constant(1e-3), max_norm=1.0)
+    loader = fk.make_loader(fk.token_dataset(out / "data", 32), batch_size=4, workers=1)
+    found = []
+    with loader, fk.MetricsLog(out, every=10, loader=loader) as log:
+        for batches in islice(fk.groups(loader, 2), 200):
+            state, metrics = step(state, batches)
+            log(state, metrics)
+            if fk.every(50, state):
+                fk.checkpoint_save(state, out / "checkpoints", keep=2, blocking=True)
+            if fk.every(100, state):
+                gc.collect()
+                count = sum(kind.count for kind in live_tensors())
+                found.append((count, resident_bytes()))
+    return found
+
+
+FLAT_TENSORS, FLAT_BYTES = 10, 4 * MIB
+
+
+def growth(out, what):
+    """What 100 steps, 2 saves and 10 rows add after a warm-up."""
+    [[before, after]] = run_ranks(measure, 1, out, what, group=False)
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_a_training_loop_keeps_nothing(tmp_path):
+    tensors, resident = growth(tmp_path, "nothing")
+    assert tensors <= FLAT_TENSORS
+    assert resident <= FLAT_BYTES
+
+
+@pytest.mark.parametrize("what", ["batches", "graphs"])
+def test_a_step_that_keeps_a_tensor_is_found(tmp_path, what):
+    """Batches show in the number of tensors; graphs hold theirs where Python does not look."""
+    tensors, resident = growth(tmp_path, what)
+    assert tensors > FLAT_TENSORS if what == "batches" else resident > FLAT_BYTES

@@ -1,0 +1,137 @@
+"""Spikes: steps that stand out change nothing, and are judged by numpy's mean and deviation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+
+LIMIT = fk.SpikeLimit(sigmas=4.0, window=6, least=3)
+
+
+def batch(scale):
+    generator = torch.Generator().manual_seed(int(scale * 100))
+    x = torch.randn(4, 3, generator=generator)
+    return TensorDict({"x": x * scale}, batch_size=[4])
+
+
+def square_loss(model, batch):
+    out = model(batch["x"])
+    return fk.Loss(out.square().sum(), out.numel())
+
+
+def build(mesh=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    model = model if mesh is None else fk.parallelize(model, mesh, **options)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def window_of(state):
+    assert state.recent is not None
+    return state.recent
+
+
+def judge(history, now):
+    """Whether a step is a spike, by numpy."""
+    known = np.array(history[-LIMIT.window :])
+    if len(known) < LIMIT.least:
+        return False
+    return bool((now > known.mean(0) + LIMIT.sigmas * known.std(0)).any())
+
+
+SCALES = [1.0, 1.1, 0.9, 30.0, 1.2, 1.0, 40.0, 50.0, 0.8, 1.3, 0.7, 1.4, 3.0, 1.0]
+
+
+def test_spikes_are_those_that_numpy_finds_and_change_nothing():
+    state, history, spikes = build(), [], []
+    step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=LIMIT)
+    for scale in SCALES:
+        before = [p.detach().clone() for p in state.model.parameters()]
+        skipped, targets = int(state.skipped), int(state.targets)
+        state, metrics = step(state, [batch(scale)])
+        now = np.array([metrics["loss"].item(), metrics["grad_norm"].item()])
+        is_spike = judge(history, now)
+        assert metrics["spikes"].item() == metrics["skipped"].item() == is_spike
+        if is_spike:
+            assert all(map(torch.equal, before, state.model.parameters()))
+            assert (int(state.skipped), int(state.targets)) == (skipped + 1, targets)
+        else:
+            assert not any(map(torch.equal, before, state.model.parameters()))
+            history.append(now)
+        spikes.append(is_spike)
+    assert spikes[3]
+    assert spikes[6:8] == [True, True]
+    assert sum(spikes) < 6
+
+
+def test_a_run_that_resumes_judges_as_the_undisturbed_one(tmp_path):
+    step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=LIMIT)
+    state, judged = build(), []
+    for index, scale in enumerate(SCALES):
+        state, metrics = step(state, [batch(scale)])
+        judged.append(metrics["skipped"].item())
+        if index == 4:
+            fk.checkpoint_save(state, tmp_path, blocking=True)
+    resumed = fk.checkpoint_load(build(), tmp_path)
+    for scale, expected in zip(SCALES[5:], judged[5:], strict=True):
+        resumed, metrics = step(resumed, [batch(scale)])
+        assert metrics["skipped"].item() == expected
+    assert torch.equal(window_of(resumed), window_of(state))
+
+
+def test_a_window_may_change_between_runs():
+    state = build()
+    for window in (8, 4, 16):
+        limit = fk.SpikeLimit(window=window, least=2)
+        step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=limit)
+        before = window_of(state) if state.step else torch.empty(0)
+        for scale in (1.0, 1.1, 0.9):
+            state, metrics = step(state, [batch(scale)])
+        assert window_of(state).shape == (window, 2)
+        assert window_of(state)[-1, 0] == metrics["loss"]
+    assert torch.equal(window_of(state)[-7:-3], before)
+
+
+def test_a_bad_number_is_no_spike_and_is_not_remembered():
+    state = build()
+    step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=LIMIT)
+    for scale in (1.0, 1.1, 0.9, float("1e30")):
+        state, metrics = step(state, [batch(scale) if scale < 9 else batch(1.0) * torch.inf])
+    assert (metrics["skipped"].item(), metrics["spikes"].item()) == (1, 0)
+    assert int(window_of(state)[:, 0].isfinite().sum()) == 3
+
+
+def _half(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    state = build(mesh, precision="fp16")
+    step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=LIMIT)
+    scales = []
+    for scale in (1.0, 1.1, 0.9, 30.0):
+        state, metrics = step(state, [batch(scale)])
+        scales.append(float(state.loss_scale))
+    return scales, int(state.good_steps), metrics["spikes"].item()
+
+
+def test_a_spike_is_no_overflow_of_float16():
+    for scales, good, spikes in run_ranks(_half, 2):
+        assert (scales, good, spikes) == ([1.0] * 4, 3, 1)
+
+
+BAD = {
+    "sigmas": ({"sigmas": 0.0}, "sigmas is 0.0; it must be positive and finite, like 6.0"),
+    "least": ({"least": 1}, "least is 1 good steps and window 128; a deviation needs at least 2"),
+    "window": ({"window": 8}, "least is 32 good steps and window 8; .* the window must hold them"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_limits_that_are_none_are_refused(case):
+    arguments, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        fk.SpikeLimit(**arguments)
