@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import forgekit.run.commit as files
 from forgekit.run.agree import ranks_of
 from forgekit.run.checkpoint import checkpoint_load, wait_for_saves
 from forgekit.run.commit import CheckpointError
+from forgekit.run.places import place_of
 from forgekit.state import TrainState, donate
 
 __all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]
@@ -137,7 +136,7 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
             "are allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
     wait_for_saves()
-    state = _load_before(state, Path(directory), step - bad, which)
+    state = _load_before(state, directory, step - bad, which)
     broken = bad * ((samples - state.samples) // (step - state.step))
     skip = samples - broken, broken
     _log.warning(
@@ -147,10 +146,10 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
     return donate(state, skips=(*state.skips, skip))
 
 
-def _load_before(state: StateT, directory: Path, step: int, which: str) -> StateT:
+def _load_before(state: StateT, directory: str | os.PathLike[str], step: int, which: str) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
-    ranks = ranks_of(state)
-    found = ranks.first(lambda: sorted(files.committed(directory)))
+    ranks, place = ranks_of(state), place_of(directory)
+    found = ranks.first(lambda: sorted(place.committed()))
     damaged = []
     for candidate in [known for known in reversed(found) if known <= step]:
         try:
@@ -158,7 +157,7 @@ def _load_before(state: StateT, directory: Path, step: int, which: str) -> State
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        ranks.first(lambda: files.discard_after(directory, candidate))  # noqa: B023
+        ranks.first(lambda: place.discard_after(candidate))  # noqa: B023
         return state
     there = ", ".join(map(str, found)) or "none"
     raise BadStepError(

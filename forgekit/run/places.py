@@ -1,8 +1,8 @@
 """Where checkpoints are kept: a directory that all ranks share, or a URL; the same words for both.
 
 Two classes with the same methods. A save fills a *workspace*, each rank its own files, delivers
-them, and commits. What counts as a
-checkpoint, and what a crash leaves, is the business of ``commit.py`` and ``remote.py``.
+them, and commits. What counts as a checkpoint, and what a crash leaves, is the business of
+``commit.py`` and ``remote.py``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,10 @@ class Disk:
     def retain(self, keep: Keep | None, saved: int) -> None:
         """Delete the checkpoints that a rule does not name."""
         files.retain(self.directory, keep, saved)
+
+    def discard_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, to which a run was rolled back."""
+        files.discard_after(self.directory, step)
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:

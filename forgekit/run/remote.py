@@ -148,11 +148,20 @@ class Remote:
         found = self.committed()
         metrics = {step: (self.manifest(path) or {}).get("metric") for step, path in found.items()}
         for step in files.superseded(self.url, metrics, keep, saved):
-            try:
-                self.fs.rm_file(self._inside(found[step], files.MANIFEST))  # no longer a checkpoint
-                self.fs.rm(self._inside(found[step]), recursive=True)
-            except Exception as error:  # stores have errors of their own
-                log.warning("could not delete the old checkpoint %s: %s", found[step], error)
+            self._discard(found[step])
+
+    def discard_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, to which a run was rolled back."""
+        for newer, path in sorted(self.committed().items()):
+            if newer > step:
+                self._discard(path)
+
+    def _discard(self, path: str) -> None:
+        try:
+            self.fs.rm_file(self._inside(path, files.MANIFEST))  # no longer a checkpoint
+            self.fs.rm(self._inside(path), recursive=True)
+        except Exception as error:  # stores have errors of their own
+            log.warning("could not delete the old checkpoint %s: %s", path, error)
 
     def _steps(self) -> dict[int, str]:
         named = files.steps_among(self._names(self.root))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import islice
 
 import attrs
 import pytest
@@ -209,6 +210,18 @@ def test_checkpoints_of_the_bad_time_go_and_damaged_ones_are_passed_over(tmp_pat
     left = sorted(path.name for path in directory.glob("step*"))
     assert left == ["step_00000002", "step_00000006"]  # one without a manifest is nobody's
     assert (directory / "latest").resolve().name == "step_00000002"
+
+
+def test_checkpoints_behind_a_url_are_rolled_back_to_as_well(tmp_path):
+    directory = f"file://{tmp_path}"
+    state, loader = with_loader(Rows(broken_rows(12, 16)))
+    step = fk.make_step(square_loss, schedule=fk.constant(0.05))
+    for batches in islice(fk.groups(loader, 1), 5):
+        state, _ = step(state, batches)
+        fk.checkpoint_save(state, directory, keep=None, blocking=True)
+    state = roll_back(state, directory)
+    assert (state.step, state.skips) == (3, ((12, 8),))
+    assert str(fk.latest_checkpoint(directory)).endswith("step_00000003")
 
 
 REFUSED = {
