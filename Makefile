@@ -6,7 +6,7 @@ OUT ?= runs/stdlib
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test oracle bench lint docs format clean
+.PHONY: help train test oracle chaos bench lint docs format clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -21,6 +21,12 @@ test: .venv/dev ## run every test, those on several ranks included (ARGS="-k wor
 
 oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
 	$(BIN)/pytest -m oracle tests/distributed $(ARGS)
+
+# A short form of most cases is in `make test`.
+chaos: .venv/dev ## kill, stop and starve runs in every way; write what they lose into the docs (long)
+	$(BIN)/pytest -m "chaos or not chaos" tests/chaos --ignore=tests/chaos/test_table.py \
+	    -o junit_family=xunit1 --junitxml=build/chaos.xml $(ARGS)
+	$(BIN)/python tests/chaos/survival.py build/chaos.xml
 
 bench: .venv/dev ## run the benchmarks, each beside its baseline, and check their targets
 	$(BIN)/pytest benchmarks $(ARGS)

@@ -191,6 +191,11 @@ def _stack(tensors: list[Tensor], key: Any) -> Tensor:
                 f'"{key}" of sample {number} has shape {tuple(tensor.shape)}, of sample 0 '
                 f"{tuple(tensors[0].shape)}; pad rows to one length, or pack them."
             )
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(
+                f'"{key}" of sample {number} holds {tensor.dtype}, of sample 0 '
+                f"{tensors[0].dtype}; stacking would cast one. Give all rows one dtype."
+            )
     return torch.stack(tensors)
 
 

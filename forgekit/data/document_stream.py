@@ -91,6 +91,8 @@ def stream_documents(
         if tokenizer is None:
             raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
+    if not hasattr(eos_id, "__index__") or eos_id < 0:
+        raise ValueError(f"eos_id {eos_id!r} must be a token id, an integer of at least 0.")
     rows = Rows(
         documents=as_documents(documents),
         tokenizer=tokenizer,

@@ -64,6 +64,11 @@ def groups(
         >>> [[batch for batch in group] for group in groups("abcd", 2)]
         [['a', 'b'], ['c', 'd']]
     """
+    if not hasattr(micro_batches, "__index__"):
+        raise TypeError(
+            f"micro_batches is {micro_batches!r}, a {type(micro_batches).__name__}; pass an "
+            "integer: loader.micro_batches(global_batch_size)."
+        )
     if micro_batches < 1:
         raise ValueError(f"micro_batches {micro_batches} must be at least 1.")
     if partial not in ("pad", "drop", "error"):

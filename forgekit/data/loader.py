@@ -362,5 +362,7 @@ def _check_numbers(
 
 def _check_least(**numbers: tuple[int, int]) -> None:
     for name, (value, least) in numbers.items():
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass an integer.")
         if value < least:
             raise ValueError(f"{name} {value} must be at least {least}.")

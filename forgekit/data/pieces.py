@@ -155,4 +155,10 @@ def _checked(document: ArrayLike, number: int) -> NDArray[Any]:
             f"document {number} is {ids.dtype} of shape {ids.shape}; a document is a 1-D array of "
             "integers. Encode text with a tokenizer first."
         )
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**32):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ValueError(
+            f"document {number} holds token id {wrong}; ids must be 0 to 2**32 - 1, and a loss is "
+            "masked in labels, not here."
+        )
     return ids

@@ -25,7 +25,7 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
     """
     at_once = batch_size * world
     if global_batch_size < 1 or global_batch_size % at_once:
-        lower = global_batch_size // at_once * at_once
+        lower = max(global_batch_size, 0) // at_once * at_once
         nearest = [str(size) for size in (lower, lower + at_once) if size > 0]
         raise ValueError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "

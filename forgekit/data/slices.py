@@ -149,6 +149,8 @@ def _is_placed(value: Any, shape: torch.Size) -> TypeGuard[Tensor]:
 
 def _check_slicing(places: int, rank: int, world: int, method: str) -> None:
     _check_method(method)
+    if world < 1:
+        raise ValueError(f"world is {world}; at least 1 rank holds a sequence.")
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}; with world {world} it is one of 0 to {world - 1}.")
     chunks = 2 * world if method == "zigzag" and world > 1 else world

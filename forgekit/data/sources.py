@@ -166,6 +166,8 @@ def _text_files(paths: Paths) -> list[Path]:
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
         raise ValueError("no paths were given; name at least one file or folder.")
+    if "" in named:
+        raise ValueError('a path is empty; name a file or folder. "." is the current folder.')
     unique: dict[Path, Path] = {}
     for path in named:
         for file in _files_of(Path(path)):

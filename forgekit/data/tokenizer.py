@@ -45,6 +45,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         >>> tokenizer.decode(tokenizer.encode("to be").ids)
         'to be'
     """
+    if isinstance(texts, str):
+        raise TypeError(
+            "texts is one str, read letter by letter; pass an iterable of texts: [text]."
+        )
     if vocab_size < SMALLEST:
         raise ValueError(
             f"vocab_size {vocab_size} must be at least {SMALLEST}: 256 bytes and {END_OF_TEXT}."

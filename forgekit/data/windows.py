@@ -50,6 +50,8 @@ def token_dataset(
         ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
         [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
     """
+    if not hasattr(seq_len, "__index__"):
+        raise TypeError(f"seq_len is {seq_len!r}, a {type(seq_len).__name__}; pass an integer.")
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1.")
     file = path if isinstance(path, TokenFile) else open_tokens(path)

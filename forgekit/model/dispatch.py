@@ -50,6 +50,11 @@ def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Co
         >>> dispatch_local(tokens, ids, 2, double).flatten()
         tensor([100.,  20., 300.])
     """
+    if expert_ids.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"tokens have shape {tuple(tokens.shape)} and expert_ids {tuple(expert_ids.shape)}; "
+            "expert_ids must be [n], one for each of the n tokens."
+        )
     order, counts = sort_by_expert(expert_ids, experts)
     return compute(tokens[order], counts)[invert(order)]
 

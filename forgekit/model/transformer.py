@@ -58,6 +58,8 @@ class TransformerSpec:
 
     def __attrs_post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
+            if not hasattr(getattr(self, name), "__index__"):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be an integer.")
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.dim % (2 * self.heads):
@@ -76,6 +78,10 @@ class TransformerSpec:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout {self.dropout} must be at least 0 and below 1.")
+        if not 0.0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta is {self.rope_theta}; it must be positive and finite.")
+        if not 0.0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps is {self.norm_eps}; it must be finite and not negative.")
 
 
 def locate_all(places: int, device: torch.device) -> Tensor:

@@ -70,7 +70,7 @@ def bad_step_policy(
             f"bad-step policy {policy!r} is not known; it is one of "
             f"{', '.join(get_args(BadSteps))}."
         )
-    if patience < 1:
+    if not patience >= 1:
         raise ValueError(f"patience {patience} must be at least 1 bad step.")
     streak = 0
 

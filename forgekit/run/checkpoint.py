@@ -158,6 +158,8 @@ def checkpoint_save(
     """
     global _in_flight
     rule = Keep(last=keep) if isinstance(keep, int) else keep
+    if not isinstance(rule, Keep | None):
+        raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     _check_version(version)
     place = place_of(directory)
     ranks = ranks_of(state)
@@ -252,7 +254,7 @@ def checkpoint_load(
 
             state = checkpoint_load(state, directory, version=2, migrate=migrate)
     """
-    if "model" not in parts or not set(parts) <= set(PARTS):
+    if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     _check_version(version)
     wait_for_saves()

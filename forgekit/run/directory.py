@@ -25,6 +25,7 @@ from forgekit.mesh import process_rank, shutdown
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoint import PendingSave, wait_for_saves
 from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.meeting import barrier
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import (
     RunLockedError,
@@ -92,8 +93,10 @@ class Run:
         Raises:
             ValueError: If ``every`` is less than 1, or the loader's dataset has a ``seq_len`` that
                 is longer than the ``spec.max_seq_len`` of the model.
+            HangError: If another rank does not come.
         """
         _check_places(state, getattr(loader, "dataset", None))
+        barrier("set-up is done")
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -200,7 +203,8 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
             a traceback), with code 1 if the directory is in use. Everything else goes on as it
             is, after ``status.json`` says "failed" and why. With code 0 if SIGTERM or SIGUSR1 came
             before ``start``, after ``status.json`` says "stopped": nothing was done, so there is
-            nothing to save.
+            nothing to save. With code 1 if a stop could not wait for the step's end, also after
+            "stopped".
     """
     run = Run(Path(out), config, is_writer=process_rank() == 0)
     try:
@@ -242,7 +246,7 @@ def _closing(run: Run) -> Iterator[None]:
     except StoppedError as stop:
         _drain()
         run._give_up(str(stop))
-        raise SystemExit(0) from None
+        raise SystemExit(0 if run._status is None else 1) from None
     except BaseException as error:
         _drain()
         run._fail(f"{type(error).__name__}: {error}")

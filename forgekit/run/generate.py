@@ -57,7 +57,7 @@ def generate(
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [b s], s >= 1.")
-    if temperature < 0 or (top_k is not None and top_k < 1):
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
         raise ValueError(
             f"temperature {temperature} must not be negative and top_k {top_k} at least 1."
         )

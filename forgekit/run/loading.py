@@ -127,6 +127,8 @@ def _candidates(place: Place, step: int | None) -> list[Checkpoint]:
             log.warning(
                 "%s has no readable %s and does not count as a checkpoint", path, files.MANIFEST
             )
+        if not found:
+            place.check_empty()
         return [found[known] for known in sorted(found, reverse=True)]
     if step not in found:
         there = _steps(place)

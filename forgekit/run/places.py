@@ -62,6 +62,30 @@ class Disk:
         found = files.step_directories(self.directory)
         return [found[step] for step in found.keys() - self.committed().keys()]
 
+    def check_empty(self) -> None:
+        """Refuse to take a directory for that of a new run when it is something else.
+
+        A save renames a whole checkpoint into place, so a bad manifest was damaged later.
+
+        Raises:
+            CheckpointError: If it is a file or a checkpoint itself, or holds damaged ones only.
+        """
+        if self.directory.exists() and not self.directory.is_dir():
+            raise files.CheckpointError(
+                f"{self} is a file; name the directory that holds the checkpoints."
+            )
+        if files.read_manifest(self.directory) is not None:
+            raise files.CheckpointError(
+                f"{self} is a checkpoint itself; name the directory that holds it, "
+                f"{self.directory.parent}, and choose it with step=."
+            )
+        for torn in self.torn():
+            if (torn / files.MANIFEST).exists():
+                raise files.CheckpointError(
+                    f"no whole checkpoint to load: {torn / files.MANIFEST} is damaged. Restore it, "
+                    f"or delete {torn} to start over."
+                )
+
     def manifest(self, path: Path) -> dict[str, Any] | None:
         """Read a checkpoint's manifest; None if it is missing or not one."""
         return files.read_manifest(path)

@@ -93,7 +93,7 @@ class StopSignal:
         watch_parent: bool | None = None,
         patience_s: float = 20.0,
     ) -> None:
-        if patience_s < 0:
+        if not patience_s >= 0:
             raise ValueError(f"patience_s is {patience_s}; it must be 0 seconds or more.")
         self._started = time.monotonic()
         self._budget_s = budget_s

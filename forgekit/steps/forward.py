@@ -77,6 +77,11 @@ def check_loss(loss: Loss) -> Loss:
     """
     if taken := RESERVED & loss.metrics.keys():
         raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
+    if loss.sum.ndim:
+        raise ValueError(
+            f"the loss that loss_fn returned has a sum of shape {tuple(loss.sum.shape)}; it must "
+            "be one number. Sum it: Loss(losses.sum(), count)."
+        )
     if not loss.sum.requires_grad:
         raise ValueError(
             "the loss that loss_fn returned does not depend on any trainable parameter; a "

@@ -182,6 +182,11 @@ def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
             f"{name} has shape {tuple(values.shape)} and labels {tuple(labels.shape)}; labels "
             f"must have the shape of {name} without its last dimension."
         )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(
+            f"labels hold {labels.dtype}; they must hold integers. Move a batch with .to(device) "
+            "only: .to(dtype) casts ids too."
+        )
 
 
 def _same_count(a: Tensor | int, b: Tensor | int) -> bool:

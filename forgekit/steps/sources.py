@@ -44,6 +44,10 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
         >>> loss.metrics["source/prose/loss"]
         (tensor(2., dtype=torch.float64), tensor(4., dtype=torch.float64))
     """
+    if isinstance(sources, str):
+        raise TypeError(
+            f"sources is the text {sources!r}; pass a sequence of names: order.sources."
+        )
     names = tuple(sources)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"sources are {list(names)}; name at least one, each once: order.sources.")

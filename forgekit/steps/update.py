@@ -63,7 +63,7 @@ def update(
     References:
         Mixed precision training, https://arxiv.org/abs/1710.03740
     """
-    if growth_interval < 1:
+    if not growth_interval >= 1:
         raise ValueError(f"growth_interval is {growth_interval} steps; it must be at least 1.")
     if not 0 <= lr < math.inf:
         raise ValueError(

@@ -1,0 +1,257 @@
+"""Documents, bins, mixtures and token files that have to be refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import forgekit as fk
+
+pytestmark = pytest.mark.bad_input
+
+A_DOCUMENT = r"a document is a 1-D array of integers\. Pass an iterable of such arrays; encode text"
+
+
+def write(folder, documents=((1, 2, 3), (4, 5)), **options):
+    return fk.write_tokens(folder / "a", documents, **{"vocab_size": 100, "eos_id": 0, **options})
+
+
+def bins():
+    return fk.pack([1], 8)
+
+
+def order(sizes=None, **options):
+    return fk.make_order({"a": 5, "b": 5} if sizes is None else sizes, **options)
+
+
+WRITTEN = {
+    "truth values": ([[True]], rf"^document 0 is bool of shape \(1,\); {A_DOCUMENT}"),
+    "nothing": ([[1], None], rf"^document 1 is object of shape \(\); {A_DOCUMENT}"),
+    "one text": ("abc", rf"^document 0 is <U1 of shape \(\); {A_DOCUMENT}"),
+    "a text": (["ab"], rf"^document 0 is <U2 of shape \(\); {A_DOCUMENT}"),
+    "bytes": ([b"ab"], rf"^document 0 is \|S2 of shape \(\); {A_DOCUMENT}"),
+    "floats of torch": ([torch.ones(2)], rf"^document 0 is float32 of shape \(2,\); {A_DOCUMENT}"),
+    "a matrix": ([np.ones((2, 2), int)], rf"^document 0 is int64 of shape \(2, 2\); {A_DOCUMENT}"),
+    "a dict": ([{"ids": [1]}], rf"^document 0 is object of shape \(\); {A_DOCUMENT}"),
+    "not a number": ([[math.nan]], rf"^document 0 is float64 of shape \(1,\); {A_DOCUMENT}"),
+    "an id that wraps": (
+        [np.array([2**64 - 1], np.uint64)],
+        r"^document 0 holds token id 18446744073709551615; ids must be 0 .* = 99",
+    ),
+}
+
+
+@pytest.mark.parametrize(("documents", "message"), WRITTEN.values(), ids=WRITTEN)
+def test_documents_that_cannot_be_written_are_refused_and_leave_nothing(
+    tmp_path, documents, message
+):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, documents)
+    assert not list(tmp_path.iterdir())
+
+
+NUMBERS = {
+    "no vocabulary": ({"vocab_size": 0}, r"^vocab_size 0 must be 1 to 2\*\*32: ids take four byte"),
+    "a negative vocabulary": ({"vocab_size": -7}, r"^vocab_size -7 must be 1 to 2\*\*32: ids take"),
+    "a negative end": ({"eos_id": -1}, "^eos_id -1 must be 0 to vocab_size - 1 = 99"),
+    "negative shards": ({"shard_tokens": -1}, "^shard_tokens -1 must be at least 1"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_no_token_file_has_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+NOT_TOKENS = r"is not a token file: it has no index\.json\. forgekit\.write_tokens and `forgekit pr"
+READ = {
+    "a folder that is not there": (
+        lambda folder: fk.open_tokens(folder / "gone"),
+        FileNotFoundError,
+        rf"gone {NOT_TOKENS}",
+    ),
+    "a file": (lambda folder: fk.open_tokens(__file__), FileNotFoundError, rf"py {NOT_TOKENS}"),
+    "rows of nothing there": (
+        lambda folder: fk.token_dataset(folder / "gone"),
+        FileNotFoundError,
+        rf"gone {NOT_TOKENS}",
+    ),
+    "documents of nothing there": (
+        lambda folder: fk.token_documents(folder / "gone"),
+        FileNotFoundError,
+        rf"gone {NOT_TOKENS}",
+    ),
+    "packed rows of nothing there": (
+        lambda folder: fk.packed_dataset(folder / "gone", bins()),
+        FileNotFoundError,
+        rf"gone {NOT_TOKENS}",
+    ),
+    "tokens before the first": (
+        lambda folder: write(folder).read(-1, 2),
+        IndexError,
+        "^tokens -1:2 must lie within 0:7 of",
+    ),
+    "tokens that end before they start": (
+        lambda folder: write(folder).read(3, 2),
+        IndexError,
+        "^tokens 3:2 must lie within 0:7 of",
+    ),
+    "rows of a fraction": (
+        lambda folder: fk.token_dataset(write(folder), seq_len=2.5),
+        TypeError,
+        "^seq_len is 2.5, a float; pass an integer",
+    ),
+    "rows of negative length": (
+        lambda folder: fk.token_dataset(write(folder), seq_len=-3),
+        ValueError,
+        "^seq_len -3 must be at least 1",
+    ),
+    "a model that knows too few": (
+        lambda folder: fk.check_vocabulary(fk.token_dataset(write(folder), 3), 99),
+        ValueError,
+        r"^vocab_size 99 of the model is below the 100 of .*; set model\.vocab_size=100 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), READ.values(), ids=READ)
+def test_what_is_no_token_file_or_outside_of_it_is_refused(tmp_path, call, error, message):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+
+
+ARRAYS = {
+    "no permutation": (
+        lambda: fk.permute(0, -5, 1),
+        ValueError,
+        "^n -5 must be positive: there is no permutation of nothing",
+    ),
+    "lengths of nothing": (
+        lambda: fk.pack(None, 8),
+        ValueError,
+        r"^lengths are object of shape \(\); they must be integers \[documents\]\. np\.diff\(open",
+    ),
+    "lengths that are true": (
+        lambda: fk.pack([True, False], 8),
+        ValueError,
+        r"^lengths are bool of shape \(2,\); they must be integers \[documents\]\. np\.diff\(open",
+    ),
+    "lengths that are not numbers": (
+        lambda: fk.pack([math.nan], 8),
+        ValueError,
+        r"^lengths are float64 of shape \(1,\); they must be integers \[documents\]\. np\.diff",
+    ),
+    "a negative capacity": (lambda: fk.pack([3], -8), ValueError, "^capacity -8 must be at least"),
+    "a negative alignment": (lambda: fk.pack([3], 8, align=-2), ValueError, "^align -2 must be at"),
+    "groups that are fractions": (
+        lambda: fk.pack([3, 4], 8, group=[0.5, 1.0]),
+        ValueError,
+        r"^group is float64 of shape \(2,\); it must be integers \[documents\] = \[2\], one for",
+    ),
+    "bins that end elsewhere": (
+        lambda: fk.Bins([0, 5], [0], [0], [1]),
+        ValueError,
+        r"^the offsets of bins go from \[0\] to \[5\]; they must go from 0 to the number of piece",
+    ),
+    "packed fractions": (
+        lambda: fk.packed_dataset([[1.5]], bins()),
+        ValueError,
+        r"^document 0 is float64 of shape \(1,\); .* integers\. Encode text with a tokenizer",
+    ),
+    "packed truth values": (
+        lambda: fk.packed_dataset([[True]], bins()),
+        ValueError,
+        r"^document 0 is bool of shape \(1,\); .* integers\. Encode text with a tokenizer",
+    ),
+    "packed matrices": (
+        lambda: fk.packed_dataset([[[1]]], bins()),
+        ValueError,
+        r"^document 0 is int64 of shape \(1, 1\); .* integers\. Encode text with a tokenizer",
+    ),
+    "packed ids below zero": (
+        lambda: fk.packed_dataset([[-1, 2]], bins()),
+        ValueError,
+        "^document 0 holds token id -1; ids must be 0 to .* a loss is masked in labels, not here",
+    ),
+    "packed ids that wrap": (
+        lambda: fk.packed_dataset([np.array([2**63], np.uint64)], bins()),
+        ValueError,
+        "^document 0 holds token id 9223372036854775808; ids must be 0 to 2",
+    ),
+    "one text for many": (
+        lambda: fk.train_tokenizer("to be", 300),
+        TypeError,
+        r"^texts is one str, read letter by letter; pass an iterable of texts: \[text\]",
+    ),
+    "an empty path": (
+        lambda: fk.text_documents(""),
+        ValueError,
+        '^a path is empty; name a file or folder. "." is the current folder',
+    ),
+    "no rank for a sequence": (
+        lambda: fk.shard_sequence({"input_ids": torch.ones(1, 2)}, rank=0, world=0),
+        ValueError,
+        "^world is 0; at least 1 rank holds a sequence",
+    ),
+    "bins of no documents": (
+        lambda: fk.packed_dataset([], bins()),
+        ValueError,
+        "^the bins name document 0; there are 0 documents. The bins were made for others: pack th",
+    ),
+    "a negative vocabulary": (
+        lambda: fk.random_documents(-9, 2),
+        ValueError,
+        "^vocab_size -9 and count 2 must be at least 1",
+    ),
+    "a document before the first": (
+        lambda: fk.random_documents(9, 2)[-1],
+        IndexError,
+        r"^document -1 must lie in range\(2\)",
+    ),
+    "a source of a negative number of rows": (
+        lambda: order({"a": -5}),
+        ValueError,
+        "^source 'a' has -5 rows; it needs at least 1. Leave it out of the sizes, or look at what",
+    ),
+    "no sources": (
+        lambda: order(()),
+        ValueError,
+        r'^sizes are empty; name each source and its rows: \{"code": 1000\}',
+    ),
+    "a negative temperature": (
+        lambda: order(temperature=-1.0),
+        ValueError,
+        r"^temperature -1\.0 must be above 0; 1\.0 leaves the weights as they are",
+    ),
+    "a phase's negative weight": (
+        lambda: order(phases=[fk.Phase(3, {"a": -1})]),
+        ValueError,
+        "^weights of the phase at sample 3 give 'a' -1; a weight is finite and not negative, and 0",
+    ),
+    "a phase's infinite scale": (
+        lambda: fk.Phase(3, lr_scale=math.inf),
+        ValueError,
+        "^lr_scale of the phase at sample 3 is inf; it must be finite and not negative, and 1.0",
+    ),
+    "phases that go back": (
+        lambda: order(phases=[fk.Phase(9), fk.Phase(3)]),
+        ValueError,
+        "^a phase at sample 3 follows one at sample 9; put phases in increasing order",
+    ),
+    "a mixture of nothing": (
+        lambda: fk.mixture_dataset({}, order()),
+        ValueError,
+        "the sources of the order 'a', 'b'; make the order from the lengths of these data sets",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ARRAYS.values(), ids=ARRAYS)
+def test_documents_bins_and_mixtures_that_cannot_be_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,74 @@
+"""A process that forks runs, data whose rows say which they are, and runs nobody disturbs."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import numpy as np
+import pytest
+from chaos.scene import GLOBAL_BATCH, ROWS, SEQ_LEN, STANDARD, Scene
+from chaos.survival import PROPERTY, names
+from chaos.zygote import Zygote
+from runs import arguments
+
+import forgekit as fk
+
+assert ROWS % GLOBAL_BATCH == 0
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """The process that forks; with it all runs end."""
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A token file in which token ``t`` stands at place ``t``, and its held-out part."""
+    path = tmp_path_factory.mktemp("data") / "tokens"
+    last = ROWS * SEQ_LEN
+    fk.write_tokens(path, [np.arange(last)], vocab_size=last + 1, eos_id=last)
+    few = [np.arange(5 * SEQ_LEN)]
+    fk.write_tokens(path / "heldout", few, vocab_size=last + 1, eos_id=last)
+    return path
+
+
+@pytest.fixture(scope="session")
+def undisturbed(zygote, tokens, tmp_path_factory):
+    """The directory of a run with these settings that nobody disturbs; made once."""
+    made = {}
+
+    def run(ranks, **settings):
+        key = ranks, *sorted(settings.items())
+        if key not in made:
+            out = made[key] = tmp_path_factory.mktemp("undisturbed") / "run"
+            given = STANDARD | {"data__path": tokens, "out": out} | settings
+            log = out.with_name("log")
+            life = zygote.start("pretrain", arguments(**given), log=log, ranks=ranks)
+            assert life.end() == [0] * ranks, life.output
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def scene(zygote, tokens, undisturbed, tmp_path):
+    """A fresh run directory; nothing that was started in it survives the test."""
+    place = Scene(tmp_path / "run", zygote, tokens, undisturbed)
+    yield place
+    for life in place.lives:
+        life.kill()
+
+
+@pytest.fixture
+def survived(record_property):
+    """Report the outcome of a case."""
+
+    def report(name, outcome):
+        assert name in names()
+        record_property(PROPERTY, json.dumps([name, attrs.asdict(outcome)]))
+
+    return report

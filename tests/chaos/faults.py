@@ -1,0 +1,376 @@
+"""What can go wrong in one rank of a run, done by the rank to itself.
+
+Progress is what a moment is named by, never the clock: so many Python calls, a certain change of
+the file system, a step. The functions run in a process that was forked for one run and ends with
+it, so nothing is ever put back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from runs import load_recipe
+
+import forgekit as fk
+from forgekit.run.checkpoint import wait_for_saves
+
+Recipe = Any
+"""A recipe's module, whose names a fault puts its own functions in the place of."""
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_CAP_DAC_OVERRIDE = 1 << 1
+
+
+def warm_up() -> None:
+    """Import what a run imports late, so that its forks need not."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.font_manager
+    import matplotlib.layout_engine  # noqa: F401
+
+    load_recipe("pretrain")
+
+
+def run(name: str, faults: Mapping[str, Any]) -> None:
+    """Run a recipe's ``main`` with these faults, each a function below and its argument."""
+    recipe = load_recipe(name)
+    for fault, given in faults.items():
+        FAULTS[fault](recipe, given)
+    recipe.main()
+
+
+@attrs.define
+class _Now:
+    """Where the run is: the step that is being computed and its current micro-batch."""
+
+    step: int = -1
+    micro_batch: int = -1
+    has_skips: bool = False
+    rows: list[int] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class _Group:
+    """A group of micro-batches that tells ``now`` which one is being used."""
+
+    group: Any
+    now: _Now
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @property
+    def samples(self) -> int | None:
+        return self.group.samples
+
+    def __iter__(self) -> Iterator[Any]:
+        self.now.rows.clear()
+        for number, batch in enumerate(self.group):
+            self.now.micro_batch = number
+            self.now.rows.extend(batch["input_ids"][:, 0].tolist())
+            yield batch
+
+
+def _watch(recipe: Recipe, after: Callable[[_Now], None] = lambda now: None) -> _Now:
+    """Follow the steps of a recipe; ``after`` is called when one has been computed."""
+    now, setup = _Now(), recipe.setup
+
+    def watched(config: Any) -> Any:
+        state, step, *rest = setup(config)
+
+        def watched_step(state: Any, batches: Any) -> Any:
+            now.step, now.has_skips = state.step + 1, bool(state.skips)
+            answer = step(state, _Group(batches, now))
+            after(now)
+            return answer
+
+        return state, watched_step, *rest
+
+    recipe.setup = watched
+    return now
+
+
+def note_rows(recipe: Recipe, path: str) -> None:
+    """Append each step with the first token of its rows to a file, before anything is saved."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(now: _Now) -> None:
+        os.write(file, f"{json.dumps([now.step, now.rows])}\n".encode())
+
+    _watch(recipe, note)
+
+
+def count_calls(recipe: Recipe, path: str) -> None:
+    """Append how many Python calls a run has made up to the end of each step."""
+    calls = _on_call(lambda _: None)
+
+    def note(now: _Now) -> None:
+        with Path(path).open("a") as file:
+            file.write(f"{now.step} {calls[0]}\n")
+
+    _watch(recipe, note)
+
+
+def die_at_call(recipe: Recipe, number: int) -> None:
+    """Kill all ranks when this one makes its so many-th Python call, in whatever thread."""
+
+    def die(calls: int) -> None:
+        if calls >= number:
+            os.killpg(0, signal.SIGKILL)
+
+    _on_call(die)
+
+
+def _on_call(function: Callable[[int], None]) -> list[int]:
+    calls = [0]
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        if event in ("call", "c_call"):
+            calls[0] += 1
+            function(calls[0])
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    return calls
+
+
+def die_before(recipe: Recipe, moment: tuple[str, str, int]) -> None:
+    """Kill all ranks before the so many-th audited event whose arguments hold a text."""
+    _before(moment, lambda: os.killpg(0, signal.SIGKILL))
+
+
+def signal_before(recipe: Recipe, given: tuple[str, str, int, str]) -> None:
+    """Send this rank a signal before such an event, and give it time to react."""
+    *moment, name = given
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        signal.pthread_kill(main, getattr(signal, name))
+        time.sleep(0.2)
+
+    _before(moment, send)
+
+
+def _before(moment: Sequence[Any], act: Callable[[], None]) -> None:
+    event, text, number = moment
+    seen = [0]
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == event and text in " -> ".join(map(str, arguments)):
+            seen[0] += 1
+            if seen[0] == number:
+                act()
+
+    sys.addaudithook(hook)
+
+
+def die_alone_after(recipe: Recipe, step: int) -> None:
+    """Kill this rank, and no other, after a step."""
+
+    def die(now: _Now) -> None:
+        if now.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch(recipe, die)
+
+
+def signal_after(recipe: Recipe, given: tuple[int, list[str]]) -> None:
+    """Send this rank signals after a step."""
+    step, names = given
+
+    def send(now: _Now) -> None:
+        if now.step == step:
+            for name in names:
+                signal.raise_signal(getattr(signal, name))
+
+    _watch(recipe, send)
+
+
+def signal_in_evaluation(recipe: Recipe, name: str) -> None:
+    """Send this rank a signal in the midst of its first evaluation."""
+    loss_fn, sent = recipe.loss_fn, [False]
+
+    def sending(model: Any, batch: Any) -> Any:
+        if not torch.is_grad_enabled() and not sent[0]:
+            sent[0] = True
+            signal.raise_signal(getattr(signal, name))
+        return loss_fn(model, batch)
+
+    recipe.loss_fn = sending
+
+
+def infinite_loss(recipe: Recipe, given: tuple[list[int], int]) -> None:
+    """Make the loss of one micro-batch of some steps infinite."""
+    steps, micro_batch = given
+
+    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
+        if now.step in steps and now.micro_batch == micro_batch:
+            return dataclasses.replace(loss, sum=loss.sum * float("inf"))
+        return loss
+
+    _spoil_losses(recipe, spoil)
+
+
+def nan_gradient(recipe: Recipe, steps: list[int]) -> None:
+    """Make this rank's gradient of some steps NaN; the loss stays finite."""
+
+    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
+        if now.step in steps and loss.sum.requires_grad:
+            loss.sum.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    _spoil_losses(recipe, spoil)
+
+
+def nan_until_left_out(recipe: Recipe, steps: list[int]) -> None:
+    """As ``nan_gradient``, until the run has left these steps' samples out."""
+
+    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
+        if now.step in steps and not now.has_skips and loss.sum.requires_grad:
+            loss.sum.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    _spoil_losses(recipe, spoil)
+
+
+def leave_out(recipe: Recipe, given: tuple[int, int]) -> None:
+    """Never read some samples, from the first one on so many."""
+    setup = recipe.setup
+
+    def changed(config: Any) -> Any:
+        answer = setup(config)
+        answer[2].seek(answer[0].samples, skip=[tuple(given)])
+        return answer
+
+    recipe.setup = changed
+
+
+def impatient(recipe: Recipe, patience_s: float) -> None:
+    """Wait for data this long after a signal, instead of 20 seconds."""
+    signals = fk.StopSignal
+    fk.StopSignal = functools.partial(signals, patience_s=patience_s)
+
+
+def _spoil_losses(recipe: Recipe, spoil: Callable[[fk.Loss, _Now], fk.Loss]) -> None:
+    now, loss_fn = _watch(recipe), recipe.loss_fn
+    recipe.loss_fn = lambda model, batch: spoil(loss_fn(model, batch), now)
+
+
+def signal_in_read(recipe: Recipe, given: tuple[int, str]) -> None:
+    """Send this rank a signal while it reads the rows of a step, before they are there."""
+    step, name = given
+    now, setup, sent = _watch(recipe), recipe.setup, [False]
+
+    def watched(config: Any) -> Any:
+        answer = setup(config)
+        dataset = answer[2].dataset
+        read = type(dataset).__getitems__
+
+        def reading(self: Any, rows: Any) -> Any:
+            if now.step == step and not sent[0]:
+                sent[0] = True
+                signal.raise_signal(getattr(signal, name))
+            return read(self, rows)
+
+        type(dataset).__getitems__ = reading
+        return answer
+
+    recipe.setup = watched
+
+
+def stuck_read(recipe: Recipe, given: tuple[int, str]) -> None:
+    """Let this rank wait for its so many-th read of rows for ever, once it has made a file."""
+    (number, mark), setup, reads = given, recipe.setup, [0]
+
+    def watched(config: Any) -> Any:
+        answer = setup(config)
+        dataset = answer[2].dataset
+        read = type(dataset).__getitems__
+
+        def reading(self: Any, rows: Any) -> Any:
+            reads[0] += 1
+            if reads[0] >= number:
+                Path(mark).touch()
+                threading.Event().wait()
+            return read(self, rows)
+
+        type(dataset).__getitems__ = reading
+        return answer
+
+    recipe.setup = watched
+
+
+def limit_files(recipe: Recipe, given: tuple[int, int]) -> None:
+    """After a step, and saves before it, let no file grow beyond so many bytes."""
+    step, size = given
+
+    def limit(now: _Now) -> None:
+        if now.step == step:
+            wait_for_saves()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    _watch(recipe, limit)
+
+
+def obey_modes(recipe: Recipe, given: None) -> None:
+    """Give up the superuser's right to write where the mode of a folder forbids it."""
+    system = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    if system.capget(header, sets) or not (sets[0] & _CAP_DAC_OVERRIDE):
+        return
+    for place in range(3):  # effective, permitted and inheritable
+        sets[place] &= ~_CAP_DAC_OVERRIDE
+    assert system.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
+
+
+def read_only_after(recipe: Recipe, given: tuple[int, str]) -> None:
+    """Make a folder read-only after a step and saves before it."""
+    step, path = given
+    obey_modes(recipe, None)
+
+    def close(now: _Now) -> None:
+        if now.step == step:
+            wait_for_saves()
+            Path(path).chmod(0o555)
+
+    _watch(recipe, close)
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (
+        note_rows,
+        count_calls,
+        die_at_call,
+        die_before,
+        die_alone_after,
+        signal_after,
+        signal_before,
+        signal_in_evaluation,
+        infinite_loss,
+        nan_gradient,
+        nan_until_left_out,
+        leave_out,
+        impatient,
+        limit_files,
+        obey_modes,
+        read_only_after,
+        signal_in_read,
+        stuck_read,
+    )
+}

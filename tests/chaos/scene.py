@@ -1,0 +1,121 @@
+"""One run directory in which things go wrong, beside a run that nobody disturbs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from chaos.survival import Outcome
+from chaos.zygote import Life, Zygote
+from runs import arguments, assert_same_run, last_step, saved_step, status_of, tensors_of
+
+ROWS, SEQ_LEN, GLOBAL_BATCH = 40, 16, 8
+"""Five steps are an epoch."""
+SAVE_EVERY = 5
+MOST_LOST = 2 * SAVE_EVERY
+"""A save runs beside training, and the next one waits for it."""
+STANDARD = {
+    "steps": 30,
+    "save_every": SAVE_EVERY,
+    "global_batch_size": GLOBAL_BATCH,
+    "batch_size": 2,
+    "model__dropout": 0.1,
+    "model__vocab_size": ROWS * SEQ_LEN + 2,  # even, for two ranks to share it
+}
+
+
+@attrs.define
+class Scene:
+    """A place for lives of one run.
+
+    Attributes:
+        out: The run directory.
+    """
+
+    out: Path
+    zygote: Zygote
+    tokens: Path
+    undisturbed: Callable[..., Path] | None = None
+    lives: list[Life] = attrs.field(factory=list)
+
+    def live(
+        self, ranks: int = 2, faults: Mapping[int, Mapping[str, Any]] | None = None, **settings: Any
+    ) -> Life:
+        """Start the run, or let it go on."""
+        given = STANDARD | {"data__path": self.tokens, "out": self.out} | settings
+        log = self.out.with_name(f"{self.out.name}-{len(self.lives)}.log")
+        life = self.zygote.start(
+            "pretrain", arguments(**given), log=log, ranks=ranks, faults=faults
+        )
+        self.lives.append(life)
+        return life
+
+    def go_on(self, ranks: int = 2, **settings: Any) -> int:
+        """Let the run go on to its end, and compare it bit by bit with the undisturbed one.
+
+        Returns:
+            The step that it went on from.
+        """
+        life = self.live(ranks, **settings)
+        assert life.end() == [0] * ranks, life.output
+        assert status_of(self.out)["status"] == "finished"
+        assert self.undisturbed is not None
+        assert_same_run(self.out, self.undisturbed(ranks, **settings))
+        return resumed_step(life)
+
+    def survive(self, life: Life, *, lost: int, **settings: Any) -> Outcome:
+        """Wait for the end of a life, look at what it left, and go on from there.
+
+        Args:
+            life: A life in which something goes wrong.
+            lost: The most steps that it may cost.
+            **settings: What the run has beside the standard settings.
+        """
+        codes = life.end()
+        saved = check_checkpoints(self.out)
+        reached, status = last_step(self.out), status_of(self.out)
+        assert self.go_on(len(codes), **settings) == saved
+        assert 0 <= reached - saved <= lost, (reached, saved, life.output)
+        return Outcome(ended=describe(codes), status=status["status"], lost=lost)
+
+
+def in_short(names: Iterable[str], *short: str) -> list[Any]:
+    """Names as parameters of a test, of which only these are part of the default run."""
+    return [
+        name if name in short else pytest.param(name, marks=pytest.mark.chaos) for name in names
+    ]
+
+
+def describe(codes: list[int]) -> str:
+    """Say how the ranks of a run ended."""
+    said = ["killed" if code < 0 else f"exit {code}" for code in codes]
+    if len(set(said)) == 1:
+        return said[0]
+    return ", ".join(f"rank {rank} {how}" for rank, how in enumerate(said))
+
+
+def resumed_step(life: Life) -> int:
+    """The step that a life went on from, as it says itself."""
+    found = re.search(r": step (\d+), sample (\d+); ", life.output)
+    assert found, life.output
+    step, samples = int(found[1]), int(found[2])
+    assert samples % step == 0 if step else samples == 0
+    return step
+
+
+def check_checkpoints(out: Path) -> int:
+    """Read all of the newest checkpoint, and see that ``latest`` is one.
+
+    Returns:
+        Its step, 0 if there is none. The files' own checks come with the life that goes on.
+    """
+    latest = out / "checkpoints" / "latest"
+    if latest.is_symlink():
+        assert (latest / "manifest.json").is_file()
+    if step := saved_step(out):
+        assert all(tensor.isfinite().all() for tensor in tensors_of(out).values())
+    return step

@@ -1,0 +1,74 @@
+"""A run goes on in another layout, with other workers: the same samples, the same losses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chaos.scene import ROWS, SEQ_LEN, resumed_step
+from chaos.survival import CLOSE, Outcome
+from runs import results, saved_step, status_of
+
+import forgekit as fk
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+STEPS, BATCH, STRETCH = 30, 12, 6
+SETTINGS = {
+    "steps": STEPS,
+    "global_batch_size": BATCH,
+    "model__dropout": 0.0,
+    "model__tied": "false",
+}
+RANKS = [
+    # Ranks, how many of them read different samples, and settings of the stretch.
+    (4, 4, {"batch_size": 3, "data__workers": 0, "mesh__dp_replicate": 2}),
+    (2, 2, {"batch_size": 3, "data__workers": 2}),
+    (3, 3, {"batch_size": 4, "data__workers": 1}),
+    (1, 1, {"batch_size": 6, "data__workers": 2}),
+    (4, 4, {"batch_size": 1, "data__workers": 1}),
+]
+LAYOUTS = [
+    (2, 2, {"batch_size": 2}),
+    (2, 1, {"batch_size": 4, "mesh__tp": 2}),
+    (2, 1, {"batch_size": 3, "mesh__pp": 2}),
+    (2, 1, {"batch_size": 6, "mesh__cp": 2}),
+]
+
+
+def move(scene, stretches):
+    """Run some steps in each layout, the rest in the last; return the rows of each step."""
+    rows, last = {}, len(stretches) - 1
+    for number, (ranks, readers, settings) in enumerate(stretches):
+        notes = [scene.out.with_name(f"rows-{number}-{rank}") for rank in range(ranks)]
+        faults = {rank: {"note_rows": str(path)} for rank, path in enumerate(notes)}
+        if number < last:
+            faults[ranks - 1]["signal_after"] = ((number + 1) * STRETCH - 3, ["SIGTERM"])
+        life = scene.live(ranks, faults, **SETTINGS | settings)
+        assert life.end() == [0] * ranks, life.output
+        assert resumed_step(life) == number * STRETCH
+        assert status_of(scene.out)["status"] == ("stopped" if number < last else "finished")
+        for path in notes[:readers]:
+            for step, tokens in map(json.loads, path.read_text().splitlines()):
+                rows.setdefault(step, []).extend(token // SEQ_LEN for token in tokens)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "stretches"),
+    [
+        ("on 4, 2, 3, 1, 4 ranks with 0, 2, 1 workers", RANKS),
+        ("as FSDP 2, TP 2, PP 2, CP 2", LAYOUTS),
+    ],
+)
+def test_a_run_moves(scene, survived, name, stretches):
+    rows = move(scene, stretches)
+    assert saved_step(scene.out) == STEPS
+    for step in range(1, STEPS + 1):
+        samples = range((step - 1) * BATCH, step * BATCH)
+        assert sorted(rows[step]) == sorted(fk.sample_rows(samples, ROWS, 0).tolist())
+    one = scene.undisturbed(1, batch_size=BATCH, **SETTINGS)
+    found = [(row["step"], row["train/loss"]) for row in results(scene.out)]
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
+    for (_, loss), row in zip(found, results(one), strict=True):
+        assert loss == pytest.approx(row["train/loss"], rel=1e-6)
+    survived(name, Outcome(ended="exit 0", status="stopped", lost=0, after=CLOSE))

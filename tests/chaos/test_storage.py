@@ -1,0 +1,162 @@
+"""Whatever becomes of the disk, a run ends with a reason and goes on from a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import attrs
+import pytest
+from chaos.scene import MOST_LOST, Scene, describe, in_short
+from chaos.survival import Outcome
+from runs import last_step, saved_step, status_of
+
+
+@pytest.fixture(scope="module")
+def stopped_once(zygote, tokens, tmp_path_factory):
+    """A run that was stopped after step 21, with checkpoints of the steps 15, 20 and 21."""
+    scene = Scene(tmp_path_factory.mktemp("stopped") / "run", zygote, tokens)
+    life = scene.live(faults={1: {"signal_after": (18, ["SIGTERM"])}})
+    assert life.end() == [0, 0], life.output
+    assert saved_step(scene.out) == last_step(scene.out) == 21
+    return scene.out
+
+
+@pytest.fixture
+def stopped(scene, stopped_once):
+    """A copy of it, as the run directory."""
+    shutil.copytree(stopped_once, scene.out, symlinks=True)
+    return scene.out
+
+
+def test_the_disk_is_full_when_a_checkpoint_is_written(scene, survived):
+    """Rows of metrics still fit; training goes on until the next save tells of the failure."""
+    full = {"limit_files": (7, 50_000)}
+    life = scene.live(faults={0: full, 1: full})
+    outcome = scene.survive(life, lost=MOST_LOST)
+    assert (outcome.ended, outcome.status) == ("exit 1", "failed")
+    assert "step 10 could not be saved" in life.output
+    assert "File too large" in life.output
+    assert "step_00000005 is good" in life.output
+    survived("the disk is full when a checkpoint is written", outcome)
+
+
+@pytest.mark.chaos
+def test_the_disk_is_full_when_a_row_is_written(scene, survived):
+    """Nor does ``status.json`` fit then, so that it still says what it said before."""
+    life = scene.live(faults={0: {"limit_files": (7, 0)}})
+    outcome = scene.survive(life, lost=MOST_LOST)
+    assert (outcome.ended, outcome.status) == ("exit 1", "running")
+    survived("the disk is full when a row of metrics is written", outcome)
+
+
+def test_the_checkpoints_become_read_only(scene, survived):
+    faults = {"read_only_after": (7, str(scene.out / "checkpoints"))}
+    life = scene.live(faults={0: faults, 1: {"obey_modes": None}})
+    life.end()
+    (scene.out / "checkpoints").chmod(0o755)
+    outcome = scene.survive(life, lost=MOST_LOST)
+    assert (outcome.ended, outcome.status) == ("exit 1", "failed")
+    assert "step 10 could not be saved" in life.output
+    assert "Permission denied" in life.output
+    survived("the checkpoints become read-only", outcome)
+
+
+@pytest.mark.chaos
+def test_the_run_directory_is_read_only_from_the_start(scene, stopped, survived):
+    kept, folders = _files(stopped), (stopped, stopped / "checkpoints")
+    for folder in folders:
+        folder.chmod(0o555)
+    life = scene.live(faults={rank: {"obey_modes": None} for rank in range(2)})
+    codes = life.end()
+    assert 0 not in codes
+    for folder in folders:
+        folder.chmod(0o755)
+    assert _files(stopped) == kept
+    assert "Permission denied" in life.output
+    outcome = Outcome(ended=describe(codes), status=status_of(stopped)["status"], lost=0)
+    assert scene.go_on() == 21
+    survived("the run directory is read-only from the start", outcome)
+
+
+def _truncate(newest: Path) -> None:
+    os.truncate(newest / "__0_0.distcp", 1000)
+
+
+def _flip(newest: Path) -> None:
+    file = newest / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _lose_shard(newest: Path) -> None:
+    (newest / "__1_0.distcp").unlink()
+
+
+def _lose_manifest(newest: Path) -> None:
+    (newest / "manifest.json").unlink()
+
+
+def _point_nowhere(newest: Path) -> None:
+    link = newest.parent / "latest"
+    link.unlink()
+    link.symlink_to("step_99999999")
+
+
+DAMAGES = {
+    # What was done, and the steps that it costs: the checkpoint before is one of step 20.
+    "the newest checkpoint is truncated": (_truncate, 1),
+    "a bit of the newest checkpoint flips": (_flip, 1),
+    "the newest checkpoint lacks a shard": (_lose_shard, 1),
+    "the newest checkpoint lacks its manifest": (_lose_manifest, 1),
+    "`latest` points nowhere": (_point_nowhere, 0),
+}
+
+
+@pytest.mark.parametrize("name", in_short(DAMAGES, "the newest checkpoint is truncated"))
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(scene, stopped, survived, name):
+    damage, lost = DAMAGES[name]
+    outcome = Outcome(ended="exit 0", status=status_of(stopped)["status"], lost=0)
+    damage(stopped / "checkpoints" / "step_00000021")
+    assert scene.go_on() == 21 - lost
+    survived(name, attrs.evolve(outcome, lost=lost))
+
+
+def _newer(stopped: Path) -> None:
+    manifest = stopped / "checkpoints" / "step_00000021" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"format": content["format"] + 1}))
+
+
+FOREIGN = {
+    "the newest checkpoint is of another model": ({"model__ffn_dim": 96}, "is of another model"),
+    "the newest checkpoint is from a newer version": ({}, "from a newer version"),
+}
+
+
+@pytest.mark.parametrize("name", in_short(FOREIGN, "the newest checkpoint is from a newer version"))
+def test_a_checkpoint_that_does_not_belong_is_refused_and_kept(scene, stopped, survived, name):
+    """Whoever asks for the right thing afterwards loses nothing."""
+    settings, message = FOREIGN[name]
+    manifest = stopped / "checkpoints" / "step_00000021" / "manifest.json"
+    right = manifest.read_text()
+    if not settings:
+        _newer(stopped)
+    metrics = (stopped / "metrics.jsonl").read_bytes()
+    life = scene.live(**settings)
+    codes = life.end()
+    assert message in life.output
+    assert (stopped / "metrics.jsonl").read_bytes() == metrics
+    outcome = Outcome(ended=describe(codes), status=status_of(stopped)["status"], lost=0)
+    assert (outcome.ended, outcome.status) == ("exit 2", "failed")
+    manifest.write_text(right)
+    assert scene.go_on() == 21
+    survived(name, outcome)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}

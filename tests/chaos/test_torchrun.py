@@ -1,0 +1,126 @@
+"""What torchrun adds: it hands signals on, dies of them, or notices that a rank has died.
+
+Its own exit code is 1 after a clean stop as well. That it is stopped, interrupted or killed once is
+tested with the recipes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from chaos.scene import MOST_LOST, STANDARD, check_checkpoints
+from chaos.survival import Outcome
+from runs import Job, arguments, last_step, saved_step, status_of
+
+from forgekit.cli import recipes_folder
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+LONG = {"steps": 100}
+AHEAD = 8
+"""Steps to watch before a signal: more than ``save_every``, so that there is a checkpoint."""
+STUCK_AT = 60
+"""The read of rows that never ends: two of them are for a step, and some are ahead."""
+PRETRAIN = recipes_folder() / "pretrain.py"
+PASS_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+
+
+@pytest.fixture
+def start(scene, tmp_path):
+    """Start the run under torchrun with these options; wait for some steps and a checkpoint."""
+    jobs = []
+
+    def begin(*options, recipe=PRETRAIN, until=None):
+        given = STANDARD | {"data__path": scene.tokens, "out": scene.out} | LONG
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+        command = [sys.executable, *torchrun, str(recipe), *arguments(**given)]
+        jobs.append(Job(command, log=tmp_path / "torchrun.log"))
+        jobs[-1].wait_for(
+            until or (lambda: last_step(scene.out) >= AHEAD and saved_step(scene.out)),
+            f"step {AHEAD} and a checkpoint",
+        )
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+def survive(scene, job, *, lost, reason=None):
+    """Wait for the end of a job and go on from what it left."""
+    code = job.end()
+    found = status_of(scene.out)
+    assert found.get("reason") == reason, job.output
+    reached, saved = last_step(scene.out), check_checkpoints(scene.out)
+    assert saved <= reached < LONG["steps"]
+    assert reached - saved <= lost
+    assert scene.go_on(**LONG) == saved
+    ended = f"exit {code}" if code >= 0 else f"of {signal.Signals(-code).name}"
+    return Outcome(ended=f"torchrun: {ended}", status=found["status"], lost=lost)
+
+
+def rank_of(pid: int) -> str | None:
+    """The rank of a process that torchrun has started; None for torchrun itself."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    given = dict(variable.decode().split("=", 1) for variable in variables if b"=" in variable)
+    return given.get("RANK")
+
+
+def test_a_second_signal_to_torchrun_changes_nothing(scene, start, survived):
+    job = start()
+    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(signal.SIGTERM)
+    survived("SIGTERM twice to torchrun", survive(scene, job, lost=0, reason="SIGTERM"))
+
+
+def test_torchrun_passes_on_what_it_is_told_to(scene, start, survived):
+    job = start(PASS_ON)
+    job.process.send_signal(signal.SIGUSR1)
+    outcome = survive(scene, job, lost=0, reason="SIGUSR1")
+    survived("SIGUSR1 to torchrun that passes it on", outcome)
+
+
+def test_torchrun_dies_of_what_it_does_not_know_and_its_ranks_save(scene, start, survived):
+    job = start()
+    job.process.send_signal(signal.SIGUSR1)
+    outcome = survive(scene, job, lost=0, reason="launcher is gone")
+    assert outcome.ended == "torchrun: of SIGUSR1"
+    survived("SIGUSR1 to torchrun that does not, and dies", outcome)
+
+
+def test_torchrun_ends_when_a_rank_is_killed(scene, start, survived):
+    job = start()
+    (victim,) = (pid for pid in job.members() if rank_of(pid) == "1")
+    os.kill(victim, signal.SIGKILL)
+    job.end()
+    reason = status_of(scene.out)["reason"]
+    assert "Connection" in reason
+    outcome = survive(scene, job, lost=MOST_LOST, reason=reason)
+    assert outcome.status == "failed"
+    survived("rank 1 alone, under torchrun", outcome)
+
+
+STUCK = """
+import os, pathlib, sys
+sys.path.insert(0, {tests!r})
+from chaos import faults
+mark = pathlib.Path({mark!r})
+stuck = {{"stuck_read": ({number}, str(mark))}} if os.environ["RANK"] == "1" else {{}}
+faults.run("pretrain", {{"impatient": 1.0, **stuck}})
+"""
+
+
+def test_a_rank_that_waits_for_data_gives_up_within_the_grace(scene, start, survived, tmp_path):
+    """It never gets to the vote, and the other rank waits for it."""
+    recipe, mark = tmp_path / "stuck.py", tmp_path / "mark"
+    tests = str(Path(__file__).parents[1])
+    recipe.write_text(STUCK.format(tests=tests, mark=str(mark), number=STUCK_AT))
+    job = start(recipe=recipe, until=lambda: mark.exists() and saved_step(scene.out))
+    job.process.send_signal(signal.SIGTERM)
+    reason = "SIGTERM, and another rank has given up"
+    outcome = survive(scene, job, lost=MOST_LOST, reason=reason)
+    assert outcome.status == "stopped"
+    survived("SIGTERM to torchrun while the data is stuck", outcome)
