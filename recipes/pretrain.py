@@ -106,7 +106,7 @@ def setup(config):
     place = {"seed": state.seed, "start": state.samples, "skip": state.skips}
     loader = load(dataset, **place, workers=config.data.workers)
     held = dataset.held_out()
-    held_out = held and load(held, shuffle=False, epochs=1)
+    held_out = load(held, shuffle=False, epochs=1) if held else None
     return state, step, loader, held_out, stop
 
 
