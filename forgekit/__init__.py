@@ -73,9 +73,9 @@ from forgekit.run.checkpoint import (
     checkpoint_save,
     wait_for_saves,
 )
-from forgekit.run.commit import CheckpointError, latest_checkpoint
-from forgekit.run.migrate import SavedState, SavedValue
-from forgekit.run.retention import Keep
+from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.migrate import SavedState, SavedValue
+from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.bad_steps import BadStepError, BadSteps, bad_step_policy, roll_back
 from forgekit.run.bad_records import read_bad_steps
 from forgekit.run.resilience import (

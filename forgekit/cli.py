@@ -396,7 +396,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
 
 def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
     """Let a run directory seem to have no checkpoint of a step, or of later ones."""
-    from forgekit.run.commit import committed
+    from forgekit.run.checkpoints.commit import committed
 
     (out / "checkpoints").mkdir()
     for step, path in committed(run / "checkpoints").items():

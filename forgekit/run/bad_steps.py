@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-from forgekit.run.agree import ranks_of
 from forgekit.run.checkpoint import checkpoint_load, wait_for_saves
-from forgekit.run.commit import CheckpointError
-from forgekit.run.places import place_of
+from forgekit.run.checkpoints.agree import ranks_of
+from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.places import place_of
 from forgekit.state import TrainState, donate
 
 __all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]

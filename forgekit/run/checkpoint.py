@@ -2,8 +2,9 @@
 
 A save blocks only to copy the state into host memory. A thread then writes it, over a process group
 of its own (collectives of a save must not mix with those of training), and commits it: see
-``commit.py`` for what a crash leaves behind and ``contents.py`` for what is in the files. Loading
-checks everything first, files, data, names and shapes, and only then changes the state.
+``checkpoints/commit.py`` for what a crash leaves and ``checkpoints/contents.py`` for what is in the
+files. Loading checks everything first, files, data, names and shapes, and only then changes the
+state.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from forgekit.run.agree import Ranks, explain, ranks_of
-from forgekit.run.commit import INDEX, CheckpointError, digest, step_name
-from forgekit.run.contents import (
+from forgekit.run.checkpoints.agree import Ranks, explain, ranks_of
+from forgekit.run.checkpoints.commit import INDEX, CheckpointError, digest, step_name
+from forgekit.run.checkpoints.contents import (
     PARTS,
     choose,
     collect,
@@ -36,7 +37,7 @@ from forgekit.run.contents import (
     restore,
     stage,
 )
-from forgekit.run.loading import (
+from forgekit.run.checkpoints.loading import (
     FORMAT,
     check_data,
     choose_checkpoint,
@@ -44,9 +45,9 @@ from forgekit.run.loading import (
     forgekit_version,
     read_tensors,
 )
-from forgekit.run.migrate import Migrated, Migration, bring_up
-from forgekit.run.places import Place, Workspace, place_of
-from forgekit.run.retention import Keep
+from forgekit.run.checkpoints.migrate import Migrated, Migration, bring_up
+from forgekit.run.checkpoints.places import Place, Workspace, place_of
+from forgekit.run.checkpoints.retention import Keep
 from forgekit.state import TrainState, donate
 
 __all__ = ["PendingSave", "checkpoint_load", "checkpoint_save", "wait_for_saves"]
@@ -318,7 +319,7 @@ def _write(
 ) -> Path | str:
     import torch.distributed.checkpoint as dcp
 
-    from forgekit.run.shards import ShardWriter
+    from forgekit.run.checkpoints.shards import ShardWriter
 
     step = description["step"]
     with place.workspace(ranks, step) as workspace:

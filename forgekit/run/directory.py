@@ -24,7 +24,7 @@ import attrs
 from forgekit.mesh import process_rank, shutdown
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoint import PendingSave, wait_for_saves
-from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
 from forgekit.run.meeting import barrier
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import (

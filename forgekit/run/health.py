@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.run import agree
+from forgekit.run.checkpoints import agree
 from forgekit.run.meeting import HangError, Meeting, describe_missing, same_place
 from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.run.watch import Watch

@@ -22,13 +22,13 @@ from ranks import run_ranks
 from torch import nn
 
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
-from forgekit.run.commit import (
+from forgekit.run.checkpoints.commit import (
     CheckpointError,
     discard_after,
     latest_checkpoint,
     remove_leftovers,
 )
-from forgekit.run.contents import model_tensors, stage
+from forgekit.run.checkpoints.contents import model_tensors, stage
 from forgekit.state import DonatedStateError, TrainState, donate
 
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.commit import CheckpointError
-from forgekit.run.migrate import SavedState
-from forgekit.run.trees import SavedValue
+from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.migrate import SavedState
+from forgekit.run.checkpoints.trees import SavedValue
 from forgekit.state import TrainState, donate
 
 

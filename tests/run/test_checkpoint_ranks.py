@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
-from forgekit.run.commit import CheckpointError, latest_checkpoint
-from forgekit.run.contents import model_tensors
+from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.contents import model_tensors
 from forgekit.state import TrainState, donate
 
 OPTIMIZERS = {

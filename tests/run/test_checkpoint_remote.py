@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
 from forgekit.state import TrainState, donate
 
 

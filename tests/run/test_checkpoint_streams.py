@@ -18,7 +18,7 @@ from forgekit.data.document_stream import stream_documents
 from forgekit.data.groups import groups
 from forgekit.data.id_documents import random_documents
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.commit import CheckpointError
+from forgekit.run.checkpoints.commit import CheckpointError
 from forgekit.state import TrainState
 
 

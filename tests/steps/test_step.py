@@ -132,8 +132,8 @@ def _with_sources(batches):
     return batches
 
 
-def _count_reads(state, monkeypatch, loss_fn=logits_loss):
-    step = fk.make_step(loss_fn, schedule=CONSTANT)
+def _count_reads(state, monkeypatch, loss_fn=logits_loss, spikes=None):
+    step = fk.make_step(loss_fn, schedule=CONSTANT, spikes=spikes)
     state, _ = step(state, _with_sources(_batches()))
     for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
@@ -158,6 +158,11 @@ def test_losses_of_each_source_read_nothing_on_the_host(monkeypatch):
     assert _count_reads(build_state({}, 1), monkeypatch, by_source) == []
 
 
+def test_limits_on_spikes_read_nothing_on_the_host(monkeypatch):
+    limit = fk.SpikeLimit()
+    assert _count_reads(build_state({}, 1), monkeypatch, spikes=limit) == []
+
+
 def test_other_optimizers_cost_one_host_read(monkeypatch):
     """The control: the counter does count."""
     state = build_state({}, 1, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
@@ -177,10 +182,10 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_collectives(rank, world, layout, sync, sources=()):
+def _count_collectives(rank, world, layout, sync, sources=(), spikes=None):
     state = build_state(layout, world)
     loss_fn = fk.losses_by_source(logits_loss, sources) if sources else logits_loss
-    step = fk.make_step(loss_fn, schedule=CONSTANT, sync=sync)
+    step = fk.make_step(loss_fn, schedule=CONSTANT, sync=sync, spikes=spikes)
     state, _ = step(state, _with_sources(_batches(world, rank)))
     with _Collectives() as whole:
         state, _ = step(state, _with_sources(_batches(world, rank, seed=1)))
@@ -201,6 +206,11 @@ def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(world, layout, s
 
 def test_losses_of_each_source_need_no_further_collective():
     for whole, fsdp in run_ranks(_count_collectives, 2, {}, "last", ("code", "prose")):
+        assert whole == [*fsdp, "allreduce_"]
+
+
+def test_limits_on_spikes_need_no_further_collective():
+    for whole, fsdp in run_ranks(_count_collectives, 2, {}, "last", (), fk.SpikeLimit()):
         assert whole == [*fsdp, "allreduce_"]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from forgekit.run.commit import CheckpointError
-from forgekit.run.contents import describe
-from forgekit.run.per_rank import TAG
-from forgekit.run.trees import SavedValue, decode, encode
+from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.contents import describe
+from forgekit.run.checkpoints.per_rank import TAG
+from forgekit.run.checkpoints.trees import SavedValue, decode, encode
 
 __all__ = ["SavedState", "SavedValue"]
 

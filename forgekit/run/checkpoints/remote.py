@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import attrs
 
-import forgekit.run.commit as files
+import forgekit.run.checkpoints.commit as files
 from forgekit.data.optional import require
-from forgekit.run.agree import Ranks
-from forgekit.run.commit import CheckpointError
-from forgekit.run.places import Workspace
-from forgekit.run.retention import Keep
+from forgekit.run.checkpoints.agree import Ranks
+from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.places import Workspace
+from forgekit.run.checkpoints.retention import Keep
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystem

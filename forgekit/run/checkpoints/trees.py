@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from forgekit.run.commit import CheckpointError
+from forgekit.run.checkpoints.commit import CheckpointError
 
 __all__ = ["SavedValue", "decode", "encode"]
 

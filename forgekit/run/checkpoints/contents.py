@@ -24,8 +24,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
-from forgekit.run.per_rank import find_difference, is_per_rank, is_stateful, join, own_tree, tag
-from forgekit.run.trees import decode, encode
+from forgekit.run.checkpoints.per_rank import (
+    find_difference,
+    is_per_rank,
+    is_stateful,
+    join,
+    own_tree,
+    tag,
+)
+from forgekit.run.checkpoints.trees import decode, encode
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3

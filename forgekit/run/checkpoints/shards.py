@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from forgekit.run.commit import CheckpointError
+from forgekit.run.checkpoints.commit import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {

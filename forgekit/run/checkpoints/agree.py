@@ -14,7 +14,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from forgekit.run.commit import CheckpointError
+from forgekit.run.checkpoints.commit import CheckpointError
 from forgekit.state import TrainState
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-import forgekit.run.commit as files
-from forgekit.run.agree import Ranks, explain
-from forgekit.run.commit import CheckpointError
-from forgekit.run.places import Checkpoint, Place
+import forgekit.run.checkpoints.commit as files
+from forgekit.run.checkpoints.agree import Ranks, explain
+from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.places import Checkpoint, Place
 
 FORMAT = 1
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
@@ -77,7 +77,7 @@ def read_tensors(
     """
     import torch.distributed.checkpoint as dcp
 
-    from forgekit.run.shards import IndexReader, read_index
+    from forgekit.run.checkpoints.shards import IndexReader, read_index
 
     folder = manifest.get("folder", "")
     listed = {posixpath.relpath(name, folder or ".") for name in manifest["files"]}

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import attrs
 
-import forgekit.run.commit as files
+import forgekit.run.checkpoints.commit as files
 from forgekit.data.corpus.atomic import held
-from forgekit.run.agree import Ranks
-from forgekit.run.retention import Keep
+from forgekit.run.checkpoints.agree import Ranks
+from forgekit.run.checkpoints.retention import Keep
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystem
 
-    from forgekit.run.remote import Remote
+    from forgekit.run.checkpoints.remote import Remote
 
 Place: TypeAlias = "Disk | Remote"
 Checkpoint: TypeAlias = Any
@@ -142,6 +142,6 @@ def place_of(directory: str | os.PathLike[str]) -> Place:
     """
     if not files.is_url(directory):
         return Disk(Path(directory))
-    from forgekit.run.remote import Remote
+    from forgekit.run.checkpoints.remote import Remote
 
     return Remote.at(os.fspath(directory))

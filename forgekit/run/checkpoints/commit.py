@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 from forgekit.data.corpus.atomic import held, is_held, sync
-from forgekit.run.retention import Keep
+from forgekit.run.checkpoints.retention import Keep
 
 __all__ = ["CheckpointError", "latest_checkpoint"]
 
@@ -64,7 +64,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
         True
     """
     if is_url(directory):
-        from forgekit.run.remote import Remote
+        from forgekit.run.checkpoints.remote import Remote
 
         found: dict[int, Any] = Remote.at(os.fspath(directory)).committed()
     else:
