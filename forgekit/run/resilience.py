@@ -109,7 +109,7 @@ class StopSignal:
         self._signalled: float | None = None
         self._closed = threading.Event()
         self._waiting_since: float | None = None
-        self._is_nudge = False
+        self._nudge_by: int | None = None
         self._previous = self._install(signals)
 
     def __enter__(self) -> Self:
@@ -183,8 +183,8 @@ class StopSignal:
         return {number: signal.signal(number, self._on_signal) for number in signals}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_nudge:
-            self._is_nudge = False
+        if number == self._nudge_by:
+            self._nudge_by = None
             self._give_up_waiting(frame)
             return
         if number == signal.SIGINT:
@@ -194,7 +194,10 @@ class StopSignal:
         self.request(signal.Signals(number).name)
         if self._signalled is None:
             self._signalled = time.monotonic()
-            threading.Thread(target=self._nudge, args=(number,), daemon=True).start()
+            # By another signal than Ctrl-C, the second of which is not to be taken for ours.
+            others = [other for other in self._previous if other != signal.SIGINT]
+            by = next(iter(others), number)
+            threading.Thread(target=self._nudge, args=(by,), daemon=True).start()
 
     def _give_up_waiting(self, frame: FrameType | None) -> None:
         """Raise once the main thread has waited for the same data long enough."""
@@ -216,7 +219,7 @@ class StopSignal:
     def _nudge(self, number: int) -> None:
         """Wake the main thread now and then: only there can waiting be interrupted."""
         while not self._closed.wait(NUDGE_S):
-            self._is_nudge = True
+            self._nudge_by = number
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
