@@ -307,6 +307,8 @@ class Stuck:
 def signal_when_asked(dataset, number):
     def wait():
         assert dataset.asked.wait(20)
+        # Python does not see a signal that comes between its last look and a wait in C.
+        time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     threading.Thread(target=wait).start()
