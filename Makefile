@@ -25,7 +25,7 @@ oracle: .venv/dev ## compare every combination of layout, data and options with 
 # A short form of most cases is in `make test`.
 chaos: .venv/dev ## kill, stop and starve runs in every way; write what they lose into the docs (long)
 	$(BIN)/pytest -m "chaos or not chaos" tests/chaos --ignore=tests/chaos/test_table.py \
-	    -o junit_family=xunit1 --junitxml=build/chaos.xml $(ARGS)
+	    --junitxml=build/chaos.xml $(ARGS)
 	$(BIN)/python tests/chaos/survival.py build/chaos.xml
 
 bench: .venv/dev ## run the benchmarks, each beside its baseline, and check their targets

@@ -159,14 +159,14 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplo
 
 def test_health_reports_what_was_set_aside_too(tmp_path):
     """Parameters are older than the first collection, which takes them out of sight."""
-    held = torch.zeros(29, 31, dtype=torch.float64)
+    held = torch.zeros(1901, 1031, dtype=torch.float64)
     model = torch.nn.Linear(1, 1)
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(MemoryError), Health(tmp_path, collect_every=1) as health:  # noqa: PT012
         health(fk.donate(state, step=1))
         assert of_kind(tuple(held.shape), "float64") == (0, 0)
         raise_memory_error()
-    assert "1 x float64 [29, 31]" in (tmp_path / "memory" / "rank_0.txt").read_text()
+    assert "1 x float64 [1901, 1031]" in (tmp_path / "memory" / "rank_0.txt").read_text()
 
 
 # A training loop keeps nothing
