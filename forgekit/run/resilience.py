@@ -239,9 +239,13 @@ def _waits_for_data(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_of_ranks(error: RuntimeError) -> bool:
+def _is_of_ranks(error: BaseException | None) -> bool:
     """Whether a collective failed; gloo raises plain errors that name its files."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            return True
+        error = error.__cause__  # of what says where the ranks were
+    return False
 
 
 @attrs.frozen
