@@ -15,6 +15,8 @@ FAULTS = {
     "the loss of one micro-batch is infinite": {"infinite_loss": ([BAD], 1)},
 }
 ROLLED_BACK = "the gradient of one rank is NaN in ten steps, and the run rolls back"
+LOST = 2
+"""Good steps between the checkpoint and the first bad step; those come again."""
 EACH = {"steps": 10, "save_every": 1, "keep": 10, "bad_steps": "warn"}
 
 
@@ -49,7 +51,7 @@ def test_ten_bad_steps_in_a_row_and_the_run_goes_back(scene, survived, tmp_path)
         scene.lives.extend(other.lives)
     assert_same_run(scene.out, other.out)
     status = status_of(scene.out)["status"]
-    survived(ROLLED_BACK, Outcome(ended="exit 0", status=status, lost=12))
+    survived(ROLLED_BACK, Outcome(ended="exit 0", status=status, lost=LOST))
 
 
 def _trained(out, step):
