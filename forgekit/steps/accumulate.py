@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 
 import torch
@@ -114,7 +114,7 @@ def _run_whole(
         if index == 0 or is_last:
             set_sync(sharded, sync, is_last)
         part = take_part(batch, layout, device)
-        with _refuse_tensordicts([state.model, *sharded] if index == 0 else []):
+        with _refuse_tensordicts([state.model, *sharded]) if index == 0 else nullcontext():
             loss = check_loss(compute_loss(state.model, part, loss_fn))
         loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
         sums.add(loss, rows=batch.batch_size[0])

@@ -152,7 +152,7 @@ def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float
     slope = one if log_z is None else torch.where(is_target, 1 + 2 * z_loss * log_z, 0.0)
     at_label = torch.zeros_like(log_p).scatter_(1, picked, -slope[:, None])
     gradient = torch._log_softmax_backward_data(at_label, log_p, 1, log_p.dtype)
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in _DropNan
+    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in losses.py
     return gradient if log_z is None else gradient.scatter_add_(1, picked, (slope - one)[:, None])
 
 

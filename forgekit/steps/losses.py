@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +123,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     if columns is not None:
         losses = shared_losses(flat, places, z_loss, columns)
         return loss_of_places(losses.sum(), losses, labels)
-    flat: Tensor = _DropNan.apply(flat.to(wide(logits.dtype)))  # pyright: ignore[reportAssignmentType]
+    flat = _drop_nan(flat.to(wide(logits.dtype)))
     losses = F.cross_entropy(flat, places, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.
@@ -145,29 +144,31 @@ def loss_of_places(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
         ``Loss`` with the number of labels that are not -100.
     """
     is_target = labels != IGNORED
-    rows = None
-    if labels.ndim > 1:
-        by_row = losses.detach().view(labels.shape).flatten(1).sum(1)
-        rows = by_row, is_target.flatten(1).sum(1)
-    return Loss(total, is_target.sum(), rows=rows)
+    if labels.ndim < 2:
+        return Loss(total, is_target.sum())
+    counts = is_target.flatten(1).sum(1)
+    sums = losses.detach().view(labels.shape).flatten(1).sum(1)
+    return Loss(total, counts.sum(), rows=(sums, counts))
 
 
-class _DropNan(torch.autograd.Function):
-    """Identity whose backward replaces NaN by zero, for the sake of masked rows.
+def _drop_nan(logits: Tensor) -> Tensor:
+    """Replace NaN in the gradient of logits by zero, for the sake of masked rows.
 
     torch gives a masked row the gradient ``softmax * 0``, which is NaN if the row holds one. A
     row with a target loses nothing by this: its loss is NaN, and that makes the step a bad one.
     """
+    logits = logits.view_as(logits)  # what else is done with the caller's has its own gradient
+    if logits.requires_grad:  # a hook costs a third of an autograd function in Python
+        logits.register_hook(_without_nan)
+    return logits
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:  # noqa: ARG004
-        return logits.view_as(logits)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] # noqa: ARG004
-        # In place: nobody else holds this gradient, unless a graph of the backward is being built.
-        clean = gradient.nan_to_num if torch.is_grad_enabled() else gradient.nan_to_num_
-        return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
+def _without_nan(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:  # of an output that nobody used
+        return None
+    # In place: nobody else holds this gradient, unless a graph of the backward is being built.
+    clean = gradient.nan_to_num if torch.is_grad_enabled() else gradient.nan_to_num_
+    return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
