@@ -46,6 +46,9 @@ StateT = TypeVar("StateT", bound=TrainState)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+SETUP_TIMEOUT_S = 1800.0
+"""Between the first rank that has set up and the last: reading data and models may differ."""
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _RECIPES = _PACKAGE + "recipes" + os.sep
 _STDLIB = str(Path(os.__file__).parent) + os.sep
@@ -96,7 +99,7 @@ class Run:
             HangError: If another rank does not come.
         """
         _check_places(state, getattr(loader, "dataset", None))
-        barrier("set-up is done")
+        barrier("set-up is done", timeout_s=SETUP_TIMEOUT_S)
         log = MetricsLog(
             self.out,
             start_step=state.step,
