@@ -13,12 +13,11 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -346,6 +345,7 @@ def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from forgekit.run.bad_records import read_bad_steps
+    from forgekit.run.strict_json import finite
 
     if options.step is not None and options.step < 1:
         raise _UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")
@@ -356,7 +356,8 @@ def _replay(options: argparse.Namespace) -> int:
             f"{options.run} has no bad_steps.jsonl, so no step had to be left out. "
             "--step N looks at another one."
         )
-    found = _finite(attrs.asdict(_compute_again(options, step, known.get(step, {}))))
+    _check_logged(options.run, step, known)
+    found = finite(attrs.asdict(_compute_again(options, step, known.get(step, {}))))
     path = options.run / f"replay_step_{step}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     for name, value in found.items():
@@ -365,13 +366,14 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _finite(value: Any) -> Any:
-    """Strict JSON: None in place of what is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _check_logged(run: Path, step: int, known: Iterable[int]) -> None:
+    """Refuse a step that the run has not come to: replaying it would be training."""
+    from forgekit.run.metrics import read_metrics
+
+    path = run / "metrics.jsonl"
+    logged = [row["step"] for row in read_metrics(path)] if path.exists() else []
+    if step > (last := max([*logged, *known], default=0)):
+        raise _UsageError(f"--step {step}: {run} has logged no step after {last}; choose that one.")
 
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 
 __all__ = ["BadStepRecords", "read_bad_steps"]
@@ -87,7 +87,7 @@ class BadStepRecords:
             "samples": [step.first, step.stop],
             "skips": step.skips,
             "spike": bool(numbers.get("spikes", 0.0)),
-            **{name: _finite(numbers[name]) for name in ("loss", "grad_norm")},
+            **{name: finite(numbers[name]) for name in ("loss", "grad_norm")},
             **self._located(step),
             "script": getattr(sys.modules.get("__main__"), "__file__", None),
         }
@@ -123,7 +123,3 @@ def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except ValueError:
             continue  # cut short by a crash
     return found
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -126,14 +126,14 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
     """
     if times < 1:
         raise ValueError(f"times is {times}; a run that may not be rolled back has another policy.")
-    bad, step, samples = int(state.skipped), state.step, state.samples
+    bad, step, samples, skips = int(state.skipped), state.step, state.samples, state.skips
     if bad == 0:
         raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
     which = f"the {bad} bad steps up to step {step}"
-    if len(state.skips) >= times:
+    if len(skips) >= times:
         raise BadStepError(
-            f"{which} would roll this run back for the {len(state.skips) + 1}th time, and {times} "
-            "are allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
+            f"{which} would roll this run back again, after {len(skips)} times; {times} are "
+            "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
     wait_for_saves()
     state = _load_before(state, directory, step - bad, which)
@@ -141,9 +141,10 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
     skip = samples - broken, broken
     _log.warning(
         "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
-        *(step, state.step, skip[0], samples - 1, len(state.skips) + 1, times),
+        *(step, state.step, skip[0], samples - 1, len(skips) + 1, times),
     )
-    return donate(state, skips=(*state.skips, skip))
+    # Not those of the checkpoint: an old one may know less of what was left out since.
+    return donate(state, skips=(*skips, skip))
 
 
 def _load_before(state: StateT, directory: str | os.PathLike[str], step: int, which: str) -> StateT:

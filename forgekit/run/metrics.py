@@ -12,7 +12,6 @@ written at once. What an evaluation adds to a step goes into that step's object.
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import sys
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from forgekit.run.bad_records import BadStepRecords
 from forgekit.run.resilience import write_atomic
+from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 
 __all__ = ["MetricsLog", "read_metrics"]
@@ -379,11 +379,7 @@ def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return f"{json.dumps(finite, allow_nan=False)}\n".encode()
+    return f"{json.dumps(finite(row), allow_nan=False)}\n".encode()
 
 
 def _peak_gib(device: torch.device) -> float:

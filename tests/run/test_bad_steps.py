@@ -186,7 +186,7 @@ def test_what_is_left_out_is_saved_with_the_way_back(tmp_path):
 def test_ways_back_are_counted_over_resumes_and_bounded(tmp_path):
     dataset = Rows(broken_rows(32, 40))
     message = (
-        r"the 3 bad steps up to step 11 would roll this run back for the 3th time, and 2 are "
+        r"the 3 bad steps up to step 11 would roll this run back again, after 2 times; 2 are "
         r"allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more"
     )
     with pytest.raises(BadStepError, match=message):
@@ -222,6 +222,30 @@ def test_checkpoints_behind_a_url_are_rolled_back_to_as_well(tmp_path):
     state = roll_back(state, directory)
     assert (state.step, state.skips) == (3, ((12, 8),))
     assert str(fk.latest_checkpoint(directory)).endswith("step_00000003")
+
+
+def test_an_older_checkpoint_does_not_forget_what_was_left_out_before(tmp_path):
+    """The one that the first way back saved is damaged at the second."""
+    dataset = Rows(broken_rows(16, 8) | broken_rows(32, 8))
+    directory = tmp_path / "checkpoints"
+    state, loader = with_loader(dataset)
+    state, _ = train(state, loader, steps=6, out=tmp_path, patience=2)
+    assert (state.step, state.skips) == (6, ((16, 8),))
+    loader = make_loader(state, dataset)
+    step = fk.make_step(square_loss, schedule=fk.constant(0.05))
+    groups = fk.groups(loader, 1)
+    fk.checkpoint_save(state, directory, keep=None, blocking=True)
+    (directory / "step_00000006" / "manifest.json").unlink()
+    (directory / "step_00000004").rename(tmp_path / "later")
+    old = fk.TrainState.create(state.model, state.optimizer)
+    fk.checkpoint_save(old, directory, keep=None, blocking=True)  # step 0, knows of no skips
+    for _ in range(2):
+        state, _ = step(state, next(groups))
+    assert int(state.skipped) == 2
+    state = roll_back(state, directory)
+    assert (state.step, state.samples) == (0, 0)
+    assert state.skips == ((16, 8), (24, 8))
+    loader.close()
 
 
 REFUSED = {
