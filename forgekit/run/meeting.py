@@ -7,7 +7,8 @@ not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
@@ -127,39 +128,24 @@ class Meeting:
         Raises:
             HangError: If the store cannot be reached.
         """
-        try:
-            return self._hold(kind, place, note, timeout_s, judge)
-        except RuntimeError as error:
-            raise HangError(
-                f"the store in which ranks meet does not answer ({error}). The process that holds "
-                "it, rank 0 or the launcher, has ended; what it wrote last says why."
-            ) from error
-
-    def _hold(
-        self,
-        kind: str,
-        place: str,
-        note: Any,
-        timeout_s: float,
-        judge: Callable[[dict[int, Any]], Any],
-    ) -> Verdict:
-        number = self.store.add(f"{kind}/count/{self.rank}", 1)
-        here, verdict = f"{kind}/{number}/", f"{kind}/{number}/verdict"
-        self.store.set(f"{kind}/last/{self.rank}", json.dumps(place))
-        self.store.set(f"{here}{self.rank}", json.dumps(note))
-        everyone = [f"{here}{rank}" for rank in self.members]
-        self._wait(everyone if self.is_first else [verdict], timeout_s)
-        if not self.store.check([verdict]):
-            decided = self._decide(kind, here, judge)
-            if decided is None and not self._wait([verdict], timeout_s):
-                decided = self._without(kind, [self.members[0]])
-            if decided is not None:
-                self.store.compare_set(verdict, "", json.dumps(attrs.asdict(decided)))
-        answer = Verdict(**json.loads(self.store.get(verdict)))
-        if self.is_first and number > 1:  # all have read it: they are here
-            for rank in [*self.members, "verdict"]:
-                self.store.delete_key(f"{kind}/{number - 1}/{rank}")
-        return answer
+        with _reachable():
+            number = self.store.add(f"{kind}/count/{self.rank}", 1)
+            here, verdict = f"{kind}/{number}/", f"{kind}/{number}/verdict"
+            self.store.set(f"{kind}/last/{self.rank}", json.dumps(place))
+            self.store.set(f"{here}{self.rank}", json.dumps(note))
+            everyone = [f"{here}{rank}" for rank in self.members]
+            self._wait(everyone if self.is_first else [verdict], timeout_s)
+            if not self.store.check([verdict]):
+                decided = self._decide(kind, here, judge)
+                if decided is None and not self._wait([verdict], timeout_s):
+                    decided = self._without(kind, [self.members[0]])
+                if decided is not None:
+                    self.store.compare_set(verdict, "", json.dumps(attrs.asdict(decided)))
+            answer = Verdict(**json.loads(self.store.get(verdict)))
+            if self.is_first and number > 1:  # all have read it: they are here
+                for rank in [*self.members, "verdict"]:
+                    self.store.delete_key(f"{kind}/{number - 1}/{rank}")
+            return answer
 
     def _decide(
         self, kind: str, here: str, judge: Callable[[dict[int, Any]], Any]
@@ -219,3 +205,15 @@ def describe_missing(verdict: Verdict, timeout_s: float) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Say what it means that the store does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise HangError(
+            f"the store in which ranks meet does not answer ({error}). The process that holds it, "
+            "rank 0 or the launcher, has ended; what it wrote last says why."
+        ) from error

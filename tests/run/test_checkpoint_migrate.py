@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from ranks import run_ranks
+from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -91,16 +92,6 @@ def old(rank, world):
 
 def new(world):
     return build(New, "layers", world, seed=1, rollouts=Rollouts(-1), **FRESH)
-
-
-def train(state, steps):
-    for _ in range(steps):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(state.step))
-        state.optimizer.zero_grad()
-        state.model(rows).square().sum().backward()
-        state.optimizer.step()
-        state = donate(state, step=state.step + 1)
-    return state
 
 
 def whole(tensor):

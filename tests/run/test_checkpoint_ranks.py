@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,17 +39,6 @@ def build(world, seed=0, optimizer="fused adamw"):
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     return TrainState.create(model, OPTIMIZERS[optimizer](model.parameters()), mesh=mesh)
-
-
-def train(state, steps):
-    """Every rank sees the same rows, so that the steps do not depend on the number of ranks."""
-    for _ in range(steps):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(state.step))
-        state.optimizer.zero_grad()
-        state.model(rows).square().sum().backward()
-        state.optimizer.step()
-        state = donate(state, step=state.step + 1, samples=state.samples + 4)
-    return state
 
 
 def everything(state):

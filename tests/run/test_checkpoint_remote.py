@@ -10,6 +10,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
+from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
 from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
-from forgekit.state import TrainState, donate
+from forgekit.state import TrainState
 
 
 def build(world=1, seed=0):
@@ -29,16 +30,6 @@ def build(world=1, seed=0):
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     return TrainState.create(model, optimizer, mesh=mesh)
-
-
-def train(state, steps):
-    for _ in range(steps):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(state.step))
-        state.optimizer.zero_grad()
-        state.model(rows).square().sum().backward()
-        state.optimizer.step()
-        state = donate(state, step=state.step + 1)
-    return state
 
 
 def everything(state):
