@@ -1,8 +1,9 @@
 """What tensor parallelism does to one module: its parameters become DTensors, its forward local.
 
-torch's own styles cut linear layers. The ones here compute with this rank's plain tensors, so that
-any module's ``forward`` works, fused kernels included, and say by placements what the gradients
-of its parameters are on each rank: the same everywhere, or parts of a sum.
+torch's own styles compute with DTensors, whose bookkeeping costs more than a small matrix product.
+The ones here compute with this rank's plain tensors, so that any module's ``forward`` works, fused
+kernels included, and say by placements what the gradients of its parameters are on each rank: the
+same everywhere, its own rows or columns, or parts of a sum.
 
 A module's ``forward`` is replaced on the instance: names of parameters stay as they are, and what
 wraps a module later (recomputation, compilation, FSDP) finds one like any other.
@@ -20,7 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
-__all__ = ["apply_alike", "apply_dropout", "apply_embedding", "apply_heads", "apply_sequence"]
+__all__ = [
+    "apply_alike",
+    "apply_colwise",
+    "apply_dropout",
+    "apply_embedding",
+    "apply_heads",
+    "apply_rowwise",
+    "apply_sequence",
+]
 
 Forward = Callable[..., Any]
 
@@ -39,6 +48,34 @@ def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     # It takes its child's weight itself instead of calling the child.
     readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
     module.forward = partial(_alike, readers, module.forward)
+
+
+def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> None:
+    """Cut a projection by its outputs, in place: all channels in, this rank's out.
+
+    Args:
+        module: A projection of ``d`` to ``e`` channels.
+        mesh: The ranks, a mesh of one dimension whose size divides ``e``.
+        is_logits: Whether the output is a DTensor, for a loss that knows of shared columns.
+    """
+    _place(module, mesh, Shard(0))
+    module.forward = partial(_project_out, module, mesh, module.forward, is_logits)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Cut a projection by its inputs, in place: this rank's channels in, sums over ranks out.
+
+    Args:
+        module: A projection of ``d`` to ``e`` channels.
+        mesh: The ranks, a mesh of one dimension whose size divides ``d``.
+        sequence: Whether the output is this rank's places ``[b s/tp e]``, else all of them.
+    """
+    bias = module.bias
+    module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
+    _place(module, mesh, Shard(1))
+    module.bias = _spread(bias, mesh, Replicate()) if bias is not None else bias
+    output = PLACES if sequence else Replicate()
+    module.forward = partial(_project_in, module, mesh, module.forward, output)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -88,8 +125,12 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Make DTensors of a module's own parameters; ranks cut what they hold and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        spread = distribute(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+        module.register_parameter(name, _spread(parameter, mesh, placement))
+
+
+def _spread(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    spread = distribute(parameter, mesh, [placement], src_data_rank=None)
+    return nn.Parameter(spread, parameter.requires_grad)
 
 
 def _local(
@@ -111,6 +152,51 @@ def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any
     args = tuple(_whole(value) for value in args)
     kwargs = {name: _whole(value) for name, value in kwargs.items()}
     return _local(modules, Replicate(), forward, *args, **kwargs)
+
+
+def _project_out(
+    module: nn.Linear, mesh: DeviceMesh, forward: Forward, is_logits: bool, x: Tensor
+) -> Tensor:
+    """``[... d]`` -> ``[... e/tp]``."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    elif not x.placements[0].is_replicate():
+        x = x.redistribute(placements=(Replicate(),))
+    out = _local([module], Shard(0), forward, _summed_back(x))
+    return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
+
+
+def _summed_back(x: DTensor) -> Tensor:
+    """A plain tensor of a replicated one, to whose gradient each rank contributes a part.
+
+    Projections that share an input share this tensor too: their gradients are summed before they
+    become a DTensor.
+    """
+    if torch.compiler.is_compiling():
+        return x.to_local(grad_placements=(Partial(),))
+    known: Tensor | None = getattr(x, "_forgekit_summed_back", None)
+    if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
+        known = x.to_local(grad_placements=(Partial(),))
+        x._forgekit_summed_back = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known
+
+
+def _project_in(
+    module: nn.Linear, mesh: DeviceMesh, forward: Forward, output: Placement, x: Tensor
+) -> Tensor:
+    """``[b s d/tp]`` -> ``[b s e]``, or this rank's places of it."""
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=(Shard(-1),)).to_local()
+    spread, bias = module._parameters, module._parameters.get("bias")
+    module._parameters = {**spread, "bias": None}  # it is added once, not on every rank
+    try:
+        out = _local([module], Shard(1), forward, x)
+    finally:
+        module._parameters = spread
+    parts = DTensor.from_local(out, mesh, (Partial(),), run_check=False)
+    out = parts.redistribute(placements=(output,)).to_local()
+    bias = _to_local(bias, Partial() if output == PLACES else Replicate())
+    return out if bias is None else out + bias
 
 
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:

@@ -28,13 +28,8 @@ from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel import styles
 from forgekit.parallel.plans import EXPERT, Plan, read_plan
@@ -51,8 +46,8 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
     them, return logits as a DTensor that stays cut by the vocabulary, for ``cross_entropy``.
 
     A projection that holds several matrices side by side (one weight for queries, keys and values)
-    cannot be cut as one: its first rows would be queries on one rank and keys on another. What a
-    cut module returns must not be changed in place (``nn.ReLU(inplace=True)``); torch refuses it.
+    cannot be cut as one: its first rows would be queries on one rank and keys on another. What an
+    ``embedding`` or a ``rowwise`` module returns must not be changed in place; torch refuses it.
 
     Args:
         model: Any model; modules that a pipeline took out are passed over.
@@ -97,17 +92,14 @@ def _apply(
     sequence: bool,
     is_logits: bool,
 ) -> None:
-    summed = Shard(1) if sequence else Replicate()
-    if style == "colwise":
-        style = ColwiseParallel(use_local_output=not is_logits)
-    elif style == "rowwise":
-        style = RowwiseParallel(output_layouts=summed)
     if isinstance(style, ParallelStyle):
         parallelize_module(module, mesh, style, src_data_rank=None)
         if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             styles.apply_alike(module, mesh)
         return
     apply = {
+        "colwise": partial(styles.apply_colwise, is_logits=is_logits),
+        "rowwise": partial(styles.apply_rowwise, sequence=sequence),
         "embedding": partial(styles.apply_embedding, sequence=sequence),
         "sequence": styles.apply_dropout
         if isinstance(module, nn.Dropout)

@@ -83,23 +83,34 @@ class Spread(nn.Module):
         return self.head(self.last(x))
 
 
+class Watched(Spread):
+    """Another projection of the same input, without gradients, and a change in place."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = self.norm(x)
+        with torch.no_grad():
+            level = self.up(h).abs().amax(-1, keepdim=True) > 0
+        x = x + self.drop(self.down(F.gelu(self.up(h).mul_(level).cumsum(1))))
+        return self.head(self.last(x))
+
+
 MATRICES = {"embed": "embedding", "*.up": "colwise", "*.down": "rowwise", "head": "colwise"}
+PLACED = {
+    "embed": "embedding",
+    "[nl]*": "sequence",
+    "drop": "sequence",
+    "up": "colwise",
+    "down": "rowwise",
+    "head": "colwise",
+}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tied": (Foreign, MATRICES),
     "a later pattern counts": (Foreign, {"*.norm": "replicate", "*.*": "replicate", **MATRICES}),
     "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}),
     "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}),
-    "places": (
-        Spread,
-        {
-            "embed": "embedding",
-            "[nl]*": "sequence",
-            "drop": "sequence",
-            "up": "colwise",
-            "down": "rowwise",
-            "head": "colwise",
-        },
-    ),
+    "places": (Spread, PLACED),
+    "places, watched": (Watched, PLACED),
 }
 
 
@@ -140,7 +151,7 @@ def _foreign(rank, world, case, with_fsdp):
     for loss in (by_forgekit, by_torch):
         torch.manual_seed(0)
         model = filled(build)
-        assert apply_plan(model, mesh["tp"], plan) == (world if case == "places" else 1)
+        assert apply_plan(model, mesh["tp"], plan) == (1 if build is Foreign else world)
         assert all(isinstance(p, DTensor) for p in model.parameters())
         if with_fsdp:
             shard([model], list(getattr(model, "body", ())), mesh["dp_shard"], "fp32")
