@@ -192,9 +192,9 @@ def _caller() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_PACKAGE) or path.startswith(_RECIPES):
-            return f"{Path(path).name}:{frame.f_lineno}"
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}"
+    return f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

@@ -144,8 +144,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     """List a model's FSDP modules, roots first: those of its pipeline stages too."""
     stages = layout_of(model).stages
     roots = [model] if stages is None else [model, *stages.modules]
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    return [module for module in modules if isinstance(module, FSDPModule)]
+    return [module for module in _modules(roots) if isinstance(module, FSDPModule)]
 
 
 def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
@@ -167,7 +166,7 @@ def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
 
 def clear_gradients(model: nn.Module, modules: list[Any]) -> None:
     """Forget all gradients in place, those that FSDP holds outside ``.grad`` too."""
-    for module in model.modules():
+    for module in _modules([model]):
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.grad = None
@@ -207,6 +206,21 @@ def _reset_by_hand(root: Any) -> None:
     context = root._get_fsdp_state()._state_ctx
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def _modules(roots: list[nn.Module]) -> Iterable[nn.Module]:
+    """Each module once, in the order of ``Module.modules``, without its generators in generators.
+
+    Asked for at each step, as users may change a model between two.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = list(reversed(roots))
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            waiting.extend(reversed(module._modules.values()))
+    return found
 
 
 def _groups(module: Any) -> list[Any]:

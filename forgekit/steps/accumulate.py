@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
@@ -110,14 +110,18 @@ def _run_whole(
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     layout, device = layout_of(state.model), state.targets.device
     sums = LossSums(device)
-    for index, (batch, is_last) in enumerate(_with_last(batches)):
-        if index == 0 or is_last:
-            set_sync(sharded, sync, is_last)
-        part = take_part(batch, layout, device)
-        with _refuse_tensordicts([state.model, *sharded]) if index == 0 else nullcontext():
+    checks = [module.register_forward_hook(_check_output) for module in (state.model, *sharded)]
+    try:
+        for index, (batch, is_last) in enumerate(_with_last(batches)):
+            if index == 0 or is_last:
+                set_sync(sharded, sync, is_last)
+            part = take_part(batch, layout, device)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
-        loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
-        sums.add(loss, rows=batch.batch_size[0])
+            _remove(checks)  # one micro-batch tells
+            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
+            sums.add(loss, rows=batch.batch_size[0])
+    finally:
+        _remove(checks)
     return sums
 
 
@@ -181,21 +185,16 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         yield previous, True
 
 
-@contextmanager
-def _refuse_tensordicts(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Raise if one of the modules, the model and those that FSDP wraps, returns a TensorDict.
-
-    FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
-    """
-    handles = [module.register_forward_hook(_check_output) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
+    """Raise if the model, or a module that FSDP wraps, returns a TensorDict.
+
+    FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
+    """
     if isinstance(output, TensorDictBase):
         raise TypeError(
             f"{type(module).__name__} returned a TensorDict; gradients through it would stay "

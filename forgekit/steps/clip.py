@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,19 +55,20 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """
     check_max_norm(max_norm)
     targets, grad_sq = totals["targets"], totals["grad_sq"]
-    finite = ~has_overflow(totals) & (targets > 0)
-    normalise = 1.0 / (totals["loss_scale"] * torch.where(targets > 0, targets, 1.0))
+    has_targets = targets > 0
+    finite = is_finite(totals) & has_targets
+    normalise = (totals["loss_scale"] * torch.where(has_targets, targets, 1.0)).reciprocal()
     grad_norm = normalise * grad_sq.sqrt()
     factor = normalise * (max_norm / (grad_norm + EPS)).clamp(max=1.0)
     return Correction(torch.where(finite, factor, 0.0), grad_norm, finite)
 
 
-def has_overflow(totals: Totals) -> Tensor:
-    """Whether the loss or the gradient of a step is not finite, ``[]`` bool."""
-    finite = torch.isfinite(totals["grad_sq"])
+def is_finite(totals: Totals) -> Tensor:
+    """Whether the loss and the gradient of a step are finite, ``[]`` bool."""
+    largest = totals["grad_sq"]
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        finite = finite & torch.isfinite(totals["loss"])
-    return ~finite
+        largest = largest + totals["loss"].abs()
+    return largest < math.inf  # False for NaN as well
 
 
 def check_max_norm(max_norm: float) -> None:

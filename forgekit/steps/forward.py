@@ -8,13 +8,14 @@ spread over the vocabulary; a loss function may mix them with plain tensors, whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.slices import shard_sequence
@@ -43,14 +44,13 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the places cannot be shared evenly.
     """
-    batch = _checked_batch(batch)
+    first = _first_tensor(batch)
     _check_places(batch, layout)
     if layout.context > 1:
         ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
         whole = TensorDict(dict(batch.items()), batch.batch_size)
         whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
         batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
-    first = next(iter(batch.values(True, True)))
     return batch if first.device == device else batch.to(device, non_blocking=True)
 
 
@@ -98,19 +98,16 @@ def length_of(batches: Iterable[TensorDictBase]) -> int | None:
         return None
 
 
-@contextmanager
-def mixing_tensors(layout: Layout) -> Iterator[None]:
+def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:
     """Let plain tensors meet those that tensor parallelism spreads, in a loss and its backward.
 
     The plain ones (labels, masks) are the same on all tensor-parallel ranks.
     """
     if layout.tensor == 1:
-        yield
-        return
+        return nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication
 
-    with implicit_replication():
-        yield
+    return implicit_replication()
 
 
 def _is_spread(loss: Loss) -> bool:
@@ -134,14 +131,16 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _checked_batch(batch: Any) -> TensorDictBase:
-    if not isinstance(batch, TensorDictBase) or not batch.batch_size or batch.is_empty():
-        raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-            "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
-        )
-    return batch
+def _first_tensor(batch: Any) -> Tensor:
+    if isinstance(batch, TensorDictBase) and batch.batch_size:
+        for value in chain(batch.values(), batch.values(True, True)):  # then the nested ones
+            if isinstance(value, Tensor):
+                return value
+    raise TypeError(
+        f"a micro-batch is a {type(batch).__name__} with batch_size "
+        f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
+        "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
+    )
 
 
 def _check_places(batch: TensorDictBase, layout: Layout) -> None:

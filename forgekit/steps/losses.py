@@ -123,7 +123,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     if columns is not None:
         losses = shared_losses(flat, places, z_loss, columns)
         return loss_of_places(losses.sum(), losses, labels)
-    flat = _drop_nan(flat.to(wide(logits.dtype)))
+    flat = flat.to(wide(logits.dtype))
+    if flat.requires_grad:  # a hook costs a third of an autograd function in Python
+        flat.register_hook(_without_nan)
     losses = F.cross_entropy(flat, places, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.
@@ -146,24 +148,17 @@ def loss_of_places(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
     is_target = labels != IGNORED
     if labels.ndim < 2:
         return Loss(total, is_target.sum())
-    counts = is_target.flatten(1).sum(1)
-    sums = losses.detach().view(labels.shape).flatten(1).sum(1)
-    return Loss(total, counts.sum(), rows=(sums, counts))
+    places = tuple(range(1, labels.ndim))
+    counts = is_target.sum(places)
+    return Loss(total, counts.sum(), rows=(losses.detach().view(labels.shape).sum(places), counts))
 
 
-def _drop_nan(logits: Tensor) -> Tensor:
+def _without_nan(gradient: Tensor | None) -> Tensor | None:
     """Replace NaN in the gradient of logits by zero, for the sake of masked rows.
 
     torch gives a masked row the gradient ``softmax * 0``, which is NaN if the row holds one. A
     row with a target loses nothing by this: its loss is NaN, and that makes the step a bad one.
     """
-    logits = logits.view_as(logits)  # what else is done with the caller's has its own gradient
-    if logits.requires_grad:  # a hook costs a third of an autograd function in Python
-        logits.register_hook(_without_nan)
-    return logits
-
-
-def _without_nan(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:  # of an output that nobody used
         return None
     # In place: nobody else holds this gradient, unless a graph of the backward is being built.
@@ -183,9 +178,10 @@ def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
             f"{name} has shape {tuple(values.shape)} and labels {tuple(labels.shape)}; labels "
             f"must have the shape of {name} without its last dimension."
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    dtype = labels.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(
-            f"labels hold {labels.dtype}; they must hold integers. Move a batch with .to(device) "
+            f"labels hold {dtype}; they must hold integers. Move a batch with .to(device) "
             "only: .to(dtype) casts ids too."
         )
 

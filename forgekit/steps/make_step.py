@@ -112,6 +112,6 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "grad_norm": correction.grad_norm,
         "lr": torch.full_like(loss, lr),
         "targets": totals["targets"],
-        "skipped": (~correction.finite).to(loss.dtype),
+        "skipped": torch.where(correction.finite, 0.0, 1.0).to(loss.dtype),
     }
     return TensorDict(metrics | mean_metrics(totals), [])

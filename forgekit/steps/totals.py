@@ -53,16 +53,17 @@ class Totals:
         Raises:
             KeyError: If it is not there; ``grad_sq`` comes with ``reduce_totals``.
         """
-        if key not in self.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
+        try:
+            return self.sums[key]
+        except KeyError:
             raise KeyError(
                 f"totals have no {key!r}; they have {sorted(self.sums.keys())}. "
                 "forgekit.reduce_totals(totals, state) adds the gradient's norm."
-            )
-        return self.sums[key]
+            ) from None
 
     def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        return attrs.evolve(self, sums=self.sums.copy().update(sums))
+        return type(self)(TensorDict({**dict(self.sums.items()), **sums}, []), self.samples)
 
 
 class LossSums:
@@ -100,16 +101,26 @@ class LossSums:
         return Totals(TensorDict(values, []), samples)
 
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
-        values = list(values)
-        tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
-        if shapes := [tuple(tensor.shape) for tensor in tensors if tensor.ndim]:
-            raise ValueError(
-                f"a loss has a sum, count or metric of shape {shapes[0]}; each is a number or a "
-                "0-d tensor. Sum it first."
-            )
-        numbers = sum(value for value in values if not isinstance(value, Tensor))
-        total = torch.stack(tensors).sum() if tensors else 0.0
-        return torch.zeros((), dtype=torch.float64, device=self.device) + total + numbers
+        numbers = 0.0
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}  # stacked together they might be rounded
+        for value in values:
+            if not isinstance(value, Tensor):
+                numbers += value
+            elif value.ndim:
+                raise ValueError(
+                    f"a loss has a sum, count or metric of shape {tuple(value.shape)}; each is a "
+                    "number or a 0-d tensor. Sum it first."
+                )
+            else:
+                by_dtype.setdefault(value.dtype, []).append(value)
+        parts = [torch.stack(values).sum(dtype=torch.float64) for values in by_dtype.values()]
+        if numbers or not parts:
+            parts.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
+        total = sum(parts[1:], parts[0]).detach()
+        if total.device == self.device:
+            return total
+        # Added, not moved: an accelerator takes a number of the host without a wait.
+        return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
 def reduce_totals(totals: Totals, state: TrainState) -> Totals:
@@ -244,13 +255,13 @@ def _gradient_square(state: TrainState) -> Tensor:
     by_owners: dict[int, list[Tensor]] = {}
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                shard, owners = _shard_and_owners(parameter.grad, world)
+            if (gradient := parameter.grad) is not None:
+                shard, owners = _shard_and_owners(gradient, world)
                 by_owners.setdefault(owners, []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=state.targets.device)
     for owners, shards in by_owners.items():
-        norms = torch._foreach_norm(shards, 2, dtype=torch.float64)
-        total = total + torch.stack(norms).square().sum() / owners
+        norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64))
+        total = total + norms.dot(norms) / owners
     return total
 
 

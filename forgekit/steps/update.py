@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState, donate
-from forgekit.steps.clip import Correction, has_overflow
+from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.totals import Totals
 
 __all__ = ["skips_on_device", "update"]
@@ -90,7 +90,7 @@ def _rescale(
     if not layout_of(state.model).dynamic_loss_scale:
         return {}
     scale, finite = state.loss_scale, correction.finite
-    overflow = has_overflow(totals) & (totals["targets"] > 0)
+    overflow = ~is_finite(totals) & (totals["targets"] > 0)
     good = state.good_steps + finite.to(torch.int64)
     grows = good >= growth_interval
     # A scale that was chosen beyond the bounds stays there.
@@ -103,9 +103,10 @@ def _rescale(
 
 
 def _step_optimizer(optimizer: Optimizer, correction: Correction) -> None:
-    # The host's optimizer cannot read the accelerator's memory: with CPU offload this waits.
     device = _first_parameter(optimizer).device
-    correction = Correction(*(value.to(device) for value in correction))
+    if correction.finite.device != device:
+        # The host's optimizer cannot read the accelerator's memory: with CPU offload this waits.
+        correction = Correction(*(value.to(device) for value in correction))
     if skips_on_device(optimizer):
         _step_fused(optimizer, correction)
     elif bool(correction.finite):
@@ -136,7 +137,7 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
 
 def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
     # The kernel divides by grad_scale. Where the step is bad the factor is 0 and nothing is read.
-    optimizer.found_inf = (~correction.finite).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.found_inf = torch.where(correction.finite, 0.0, 1.0).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
     if _first_parameter(optimizer).dtype == torch.float64:
         # A float32 grad_scale would round the factor more than the gradients.
         _multiply_gradients(optimizer, correction.factor)

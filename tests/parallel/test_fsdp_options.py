@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.parallel.fsdp import _groups, fsdp_modules, shard
+from forgekit.parallel.fsdp import _groups, _modules, fsdp_modules, shard
 
 LAYERS = 4
 DEEP = attrs.evolve(SPEC, layers=LAYERS, vocab_size=38)  # which tp 2 divides
@@ -262,3 +262,14 @@ def test_a_block_that_is_no_part_of_a_root_is_not_prefetched(mesh):
     for stage in stages:
         ahead = stage[0]._get_fsdp_state()._states_to_forward_prefetch
         assert ahead == [stage[1]._get_fsdp_state()]
+
+
+def test_modules_are_those_of_torch_in_its_order():
+    """Roots first, shared ones once, whatever was swapped in since the last step."""
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), shared)
+    model.register_module("absent", None)
+    assert list(_modules([model])) == list(model.modules())
+    model[0][1] = torch.nn.Sequential(torch.nn.GELU(), shared)
+    assert list(_modules([model])) == list(model.modules())
+    assert list(_modules([model[0], model])) == [*model[0].modules(), model]

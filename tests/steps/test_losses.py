@@ -174,6 +174,14 @@ def test_what_stands_in_masked_logits_does_not_matter(z_loss, value):
         assert torch.equal(gradient[MASKED], torch.zeros_like(gradient[MASKED]))
 
 
+def test_nan_in_another_gradient_of_the_same_logits_stays():
+    """Only the loss's own gradient is cleaned, or a broken auxiliary loss would go unnoticed."""
+    logits = draw(PLACES, VOCAB).requires_grad_()
+    loss = fk.cross_entropy(logits, LABELS[0]).sum + (logits * float("nan")).sum()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.isnan().all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_what_stands_in_masked_hidden_states_does_not_matter(z_loss, value):

@@ -306,6 +306,50 @@ def test_counts_are_exact_above_two_to_the_24():
     assert state.targets.item() == 2**24 + 1
 
 
+def test_counts_of_different_kinds_add_up_exactly():
+    """Stacked together they would all be float32, and the first one 2**24."""
+    counts = [torch.tensor(2**24 + 1), torch.tensor(1.5), 2]
+    values = iter(counts)
+
+    def loss_fn(model, batch):
+        return fk.Loss(logits_loss(model, batch).sum, next(values), {"half": 0.5})
+
+    batches = (_batches() * len(counts))[: len(counts)]
+    totals = fk.accumulate(build_state({}, 1), batches, loss_fn)
+    assert totals["targets"].item() == 2**24 + 1 + 1.5 + 2
+    half = totals["metrics"]["half"]
+    assert (half["sum"].item(), half["count"].item()) == (0.5 * len(counts), len(counts))
+    assert {half["sum"].dtype, half["count"].dtype} == {torch.float64}
+
+
+def test_no_hook_stays_on_the_model():
+    """One micro-batch shows what the model returns; then, or after an error, hooks are gone."""
+    state, seen = build_state({}, 1), []
+
+    def loss_fn(model, batch):
+        seen.append(len(model._forward_hooks))
+        if len(seen) == 4:
+            raise OSError("the fourth time")
+        return logits_loss(model, batch)
+
+    fk.accumulate(state, _batches()[:3], loss_fn)
+    with pytest.raises(OSError, match="the fourth time"):
+        fk.accumulate(state, _batches()[:1], loss_fn)
+    assert seen == [1, 0, 0, 1]
+    assert not state.model._forward_hooks
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_step_is_bad_if_either_its_loss_or_its_gradient_is(value):
+    good = {"targets": 8, "loss_scale": 0.125, "loss": -2.0, "grad_sq": 16.0}
+    assert bool(fk.clip(fk.Totals.of(**good)).finite)
+    for name in ("loss", "grad_sq"):
+        if (name, value) == ("grad_sq", -float("inf")):  # no sum of squares is
+            continue
+        correction = fk.clip(fk.Totals.of(**good | {name: value}))
+        assert (bool(correction.finite), correction.factor.item()) == (False, 0.0)
+
+
 # Exceptions in the middle
 
 
