@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= runs/stdlib
 ARGS ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help train test oracle chaos bench lint docs format clean
@@ -16,8 +17,9 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 	$(BIN)/forgekit prepare stdlib --out data/stdlib --vocab 4096
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/pretrain.py data.path=data/stdlib out=$(OUT) $(ARGS)
 
+# Many tests wait for processes, so two at a time; WORKERS=0 takes one after another, in one process.
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
 	$(BIN)/pytest -m oracle tests/distributed $(ARGS)

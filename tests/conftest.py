@@ -1,43 +1,78 @@
 """Starts the pool of ranks before torch computes anything in this process.
 
-What is imported before, its workers need not import again.
+Under pytest-xdist each worker has its own, and the process that hands out the tests has none.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks
-import torch
-import torch._dynamo
-import torch.distributed.fsdp
-
-import forgekit  # noqa: F401
 
 pytest.register_assert_rewrite("runs")  # here, before the first folder that imports it
-ranks.start()
-torch.set_num_threads(1)
 
 MARK = "bad_input"
+LONG = ("distributed/test_oracle.py", "recipes", "chaos", "distributed")
+"""What takes longest; a worker that got it last would keep the others waiting."""
 _HERE = Path(__file__).parent
 _found = pytest.StashKey[list[str] | None]()
 
 
-def pytest_sessionfinish() -> None:
-    ranks.stop()
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the pool; what is imported before, its processes need not import again.
+
+    What they write is captured with what the process of a test itself writes.
+    """
+    if config.getoption("numprocesses", None):
+        return
+    import ranks
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+
+    import forgekit  # noqa: F401
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    ranks.start()
+    capture.suspend_global_capture()
+    config.add_cleanup(ranks.stop)
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without a search for garbage among objects that nearly all stay: it takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note the bad inputs before -m and -k leave some out; None if not all files were read."""
+    """Note the bad inputs before -m and -k leave some out; None if not all files were read.
+
+    Workers are given whole files in the order of the tests: first those that take longest.
+    """
     is_whole = set(_HERE.rglob("test_*.py")) <= {item.path for item in items}
     named = any("::" in argument for argument in config.args)
     marked = [item.nodeid for item in items if item.get_closest_marker(MARK)]
     config.stash[_found] = marked if is_whole and not named else None
+    if hasattr(config, "workerinput"):
+        items.sort(key=_rank_of_file)
+
+
+def _rank_of_file(item: pytest.Item) -> int:
+    """Where a test's file stands in ``LONG``; behind all of it if it does not."""
+    places = [at for at, place in enumerate(LONG) if item.path.is_relative_to(_HERE / place)]
+    return min(places, default=len(LONG))
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,7 @@ class StopSignal:
         self._patience_s = patience_s
         self._signalled: float | None = None
         self._closed = threading.Event()
+        self._nudging = threading.RLock()
         self._waiting_since: float | None = None
         self._nudge_by: int | None = None
         self._previous = self._install(signals)
@@ -122,7 +123,8 @@ class StopSignal:
 
     def close(self) -> None:
         """Put back the handlers that were there before, where ours are still in place."""
-        self._closed.set()
+        with self._nudging:  # no nudge is on its way to the handlers that were there before
+            self._closed.set()
         put_back(self._previous, self._on_signal)
         self._previous = {}
 
@@ -219,8 +221,11 @@ class StopSignal:
     def _nudge(self, number: int) -> None:
         """Wake the main thread now and then: only there can waiting be interrupted."""
         while not self._closed.wait(NUDGE_S):
-            self._nudge_by = number
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            with self._nudging:
+                if self._closed.is_set():  # since the time-out of the wait
+                    return
+                self._nudge_by = number
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def put_back(previous: Mapping[signal.Signals, Any], ours: Callable[..., None]) -> None:

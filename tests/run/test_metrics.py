@@ -210,10 +210,12 @@ def test_an_evaluation_joins_the_row_of_its_step(tmp_path, state):
 def test_an_evaluation_after_a_row_does_not_count_as_step_time(tmp_path, state):
     with MetricsLog(tmp_path, every=1) as log:
         state, _ = train(log, state, [1])
-        time.sleep(0.5)
+        time.sleep(0.1)
+        evaluated = time.perf_counter()
         log.event(state, {"eval/held_out/loss": 1.0})
         _, rows = train(log, state, [2])
-    assert rows[-1]["perf/step_seconds"] < 0.4
+        longest = time.perf_counter() - evaluated
+    assert rows[-1]["perf/step_seconds"] <= longest
 
 
 def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):

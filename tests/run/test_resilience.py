@@ -385,3 +385,38 @@ def test_other_failures_after_a_signal_stay_what_they_are(patience_s, error):
 def test_patience_is_checked():
     with pytest.raises(ValueError, match="patience_s is -1; it must be 0 seconds or more"):
         StopSignal(patience_s=-1)
+
+
+class LateEvent(threading.Event):
+    """An event that is set just after the first wait for it has timed out."""
+
+    def __init__(self):
+        super().__init__()
+        self.timed_out, self.goes_on = threading.Event(), threading.Event()
+        self.waiter = None
+
+    def wait(self, timeout=None):
+        if self.waiter is not None:
+            return super().wait(timeout)
+        self.waiter = threading.current_thread()
+        self.timed_out.set()
+        assert self.goes_on.wait(20)
+        return False
+
+
+def test_no_nudge_reaches_the_handlers_that_were_there_before():
+    """The thread that sends them may be about to when the block ends; SIGTERM would then kill."""
+    late = []
+    before = signal.signal(signal.SIGTERM, lambda *_: late.append("SIGTERM"))
+    try:
+        with StopSignal([signal.SIGTERM]) as stop:
+            closed = stop._closed = LateEvent()
+            signal.raise_signal(signal.SIGTERM)
+            assert closed.timed_out.wait(20)
+        closed.goes_on.set()
+        assert closed.waiter is not None
+        closed.waiter.join(20)
+        assert not closed.waiter.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert late == []
