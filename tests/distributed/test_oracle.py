@@ -17,7 +17,7 @@ from distributed.matrix import LAYOUTS, Cell, default_cells, full_cells
 from distributed.reference import expect
 from ranks import RankError
 
-CELLS_OF_A_JOB = 12
+CELLS_OF_A_JOB = 16
 pytestmark = pytest.mark.timeout(400)
 
 
