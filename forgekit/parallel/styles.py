@@ -29,6 +29,7 @@ __all__ = [
     "apply_heads",
     "apply_rowwise",
     "apply_sequence",
+    "take_whole",
 ]
 
 Forward = Callable[..., Any]
@@ -122,6 +123,30 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
     module.forward = partial(_embed, module, mesh, output, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Take what all ranks compute with, a plain tensor to whose gradient each adds a part.
+
+    Projections that share an input share the result too: their gradients are summed before they
+    become a DTensor.
+
+    Args:
+        x: ``[... d]``; if it is plain, the same on all ranks.
+        mesh: The ranks, a mesh of one dimension.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    # Where nothing is to be moved, the backward of `redistribute` would sum the parts up too early.
+    elif not x.placements[0].is_replicate():
+        x = x.redistribute(placements=(Replicate(),))
+    if torch.compiler.is_compiling():
+        return x.to_local(grad_placements=(Partial(),))
+    known: Tensor | None = getattr(x, "_forgekit_whole", None)
+    if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
+        known = x.to_local(grad_placements=(Partial(),))
+        x._forgekit_whole = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known
+
+
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Make DTensors of a module's own parameters; ranks cut what they hold and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -158,27 +183,8 @@ def _project_out(
     module: nn.Linear, mesh: DeviceMesh, forward: Forward, is_logits: bool, x: Tensor
 ) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    elif not x.placements[0].is_replicate():
-        x = x.redistribute(placements=(Replicate(),))
-    out = _local([module], Shard(0), forward, _summed_back(x))
+    out = _local([module], Shard(0), forward, take_whole(x, mesh))
     return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
-
-
-def _summed_back(x: DTensor) -> Tensor:
-    """A plain tensor of a replicated one, to whose gradient each rank contributes a part.
-
-    Projections that share an input share this tensor too: their gradients are summed before they
-    become a DTensor.
-    """
-    if torch.compiler.is_compiling():
-        return x.to_local(grad_placements=(Partial(),))
-    known: Tensor | None = getattr(x, "_forgekit_summed_back", None)
-    if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
-        known = x.to_local(grad_placements=(Partial(),))
-        x._forgekit_summed_back = known  # pyright: ignore[reportAttributeAccessIssue]
-    return known
 
 
 def _project_in(

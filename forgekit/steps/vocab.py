@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from forgekit.data.batch import IGNORED
+from forgekit.parallel.styles import take_whole
 
 __all__ = ["Columns", "Softmax", "share_softmax", "shared_losses", "take_logits", "take_projection"]
 
@@ -83,12 +84,7 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     columns = _columns("weight", weight, 0)
     if columns is None or not isinstance(weight, DTensor):
         return _whole(hidden), _whole(weight), None
-    if not isinstance(hidden, DTensor):
-        hidden = DTensor.from_local(hidden, columns.mesh, (Replicate(),), run_check=False)
-    # Where nothing is to be moved, the backward of `redistribute` would sum the parts up too early.
-    if not hidden.placements[0].is_replicate():
-        hidden = hidden.redistribute(placements=(Replicate(),))
-    return hidden.to_local(grad_placements=(Partial(),)), weight.to_local(), columns
+    return take_whole(hidden, columns.mesh), weight.to_local(), columns
 
 
 @attrs.frozen(eq=False)
