@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forgekit.environment import identity, local_world, rendezvous
 
 __all__ = ["MeshSpec", "build_mesh", "data_ranks", "expert_ranks", "process_rank", "shutdown"]
 
@@ -74,7 +75,8 @@ def build_mesh(
         process group that exists is used as it is.
 
     Raises:
-        ValueError: If the sizes do not fit the number of ranks, or the device is not there.
+        ValueError: If the sizes do not fit the number of ranks, the device is not there, or what
+            the launcher says in the environment is no rank, world size, address or port.
 
     Examples:
         >>> mesh = build_mesh(MeshSpec(), device="cpu")
@@ -86,7 +88,7 @@ def build_mesh(
     kind = torch.device(device).type if device is not None else _default_device()
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda' and torch finds no CUDA device here; use device='cpu'.")
-    rank, world, local = _identity(os.environ)
+    rank, world, local = identity(os.environ)
     sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
     if kind == "cuda":
         torch.cuda.set_device(local % torch.cuda.device_count())
@@ -179,7 +181,7 @@ def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 def process_rank() -> int:
     """This process's global rank: 0 for the one that writes, also before ``build_mesh``."""
-    return dist.get_rank() if dist.is_initialized() else _identity(os.environ)[0]
+    return dist.get_rank() if dist.is_initialized() else identity(os.environ)[0]
 
 
 def shutdown() -> None:
@@ -208,18 +210,6 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank from torchrun's or srun's variables, or one process."""
-    for rank, world, local in (
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ):
-        if rank in environment and world in environment:
-            place = environment.get(local, environment[rank])
-            return int(environment[rank]), int(environment[world]), int(place)
-    return 0, 1, 0
-
-
 def _start(kind: str, rank: int, world: int) -> None:
     if kind == "cpu":
         _share_cores()
@@ -229,10 +219,7 @@ def _start(kind: str, rank: int, world: int) -> None:
             backend, store=HashStore(), rank=0, world_size=1, timeout=START_TIMEOUT
         )
         return
-    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_JOB_NODELIST", "")))
-    os.environ.setdefault(
-        "MASTER_PORT", str(20_000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20_000)
-    )
+    os.environ.update(rendezvous(os.environ))
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=START_TIMEOUT)
 
 
@@ -241,22 +228,9 @@ def _share_cores() -> None:
 
     Two ranks with two threads each on two cores ran seven times slower than with one each.
     """
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    here = local_world(os.environ)
     if here is not None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(here)))
-
-
-def _first_host(nodes: str) -> str:
-    """First host of a SLURM node list.
-
-    Examples:
-        >>> _first_host("gpu[003-007,9],cpu1")
-        'gpu003'
-        >>> _first_host("")
-        '127.0.0.1'
-    """
-    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
-    return match.group(1) + (match.group(2) or "") if match else "127.0.0.1"
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
 
 
 def _divisors(number: int) -> list[int]:

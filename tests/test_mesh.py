@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from unittest.mock import patch
 
@@ -12,16 +13,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit import mesh as meshes
+from forgekit.environment import first_host, identity, local_world, rendezvous
 from forgekit.mesh import resolve_sizes
 
 STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+MEETING = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """``environment(**variables)`` replaces whatever started this process."""
-    for name in STARTERS:
+    for name in STARTERS + MEETING:
         monkeypatch.delenv(name, raising=False)
 
     def put(**variables):
@@ -151,10 +153,135 @@ def test_a_process_learns_its_place_from_what_started_it(
 ):
     environment(**variables)
     assert fk.process_rank() == rank
-    assert meshes._identity(os.environ) == (rank, world, local)
+    assert identity(os.environ) == (rank, world, local)
     with pytest.raises(ValueError, match=rf"tp 97: {world} ranks are not divisible"):
         fk.build_mesh(fk.MeshSpec(tp=97), device="cpu")
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "srun", "nobody"])
+def test_the_meeting_point_is_what_was_given_else_the_job_s_else_this_machine(starter):
+    given, expected = {
+        "torchrun": ({"MASTER_ADDR": "node7", "MASTER_PORT": "29511"}, ("node7", "29511")),
+        "srun": (
+            {"SLURM_JOB_ID": "61234", "SLURM_JOB_NODELIST": "gpu[03-07]"},
+            ("gpu03", "21234"),
+        ),
+        "nobody": ({}, ("127.0.0.1", "20000")),
+    }[starter]
+    assert tuple(rendezvous(given).values()) == expected
+
+
+IDENTITIES = {
+    "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it is a whole number"),
+    "a rank alone": ({"RANK": "x"}, "RANK is 'x'; it is a whole number, 0 or more. torchrun and s"),
+    "no rank": ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is ''; it is a whole number"),
+    "a negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'; it is a whole number"),
+    "half a rank": ({"RANK": "0.5", "WORLD_SIZE": "2"}, "RANK is '0.5'; it is a whole number"),
+    "a rank with a space": ({"RANK": " 0", "WORLD_SIZE": "2"}, "RANK is ' 0'; it is a whole"),
+    "a rank with an underscore": ({"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK is '1_0'; it is a"),
+    "Arabic digits": ({"RANK": "\u0661", "WORLD_SIZE": "2"}, r"RANK is '\\u0661'; it is a whole"),
+    "a rank of 5,000 digits": ({"RANK": "1" * 5000, "WORLD_SIZE": "2"}, r"RANK is '1{37}\.\.\.'; "),
+    "a rank in colours": ({"RANK": "\x1b[31m", "WORLD_SIZE": "2"}, r"RANK is '\\x1b\[31m'; it"),
+    "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; ranks of WORLD_SIZE=2 proce"),
+    "a rank far beyond": ({"RANK": "9", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 processes are 0 to 3"),
+    "rank 1 of 1": ({"RANK": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE=1 processes are 0 to 0"),
+    "a world of none": (
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        "WORLD_SIZE is '0'; a job has at least 1",
+    ),
+    "a world of none alone": ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; a job has at least 1 proc"),
+    "a world in letters": (
+        {"RANK": "0", "WORLD_SIZE": "two"},
+        "WORLD_SIZE is 'two'; it is a whole",
+    ),
+    "a negative world": ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; it is a whole n"),
+    "a local rank in letters": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "gpu0"},
+        "LOCAL_RANK is 'gpu0'; it is a whole number, 0 or more",
+    ),
+    "a local rank beyond": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
+        "LOCAL_RANK is '2'; a machine has no more than WORLD_SIZE=2 processes",
+    ),
+    "a local rank below": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"},
+        "LOCAL_RANK is '-1'; it is a whole number",
+    ),
+    "a task in letters": (
+        {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
+        "SLURM_PROCID is 'x'; it is a whole number",
+    ),
+    "a task beyond": (
+        {"SLURM_PROCID": "4", "SLURM_NTASKS": "4"},
+        "SLURM_PROCID is '4'; ranks of SLURM_NTASKS=4 processes are 0 to 3",
+    ),
+    "no tasks": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "0"},
+        "SLURM_NTASKS is '0'; a job has at least 1 process",
+    ),
+    "tasks as a list": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2(x2)"},
+        r"SLURM_NTASKS is '2\(x2\)'; it is a whole number",
+    ),
+    "a local task in letters": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "x"},
+        "SLURM_LOCALID is 'x'; it is a whole number",
+    ),
+    "a local task beyond": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "7"},
+        "SLURM_LOCALID is '7'; a machine has no more than SLURM_NTASKS=2 processes",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("variables", "message"), IDENTITIES.values(), ids=IDENTITIES)
+def test_a_process_that_cannot_be_is_refused_before_it_waits_for_others(
+    environment, variables, message
+):
+    environment(**variables)
+    with pytest.raises(ValueError, match=f"^the environment variable .*{message}"):
+        fk.build_mesh(device="cpu")
+    with pytest.raises(ValueError, match=message):
+        fk.process_rank()
+    assert not dist.is_initialized()
+
+
+MEETINGS = {
+    "a port in letters": ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it is a whole number"),
+    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT is ''; it is a whole number"),
+    "port 0": ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'; a port is a number from 1 to 65535"),
+    "a port beyond": ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'; a port is a number from"),
+    "a negative port": ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'; it is a whole number"),
+    "a port with its host": ({"MASTER_PORT": "a:29500"}, "MASTER_PORT is 'a:29500'; it is a whole"),
+    "no address": ({"MASTER_ADDR": ""}, "MASTER_ADDR is ''; it names the machine of rank 0"),
+    "two addresses": ({"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'; it names the machine of ran"),
+    "a job in letters": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'; it is a whole number"),
+    "a job in an array": ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it is a whole"),
+    "nodes without a name": ({"SLURM_JOB_NODELIST": "[1-3]"}, r"NODELIST is '\[1-3\]'; it names h"),
+    "nodes cut off": ({"SLURM_JOB_NODELIST": "gpu[1-"}, r"NODELIST is 'gpu\[1-'; it names hosts"),
+    "nodes of commas": ({"SLURM_JOB_NODELIST": ",,"}, "NODELIST is ',,'; it names hosts"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("variables", "message"), MEETINGS.values(), ids=MEETINGS)
+def test_a_meeting_point_that_cannot_be_is_refused_before_anybody_waits(
+    environment, variables, message
+):
+    environment(RANK="0", WORLD_SIZE="2", **variables)
+    with pytest.raises(ValueError, match=message):
+        fk.build_mesh(device="cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"])
+@pytest.mark.parametrize("text", ["x", "0", "-1", "2(x3)"])
+def test_a_machine_s_number_of_processes_that_cannot_be_is_refused(name, text):
+    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(text))}; (it is|a machine)"):
+        local_world({name: text})
 
 
 def _free_port():
@@ -232,7 +359,7 @@ def test_processes_find_each_other(starter):
     ],
 )
 def test_the_first_host_of_a_node_list(nodes, host):
-    assert meshes._first_host(nodes) == host
+    assert first_host(nodes) == host
 
 
 # Meshes

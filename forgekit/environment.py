@@ -1,0 +1,114 @@
+"""What the launcher of a process says in environment variables: read strictly, without torch.
+
+A wrong rank or world size would leave processes waiting for others that never come, so each
+variable is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["first_host", "identity", "local_world", "rendezvous"]
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, world size and local rank from torchrun's or srun's variables, or one process.
+
+    Without a local rank the rank takes its part; without rank or world size, the rest is a stray.
+
+    Raises:
+        ValueError: If a variable is not a whole number, or the rank is not in the world.
+
+    Examples:
+        >>> identity({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+        (5, 8, 1)
+    """
+    for names in (TORCHRUN, SLURM):
+        rank, world, local = (_number(environment, name) for name in names)
+        if world == 0:
+            raise _refusal(names[1], environment, "a job has at least 1 process")
+        if rank is not None and world is not None:
+            if rank >= world:
+                rule = f"ranks of {names[1]}={world} processes are 0 to {world - 1}"
+                raise _refusal(names[0], environment, rule)
+            if local is not None and local >= world:
+                rule = f"a machine has no more than {names[1]}={world} processes"
+                raise _refusal(names[2], environment, rule)
+            return rank, world, rank if local is None else local
+    return 0, 1, 0
+
+
+def local_world(environment: Mapping[str, str]) -> int | None:
+    """Processes of this job on this machine, if the launcher says so.
+
+    Raises:
+        ValueError: If it is not a whole number of at least 1.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if environment.get(name):
+            number = _number(environment, name)
+            if not number:
+                raise _refusal(name, environment, "a machine of a job has at least 1 process")
+            return number
+    return None
+
+
+def rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
+    """``MASTER_ADDR`` and ``MASTER_PORT``: as given, else from the SLURM job, else this machine.
+
+    Raises:
+        ValueError: If the address is empty or has a space, the port is not one, or the SLURM job
+            from which they would follow has no number or no node.
+    """
+    address = environment.get("MASTER_ADDR")
+    if address is None:
+        address = first_host(environment.get("SLURM_JOB_NODELIST", ""))
+    elif not re.fullmatch(r"\S+", address):
+        raise _refusal("MASTER_ADDR", environment, "it names the machine of rank 0")
+    if "MASTER_PORT" not in environment:
+        job = _number(environment, "SLURM_JOB_ID") or 0
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(20_000 + job % 20_000)}
+    port = _number(environment, "MASTER_PORT") or 0
+    if not 1 <= port <= 65_535:
+        raise _refusal("MASTER_PORT", environment, "a port is a number from 1 to 65535")
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def first_host(nodes: str) -> str:
+    """First host of a SLURM node list.
+
+    Raises:
+        ValueError: If the list does not begin with the name of a host.
+
+    Examples:
+        >>> first_host("gpu[003-007,9],cpu1")
+        'gpu003'
+        >>> first_host("")
+        '127.0.0.1'
+    """
+    if not nodes:
+        return "127.0.0.1"
+    match = re.match(r"([\w.\-]+)(?:\[(\w+)[\w,\-]*\][\w.\-]*)?(?=,|$)", nodes, re.ASCII)
+    if match is None:
+        raise _refusal("SLURM_JOB_NODELIST", {"SLURM_JOB_NODELIST": nodes}, "it names hosts")
+    return match[1] + (match[2] or "")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is not None and not re.fullmatch("[0-9]{1,9}", text):
+        raise _refusal(name, environment, "it is a whole number, 0 or more")
+    return None if text is None else int(text)
+
+
+def _refusal(name: str, environment: Mapping[str, str], rule: str) -> ValueError:
+    text = environment.get(name, "")
+    read = ascii(text if len(text) <= 40 else f"{text[:37]}...")
+    return ValueError(
+        f"the environment variable {name} is {read}; {rule}. torchrun and srun set it: start the "
+        f"run with one of them, or unset {name}."
+    )
