@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DonatedStateError", "TrainState", "donate"]
+__all__ = ["Agreement", "DonatedStateError", "TrainState", "donate"]
 
 DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
@@ -34,6 +35,19 @@ _RECIPES = _PACKAGE + "recipes" + os.sep
 
 class DonatedStateError(RuntimeError):
     """A ``TrainState`` was read after a function that returns a new one had consumed it."""
+
+
+@attrs.frozen
+class Agreement:
+    """What all ranks agreed on at a run's first step.
+
+    Attributes:
+        sums: Names of the sums that a step adds up over the ranks, in their order.
+        parameters: Names of all parameters, those of other pipeline stages too.
+    """
+
+    sums: tuple[Any, ...]
+    parameters: tuple[str, ...]
 
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)
@@ -63,6 +77,8 @@ class TrainState:
             first, NaN where there were none; None unless steps limit spikes.
         skips: What the data leave out, as (first sample, rows); each is counted as samples were
             numbered before it was added. Grows when a run is rolled back.
+        agreed: What the ranks agreed to add up; None before the first step of a process, which
+            compares. Not part of checkpoints.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2)
@@ -88,6 +104,7 @@ class TrainState:
     )
     recent: Tensor | None = attrs.field(default=None, repr=False, metadata={"optional": True})
     skips: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"optional": True})
+    agreed: Agreement | None = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )
@@ -219,6 +236,12 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh |
                     "model does not. Build the optimizer from the model after parallelize: "
                     "forgekit.adamw(model)."
                 )
+    if mesh is None and dist.is_initialized() and (world := dist.get_world_size()) > 1:
+        raise ValueError(
+            f"there are {world} ranks and the state got no mesh, so each rank would divide by its "
+            "own count and train a model of its own. Pass mesh=mesh, what build_mesh returned, "
+            "and the model through forgekit.parallelize(model, mesh)."
+        )
     if mesh is None and (ranks := max(map(_ranks_of, names), default=1)) > 1:
         raise ValueError(
             f"the model is sharded over {ranks} ranks and the state got no mesh, so nothing would "

@@ -30,12 +30,14 @@ __all__ = [
     "Precision",
     "Sync",
     "clear_gradients",
+    "find_unreduced",
     "fsdp_modules",
     "reset_iteration",
     "set_sync",
     "shard",
     "shard_experts",
     "sum_gradients",
+    "widen_accumulators",
 ]
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -170,14 +172,65 @@ def clear_gradients(model: nn.Module, modules: list[Any]) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.grad = None
-    for parameter in (
-        p for module in modules for group in _groups(module) for p in group.fsdp_params
-    ):
+    for parameter in _parameters(modules):
         # While a module is gathered, its sharded parameters are not those of the module.
         parameter.sharded_param.grad = None
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def widen_accumulators(modules: list[Any]) -> None:
+    """Give each parameter that awaits its first gradient a zero in the dtype of the reduction.
+
+    Call it between the forward and the backward of a step's last micro-batch, if it is not the
+    first. Under mixed precision FSDP then holds the gradients of earlier micro-batches in float32
+    beside new ones in 16 bits, and reduce-scatter refuses to mix the two, on the ranks where a
+    parameter was not used before.
+
+    Args:
+        modules: The model's FSDP modules; changed in place.
+    """
+    for parameter in _parameters(modules):
+        wide = parameter.reduce_dtype
+        gathered = getattr(parameter, "_unsharded_param", None)  # None: never used by any rank
+        if wide is None or gathered is None or not gathered.requires_grad:
+            continue
+        if gathered.dtype != wide and parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                gathered, dtype=wide, requires_grad=False
+            )
+
+
+def find_unreduced(model: nn.Module, modules: list[Any]) -> list[str]:
+    """Name the parameters whose gradients FSDP still holds back, after a step's last backward.
+
+    FSDP reduces a module's gradients when backward passes through the tensors that it found in
+    the module's output. It finds tensors, dicts, lists, tuples and dataclasses of them, nothing
+    else.
+
+    Args:
+        model: The model.
+        modules: Its FSDP modules.
+
+    Returns:
+        Names in the order of the model; empty if every gradient was reduced.
+    """
+    left = [parameter for parameter in _parameters(modules) if _is_held_back(parameter)]
+    waiting = [m for m in modules for g in _groups(m) if g._partial_reduce_output is not None]
+    if not left and not waiting:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    left += [p for p in _parameters(waiting) if p not in left]
+    found = [(p._module_info.module, p._module_info.param_name) for p in left]
+    return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in found]
+
+
+def _is_held_back(parameter: Any) -> bool:
+    if parameter.unsharded_accumulated_grad is not None:
+        return True
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return gathered is not None and gathered.grad is not None
 
 
 def reset_iteration(modules: list[Any]) -> None:
@@ -221,6 +274,11 @@ def _modules(roots: list[nn.Module]) -> Iterable[nn.Module]:
             found[module] = None
             waiting.extend(reversed(module._modules.values()))
     return found
+
+
+def _parameters(modules: list[Any]) -> list[Any]:
+    """FSDP's records of the parameters that it shards."""
+    return [p for module in modules for group in _groups(module) for p in group.fsdp_params]
 
 
 def _groups(module: Any) -> list[Any]:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from forgekit.parallel.pipeline import Stages
 
-__all__ = ["Layout", "arrange", "layout_of", "set_layout", "size_of"]
+__all__ = [
+    "Layout",
+    "arrange",
+    "layout_of",
+    "set_layout",
+    "shard_and_owners",
+    "size_of",
+    "world_of",
+]
 
 _ATTRIBUTE = "_forgekit_layout"
 
@@ -69,6 +78,30 @@ def size_of(mesh: DeviceMesh | None, name: str) -> int:
     """Size of a mesh dimension; 1 where the mesh does not have it."""
     names = (mesh and mesh.mesh_dim_names) or ()
     return mesh.size(names.index(name)) if mesh is not None and name in names else 1
+
+
+def world_of(mesh: DeviceMesh | None) -> int:
+    """Number of ranks on a mesh; 1 for one process."""
+    return 1 if mesh is None else mesh.size()
+
+
+def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
+    """Take the local piece of a parameter or gradient, and count who holds the same.
+
+    Args:
+        tensor: A plain tensor, which every rank holds, or a DTensor.
+        world: Number of ranks that hold the same model parts.
+
+    Returns:
+        The local piece, and the number of ranks with the same piece.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, world
+    mesh = tensor.device_mesh
+    owners = world // mesh.size()
+    for size, placement in zip(mesh.shape, tensor.placements, strict=True):
+        owners *= size if placement.is_replicate() else 1
+    return tensor.to_local(), owners
 
 
 def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -3,9 +3,9 @@
 A rank that hangs shows on the others only: they wait in a collective until it times out, and that
 error does not say whom they waited for. Here ranks meet in the store through which the process
 groups were made. It touches neither the device nor a process group, and it can say who is not
-there. A thread of each rank watches its main thread: when it stands still, or when another rank
-raises an alarm, the thread writes down where it is and tells the others, also for a rank that will
-never run its own code again.
+there; when all are, they compare the parameters that several hold. A thread of each rank watches
+its main thread: when it stands still, or when another rank raises an alarm, the thread writes down
+where it is and tells the others, also for a rank that will never run its own code again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from forgekit.run.meeting import HangError, Meeting, describe_missing, same_plac
 from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.run.watch import Watch
 from forgekit.state import TrainState
+from forgekit.steps.agreement import check_replicas
 
 __all__ = ["Health"]
 
@@ -56,7 +57,8 @@ class Health:
     process groups but those of checkpoints: compiling and first connections may take long, a
     collective of a later step may not. ``with`` puts back what was there before.
 
-    Every ``every`` steps the ranks meet. A rank that does not come makes all others raise an error
+    Every ``every`` steps the ranks meet, and compare the parameters of which several hold a copy. A
+    rank that does not come makes all others raise an error
     that names it. Where a collective loses a rank first, the error of the collective becomes the
     cause of a ``HangError`` that says where each rank was. Then, and when no step has ended for
     three quarters of the time-out (a long evaluation may be the reason; nothing is raised), each
@@ -166,6 +168,7 @@ class Health:
 
         Raises:
             HangError: If a rank did not come in time, or came from another step.
+            ValueError: If copies of one parameter differ between the ranks that hold it.
         """
         self._collect(state.step)
         if self._meeting is None or self._watch is None:
@@ -179,7 +182,9 @@ class Health:
             self._steps += 1
         if self._every == 0 or state.step % self._every:
             return None
-        return self._meet(state.step)
+        row = self._meet(state.step)
+        check_replicas(state)
+        return row
 
     def _meet(self, step: int) -> dict[str, Any]:
         assert self._meeting is not None

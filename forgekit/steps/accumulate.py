@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
+import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
@@ -21,9 +22,11 @@ from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
     Sync,
     clear_gradients,
+    find_unreduced,
     fsdp_modules,
     reset_iteration,
     set_sync,
+    widen_accumulators,
 )
 from forgekit.parallel.layout import layout_of, size_of
 from forgekit.state import TrainState
@@ -77,6 +80,11 @@ def accumulate(
         ValueError: If there is no micro-batch, or the loss does not depend on the parameters.
             Whatever is raised, no gradient is left behind and the step can be tried again.
     """
+    if isinstance(batches, TensorDictBase):
+        raise TypeError(
+            f"batches is one {type(batches).__name__} of batch_size {list(batches.batch_size)}; a "
+            "step takes a list of micro-batches. Pass [batch]."
+        )
     if sync not in get_args(Sync):
         raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
     sharded = fsdp_modules(state.model)
@@ -89,11 +97,17 @@ def accumulate(
             sums = run(state, batches, loss_fn, sync, sharded)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
+        # Before zeros are filled in: what was never reduced must not pass for unused.
+        unreduced = tuple(find_unreduced(state.model, sharded))
+        if unreduced:  # `reduce_totals` refuses the step, on all ranks together
+            reset_iteration(sharded)
+            clear_gradients(state.model, sharded)
         _fill_unused(state)
-        samples = getattr(batches, "samples", None)
+        samples, rows = getattr(batches, "samples", None), 0
         if samples is None:
-            samples = sums.rows * data_ranks(state.mesh)[1]
-        return sums.totals(state.loss_scale, samples)
+            samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
+        totals = sums.totals(state.loss_scale, samples)
+        return attrs.evolve(totals, rows=rows, unreduced=unreduced)
     except BaseException:
         reset_iteration(sharded)
         clear_gradients(state.model, sharded)
@@ -118,8 +132,11 @@ def _run_whole(
             part = take_part(batch, layout, device)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
+            if is_last and index:
+                widen_accumulators(sharded)
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             sums.add(loss, rows=batch.batch_size[0])
+            del loss  # its metrics may hold what its graph holds
     finally:
         _remove(checks)
     return sums

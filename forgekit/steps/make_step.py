@@ -42,6 +42,7 @@ def make_step(
     stop: Vote | None = None,
     end: Vote | None = None,
     spikes: SpikeLimit | None = None,
+    audit: bool = True,
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
@@ -58,6 +59,7 @@ def make_step(
         end: A ``DataEnd``, the one that ``groups`` has; its vote travels there too.
         spikes: Leave out steps whose loss or norm stands out from ``state.recent``; the metrics
             then have ``spikes``, 1 for such a step. None leaves out none.
+        audit: Whether the first step compares replicas and options over the ranks.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -75,11 +77,12 @@ def make_step(
         totals = accumulate(state, batches, loss_fn, sync=sync)
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
-        totals = reduce_totals(totals, state)
+        lr = schedule(state.step)
+        options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
+        totals = reduce_totals(totals, state, audit=audit, settings=options)
         for name, voter in voters.items():
             voter.hear(totals[name])
         correction = clip(totals, max_norm=max_norm)
-        lr = schedule(state.step)
         if spikes is None:
             state = update(state, correction, lr=lr, totals=totals)
             return state, step_metrics(totals, correction, lr=lr)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor
 
-from forgekit.parallel.layout import layout_of, size_of
-from forgekit.state import TrainState
+from forgekit.parallel.layout import layout_of, shard_and_owners, size_of, world_of
+from forgekit.state import Agreement, TrainState
+from forgekit.steps.agreement import Claim, UnreducedError, agree, compare_sums, difference
 from forgekit.steps.losses import Loss
 
 __all__ = ["LossSums", "Totals", "mean_metrics", "reduce_losses", "reduce_totals"]
-
-_agreed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 @attrs.frozen
@@ -31,10 +28,17 @@ class Totals:
             ``sum`` and ``count`` under ``metrics``, votes such as ``stop``, and, once reduced,
             ``grad_sq``, the squared norm of the raw gradient.
         samples: Rows consumed globally in this step; padding does not count.
+        rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
+        unreduced: Names of parameters whose gradients FSDP holds back on this rank; refused by
+            ``reduce_totals``, on all ranks together.
+        agreed: What the ranks agreed to add up, once reduced; ``update`` keeps it in the state.
     """
 
     sums: TensorDictBase
     samples: int = 0
+    rows: int = 0
+    unreduced: tuple[str, ...] = ()
+    agreed: Agreement | None = None
 
     @classmethod
     def of(cls, *, samples: int = 0, **sums: float | Tensor) -> Self:
@@ -63,7 +67,7 @@ class Totals:
 
     def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        return type(self)(TensorDict({**dict(self.sums.items()), **sums}, []), self.samples)
+        return attrs.evolve(self, sums=TensorDict({**dict(self.sums.items()), **sums}, []))
 
 
 class LossSums:
@@ -84,7 +88,8 @@ class LossSums:
         for name, metric in loss.metrics.items():
             pair = metric if isinstance(metric, tuple | list) else (metric, 1)
             for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
-                values.append(value)
+                # Detached here: a metric would keep its micro-batch's graph until the step ends.
+                values.append(value.detach() if isinstance(value, Tensor) else value)
 
     def totals(self, loss_scale: Tensor, samples: int) -> Totals:
         """Add everything up."""
@@ -123,25 +128,53 @@ class LossSums:
         return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
-def reduce_totals(totals: Totals, state: TrainState) -> Totals:
+def reduce_totals(
+    totals: Totals,
+    state: TrainState,
+    *,
+    audit: bool = True,
+    settings: Mapping[str, Any] | None = None,
+) -> Totals:
     """Add a step's sums, the squared gradient norm and the votes over all ranks.
 
     The one collective of a step, an all-reduce of a float64 vector. Weights of ownership make a
     plain sum right: losses and counts come from one tensor-parallel rank of the last pipeline
     stage, and a parameter's shard counts as one over the number of ranks that hold it.
 
+    At a run's first step the ranks compare before that what they are about to add up, in one more
+    collective, and that replicas of a parameter and of its gradient agree. Rows that differ
+    between the ranks at a later step make it a bad one, on all of them.
+
     Args:
         totals: What ``accumulate`` returned, with votes added where there are any.
         state: The state whose gradients were accumulated; not changed.
+        audit: Whether the first step compares replicas and ``settings``.
+        settings: Options by name that have to be the same on all ranks; compared as text.
 
     Returns:
         Totals that are the same on every rank, with ``grad_sq``.
 
     Raises:
-        ValueError: If ranks bring different names, or names change from one step to the next:
-            the vector would be added up across different things.
+        UnreducedError: If FSDP held gradients back. At the first step on every rank; later on the
+            ranks that see it, while the step is a bad one, which changes nothing, on all others.
+        ValueError: If ranks bring different names or rows, replicas differ, or names change from
+            one step to the next: the vector would be added up across different things.
     """
-    return _sum_over_ranks(_agree(with_gradient_square(totals, state), state), state)
+    totals = _with_rows(with_gradient_square(totals, state), state)
+    if state.agreed is None:
+        options = {"step": state.step, "samples": state.samples, "seed": state.seed}
+        options |= settings or {}
+        agreed = agree(_claim(totals, state), state, audit=audit, settings=options)
+        totals = attrs.evolve(totals, agreed=agreed)
+    else:
+        totals = attrs.evolve(totals, agreed=state.agreed)
+        _check_names(totals, state)
+    if totals.unreduced:  # the others learn it from a gradient that is not a number
+        totals = totals.plus(grad_sq=torch.full_like(totals["grad_sq"], torch.nan))
+    reduced = _sum_over_ranks(_filled(totals, state), state)
+    if totals.unreduced:
+        raise UnreducedError(totals.unreduced)
+    return _check_rows(reduced, state)
 
 
 def with_gradient_square(totals: Totals, state: TrainState) -> Totals:
@@ -155,8 +188,8 @@ def reduce_losses(totals: Totals, state: TrainState) -> Totals:
     Raises:
         ValueError: On every rank, if names or numbers of rows differ.
     """
-    keys = _compare_ranks(totals, state)
-    return _sum_over_ranks(_filled(totals, keys), state)
+    sums = compare_sums(_claim(totals, state), state)
+    return _sum_over_ranks(_with_zeros(totals, sums), state)
 
 
 def mean_metrics(totals: Totals) -> dict[str, Tensor]:
@@ -178,7 +211,7 @@ def mean_metrics(totals: Totals) -> dict[str, Tensor]:
 
 def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
     """All-reduce one vector of everything but the loss scale, which all ranks share already."""
-    if _size(state) == 1:
+    if world_of(state.mesh) == 1:
         return totals
     sums = totals.sums.copy()
     keys = _summed_keys(totals)
@@ -192,40 +225,43 @@ def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
     return attrs.evolve(totals, sums=sums)
 
 
-def _compare_ranks(totals: Totals, state: TrainState) -> list[Any]:
-    """Make sure that all ranks are about to add up the same things; a collective of objects.
+def _with_rows(totals: Totals, state: TrainState) -> Totals:
+    """Add this rank's rows and their square, from whose sums every rank sees whether all agree."""
+    if world_of(state.mesh) == 1:
+        return totals
+    rows = torch.full_like(totals["loss"], totals.rows)
+    return totals.plus(rows=rows, rows_squared=rows.square())
 
-    Returns:
-        The keys that all ranks add up. Stages before the last know no metrics.
-    """
-    knows_names = _knows_names(state)
-    mine = _summed_keys(totals), totals.samples, knows_names
-    world = _size(state)
-    everyone: list[Any] = [mine] * world
-    if world > 1:
-        dist.all_gather_object(everyone, mine)
-    first, (expected, _, _) = next(
-        (rank, theirs) for rank, theirs in enumerate(everyone) if theirs[2]
+
+def _check_rows(totals: Totals, state: TrainState) -> Totals:
+    """Make a step bad, on every rank alike, if the ranks brought different numbers of rows."""
+    world = world_of(state.mesh)
+    if world == 1:
+        return totals
+    is_even = world * totals["rows_squared"] == totals["rows"].square()
+    return totals.plus(grad_sq=torch.where(is_even, totals["grad_sq"], torch.nan))
+
+
+def _claim(totals: Totals, state: TrainState) -> Claim:
+    return Claim(
+        sums=_summed_keys(totals),
+        samples=totals.samples,
+        knows_names=_knows_names(state),
+        unreduced=totals.unreduced,
     )
-    for rank, (keys, samples, knows) in enumerate(everyone):
-        if knows and keys != expected:
-            raise ValueError(
-                f"rank {rank} reports other sums than rank {first}: "
-                f"{_difference(expected, keys)}. "
-                "Report the same metrics on every rank; use (0.0, 0) without observations."
-            )
-        if samples != everyone[0][1]:
-            raise ValueError(
-                f"rank {rank} counts {samples} samples in a step and rank 0 {everyone[0][1]}; "
-                "every rank must bring as many rows. Fill up with rows whose labels are -100."
-            )
-    return expected
 
 
-def _filled(totals: Totals, keys: Iterable[Any]) -> Totals:
-    """Add zeros for sums that other ranks have, as a pipeline's last stage does."""
-    sums = totals.sums.clone()
-    for key in set(keys) - set(_summed_keys(totals)):
+def _filled(totals: Totals, state: TrainState) -> Totals:
+    """Add zeros for the sums that only a pipeline's last stage has."""
+    if totals.agreed is None or _knows_names(state):
+        return totals
+    return _with_zeros(totals, totals.agreed.sums)
+
+
+def _with_zeros(totals: Totals, keys: Iterable[Any]) -> Totals:
+    missing = set(keys) - set(_summed_keys(totals))
+    sums = totals.sums.clone() if missing else totals.sums
+    for key in missing:
         sums[key] = torch.zeros_like(totals["loss"])
     return attrs.evolve(totals, sums=sums)
 
@@ -233,10 +269,6 @@ def _filled(totals: Totals, keys: Iterable[Any]) -> Totals:
 def _knows_names(state: TrainState) -> bool:
     stages = layout_of(state.model).stages
     return stages is None or stages.has_last
-
-
-def _size(state: TrainState) -> int:
-    return state.mesh.size() if state.mesh is not None else 1
 
 
 def _is_loss(key: str | tuple[str, ...]) -> bool:
@@ -251,12 +283,12 @@ def _summed_keys(totals: Totals) -> list[Any]:
 def _gradient_square(state: TrainState) -> Tensor:
     """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
     # The ranks of other pipeline stages hold other parameters, never the same shard.
-    world = _size(state) // size_of(state.mesh, "pp")
+    world = world_of(state.mesh) // size_of(state.mesh, "pp")
     by_owners: dict[int, list[Tensor]] = {}
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             if (gradient := parameter.grad) is not None:
-                shard, owners = _shard_and_owners(gradient, world)
+                shard, owners = shard_and_owners(gradient, world)
                 by_owners.setdefault(owners, []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=state.targets.device)
     for owners, shards in by_owners.items():
@@ -265,41 +297,16 @@ def _gradient_square(state: TrainState) -> Tensor:
     return total
 
 
-def _shard_and_owners(gradient: Tensor, world: int) -> tuple[Tensor, int]:
-    """The local piece of a gradient and how many ranks hold the same piece."""
-    if not isinstance(gradient, DTensor):
-        return gradient, world
-    mesh = gradient.device_mesh
-    owners = world // mesh.size()
-    for size, placement in zip(mesh.shape, gradient.placements, strict=True):
-        owners *= size if isinstance(placement, Replicate) else 1
-    return gradient.to_local(), owners
-
-
-def _agree(totals: Totals, state: TrainState) -> Totals:
-    """Compare with the other ranks at a model's first step, and with that step later."""
-    known = _agreed.get(state.model)
-    if known is None:
-        known = _agreed[state.model] = _compare_ranks(totals, state)
-    if not _knows_names(state):
-        return _filled(totals, known)
-    keys = _summed_keys(totals)
-    if known != keys:
-        if _size(state) > 1:
-            # The others are on their way into the collective: meet them there, with NaN, so that
-            # they end with a bad step instead of waiting for this rank.
-            dist.all_reduce(totals["targets"].new_full((len(known),), torch.nan))
-        raise ValueError(
-            f"the names of a step's sums changed: {_difference(known, keys)}. Report the same "
-            "metrics in every step; use (0.0, 0) for a metric without observations."
-        )
-    return totals
-
-
-def _difference(known: Iterable[Any], new: Iterable[Any]) -> str:
-    before, now = {_name(key) for key in known}, {_name(key) for key in new}
-    return f"missing {sorted(before - now)}, new {sorted(now - before)}"
-
-
-def _name(key: str | tuple[str, ...]) -> str:
-    return key if isinstance(key, str) else ".".join(key)
+def _check_names(totals: Totals, state: TrainState) -> None:
+    """Raise if this step's names are not those that the ranks agreed on."""
+    known, keys = state.agreed, _summed_keys(totals)
+    if known is None or not _knows_names(state) or list(known.sums) == keys:
+        return
+    if world_of(state.mesh) > 1:
+        # The others are on their way into the collective: meet them there, with NaN, so that
+        # they end with a bad step instead of waiting for this rank.
+        dist.all_reduce(totals["targets"].new_full((len(known.sums),), torch.nan))
+    raise ValueError(
+        f"the names of a step's sums changed: {difference(known.sums, keys)}. Report the same "
+        "metrics in every step; use (0.0, 0) for a metric without observations."
+    )

@@ -49,7 +49,7 @@ def update(
         state: The state whose gradients ``accumulate`` left; consumed.
         correction: What ``clip`` returned.
         lr: Learning rate; a group's own is ``lr * group.get("lr_scale", 1.0)``.
-        totals: Reduced totals; reads ``targets`` and ``samples``.
+        totals: Reduced totals; reads ``targets``, ``samples`` and ``agreed``.
         growth_interval: Good steps in a row after which a dynamic loss scale is doubled.
 
     Returns:
@@ -79,6 +79,7 @@ def update(
         samples=state.samples + totals.samples,
         targets=state.targets + trained,
         skipped=torch.where(correction.finite, 0, state.skipped + 1),
+        agreed=totals.agreed or state.agreed,
         **_rescale(state, correction, totals, growth_interval),
     )
 

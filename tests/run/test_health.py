@@ -34,8 +34,17 @@ SHORT_S = 2.0
 def create(mesh=None, step=0):
     """A state that nothing trains: health reads its step."""
     model = nn.Linear(1, 1)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
-    return fk.donate(state, step=step, mesh=mesh)
+    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+    zero = torch.zeros((), dtype=torch.int64)
+    return fk.TrainState(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        mesh=mesh,
+        step=step,
+        targets=zero,
+        skipped=zero,
+        loss_scale=torch.ones(()),
+    )
 
 
 def mesh_of(world):

@@ -1,0 +1,402 @@
+"""What a step refuses at once: gradients that were never reduced, replicas that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from oracle import full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+from torch.distributions import Categorical
+
+import forgekit as fk
+from forgekit.steps.agreement import UnreducedError, check_replicas
+
+WIDTH, CLASSES = 6, 5
+
+
+@attrs.frozen(eq=False)
+class _Record:
+    logits: torch.Tensor
+
+
+@dataclasses.dataclass
+class _Visible:
+    logits: torch.Tensor
+
+
+OPAQUE = {
+    "distribution": lambda logits: Categorical(logits=logits),
+    "namespace": lambda logits: SimpleNamespace(logits=logits),
+    "attrs": _Record,
+    "closure": lambda logits: lambda: logits,
+}
+VISIBLE = {"tensor": lambda logits: logits, "dataclass": _Visible, "dict": lambda x: {"logits": x}}
+
+
+class _Model(nn.Module):
+    def __init__(self, wrap="tensor"):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.wrap = wrap
+
+    def forward(self, x):
+        return (OPAQUE | VISIBLE)[self.wrap](self.head(self.body(x).tanh()))
+
+
+def _logits(out):
+    if isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, dict):
+        return out["logits"]
+    return out.logits if hasattr(out, "logits") else out()
+
+
+def _loss(model, batch):
+    return fk.cross_entropy(_logits(model(batch["x"])), batch["labels"])
+
+
+def _batches(rank, micros=2, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    rows = []
+    for count in range(micros):
+        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+        labels = torch.randint(CLASSES, (3,), generator=generator)
+        labels[: (rank + count) % 3] = -100
+        rows.append(TensorDict({"x": x, "labels": labels}, [3]))
+    return rows
+
+
+def _state(model, optimizer=fk.adamw, sizes=None, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device="cpu")
+    model = fk.parallelize(model, mesh, **options)
+    return fk.TrainState.create(model, optimizer(model), mesh=mesh)
+
+
+def _step(**options):
+    return fk.make_step(_loss, schedule=fk.constant(0.1), **options)
+
+
+def _gradients(state, batches, loss_fn=_loss, **options):
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _expected(model, batches, loss_fn=_loss):
+    return _gradients(fk.TrainState.create(model, fk.adamw(model)), batches, loss_fn)
+
+
+def _raises_and_keeps(state, act, error, match):
+    before = full_tensors(state.model)
+    with pytest.raises(error, match=match):
+        act()
+    after = full_tensors(state.model)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _opaque(rank, world, wrap, sizes, sync):
+    state = _state(_Model(wrap).double(), sizes=sizes)
+    act = lambda: _step(sync=sync)(state, _batches(rank))  # noqa: E731
+    return _raises_and_keeps(state, act, UnreducedError, r"never reduced the gradients of 4 param")
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+@pytest.mark.parametrize("wrap", OPAQUE)
+def test_an_output_that_fsdp_cannot_see_through_is_refused(wrap, sizes, sync):
+    assert run_ranks(_opaque, 2, wrap, sizes, sync) == [True, True]
+
+
+def _visible(rank, world, wrap):
+    return _gradients(_state(_Model(wrap).double()), _batches(rank))
+
+
+@pytest.mark.parametrize("wrap", VISIBLE)
+def test_an_output_that_fsdp_sees_through_is_exact(wrap):
+    expected = _expected(_Model(wrap).double(), _batches(0) + _batches(1))
+    for found in run_ranks(_visible, 2, wrap):
+        assert relative_error(found, expected) < 1e-12
+
+
+def _hidden_on_one_rank_in_16_bits(rank, world):
+    state = _state(_Model("distribution"), precision="bf16")
+    batches = [batch.apply(_single) for batch in _batches(rank)]
+    act = lambda: _step()(state, batches)  # noqa: E731
+    return _raises_and_keeps(state, act, UnreducedError, r"\(body.weight, body.bias, head.weight")
+
+
+def _single(tensor):
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def test_one_rank_in_16_bits_refuses_it_too():
+    """FSDP wraps a single rank as well there, for the casts."""
+    assert run_ranks(_hidden_on_one_rank_in_16_bits, 1) == [True]
+
+
+def _skipping_loss(model, batch):
+    if batch["labels"].eq(-100).all():
+        return fk.Loss(torch.zeros((), dtype=torch.float64, requires_grad=True) * 1, 0)
+    return _loss(model, batch)
+
+
+def _without_the_last(rank, steps_before):
+    batches = _batches(rank)
+    if not steps_before:
+        batches[-1]["labels"][:] = -100
+    return batches
+
+
+def _skips_the_model(rank, world, steps_before):
+    state = _state(_Model().double())
+    step = fk.make_step(_skipping_loss, schedule=fk.constant(0.1))
+    for _ in range(steps_before):
+        state, _ = step(state, _batches(rank))
+    act = lambda: step(state, _without_the_last(rank, 0))  # noqa: E731
+    is_kept = _raises_and_keeps(state, act, UnreducedError, "Call the model for every micro-batch")
+    state, metrics = step(state, _batches(rank, seed=1))  # nothing stale, nothing donated
+    return is_kept, float(metrics["skipped"])
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(steps_before):
+    assert run_ranks(_skips_the_model, 2, steps_before) == [(True, 0.0)] * 2
+
+
+def _skips_and_reduces_each(rank, world):
+    state = _state(_Model().double())
+    return _gradients(state, _without_the_last(rank, 0), _skipping_loss, sync="every")
+
+
+def test_skipping_is_exact_where_each_micro_batch_is_reduced():
+    expected = _expected(_Model().double(), _without_the_last(0, 0) + _without_the_last(1, 0))
+    for found in run_ranks(_skips_and_reduces_each, 2):
+        assert relative_error(found, expected) < 1e-12
+
+
+def _one_rank_hides(rank, world):
+    """The second tensor-parallel rank alone holds its gradients back, after a good step."""
+    plan = {"body": "colwise", "head": "rowwise"}
+    state = _state(_Model().double(), sizes={"tp": 2}, plan=plan)
+    state, _ = _step()(state, _batches(0))
+    state.model.wrap = "namespace" if rank else "tensor"
+    before = full_tensors(state.model)
+    try:
+        state, metrics = _step()(state, _batches(0, seed=1))
+        outcome = float(metrics["skipped"])
+    except UnreducedError:
+        outcome = "refused"
+    after = full_tensors(state.model)
+    return outcome, all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_the_other_ranks_update_nothing_where_one_refuses_a_later_step():
+    assert run_ranks(_one_rank_hides, 2) == [(1.0, True), ("refused", True)]
+
+
+class _Branches(nn.Module):
+    """The third is never used; the second from the last micro-batch on, or where data say so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, CLASSES) for _ in range(3))
+
+    def forward(self, x, use):
+        return self.a(x) + (self.b(x) * use if use else 0)
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([_Branches(), _Branches()])
+
+    def forward(self, x, use):
+        return self.layers[0](x, use) + self.layers[1](x, use)
+
+
+def _branch_loss(model, batch):
+    return fk.cross_entropy(model(batch["x"], float(batch["use"][0])), batch["labels"])
+
+
+def _with_use(batches, uses):
+    for batch, use in zip(batches, uses, strict=True):
+        batch["use"] = torch.full((3,), use, dtype=torch.float64)
+    return batches
+
+
+USES = {
+    "in the last": {0: (0, 0, 2), 1: (0, 0, 2)},
+    "in the middle": {0: (0, 2, 0), 1: (0, 2, 0)},
+    "by data": {0: (0, 2, 0), 1: (0, 0, 0)},
+    "by data, last": {0: (0, 0, 0), 1: (0, 0, 2)},
+    "never": {0: (0, 0, 0), 1: (0, 0, 0)},
+}
+
+
+def _mixed(rank, world, precision, uses, sync, build):
+    state = _state(build(), precision=precision)
+    batches = [b.apply(_single) for b in _with_use(_batches(rank, 3), USES[uses][rank])]
+    return _gradients(state, batches, _branch_loss, sync=sync)
+
+
+@pytest.mark.parametrize("build", [_Branches, _Blocks])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize(
+    ("precision", "sync"), [("bf16", "last"), ("bf16", "every"), ("fp16", "last")]
+)
+def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(
+    precision, sync, uses, world, build
+):
+    batches = [b for rank in range(world) for b in _with_use(_batches(rank, 3), USES[uses][rank])]
+    expected = _expected(build().double(), batches, _branch_loss)
+    for found in run_ranks(_mixed, world, precision, uses, sync, build):
+        assert relative_error(found, expected) < {"bf16": 2e-2, "fp16": 2e-3}[precision]
+        assert all(found[name].any() == expected[name].any() for name in expected)
+
+
+def _differing_replica(rank, world, sizes, what):
+    plan = {"body": "colwise", "head": "rowwise"} if "tp" in sizes else None
+    state = _state(_Model().double(), sizes=sizes, plan=plan)
+    if what == "values" and rank == world - 1:
+        with torch.no_grad():
+            state.model.head.bias.to_local().add_(1e-3)
+    totals = fk.accumulate(state, _batches(0), _loss)
+    if what == "gradients" and rank == world - 1:
+        state.model.head.bias.grad.to_local().mul_(1.5)
+    before = full_tensors(state.model)
+    with pytest.raises(ValueError, match="Nothing was updated") as caught:
+        fk.reduce_totals(totals, state)
+    fk.reduce_totals(fk.accumulate(state, _batches(0), _loss), state, audit=False)
+    after = full_tensors(state.model)
+    return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("what", ["values", "gradients"])
+@pytest.mark.parametrize("name", ["dp_replicate", "tp"])
+def test_replicas_that_differ_are_refused_on_every_rank(name, what):
+    sizes = {"dp_shard": 1, name: 2}
+    for message, is_kept in run_ranks(_differing_replica, 2, sizes, what):
+        assert is_kept
+        assert "ranks 0 and 1 hold the same part of 'head.bias'" in message
+        assert f"its {what} differ (" in message
+        assert f"along {name}. Likely cause: " in message
+
+
+def _drift_later(rank, world, out):
+    state = _state(_Model().double(), sizes={"dp_replicate": 2, "dp_shard": 1})
+    state, _ = _step()(state, _batches(rank))
+    check_replicas(state)
+    if rank:
+        with torch.no_grad():
+            state.model.body.weight.to_local()[0, 0] += 1e-2
+    with pytest.raises(ValueError, match=r"'body.weight', but its values differ .* dp_replicate"):
+        check_replicas(state)
+    with (
+        fk.Health(out, state.mesh, every=1) as health,
+        pytest.raises(ValueError, match=r"'body.weight', but its values differ"),
+    ):
+        health(state)
+    return True
+
+
+def test_replicas_are_compared_again_now_and_then(tmp_path):
+    assert run_ranks(_drift_later, 2, str(tmp_path)) == [True, True]
+
+
+def _differing_option(rank, world, options):
+    state = _state(_Model().double())
+    name, values = options
+    step = _step(**{name: values[rank]})
+    with pytest.raises(ValueError, match="Use one configuration") as caught:
+        step(state, _batches(rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [("max_norm", (1.0, 2.0)), ("spikes", (None, fk.SpikeLimit(3.0)))]
+)
+def test_ranks_with_other_options_are_refused(options):
+    name, (a, b) = options
+    for message in run_ranks(_differing_option, 2, options):
+        assert message.startswith(f"ranks differ in {name}: {a!r} on rank 0, {b!r} on rank 1.")
+
+
+def _differing_rates(rank, world):
+    state = _state(_Model().double())
+    step = fk.make_step(_loss, schedule=fk.constant(0.1 + rank))
+    with pytest.raises(ValueError, match=r"differ in learning rate: 0\.1 on rank 0, 1\.1 on rank"):
+        step(state, _batches(rank))
+    step = fk.make_step(_loss, schedule=fk.constant(0.1 + rank), audit=False)
+    step(state, _batches(rank))
+    return True
+
+
+def test_ranks_with_other_rates_are_refused_unless_nothing_is_compared():
+    assert run_ranks(_differing_rates, 2) == [True, True]
+
+
+def _rows_later(rank, world):
+    state = _state(_Model().double())
+    state, first = _step()(state, _batches(rank))
+    before = full_tensors(state.model)
+    batches = [batch[: 3 - rank] for batch in _batches(rank, seed=1)]
+    state, metrics = _step()(state, batches)
+    after = full_tensors(state.model)
+    is_kept = all(torch.equal(before[name], after[name]) for name in before)
+    return float(first["skipped"]), float(metrics["skipped"]), is_kept
+
+
+def test_rows_that_differ_after_the_first_step_make_a_bad_step_on_every_rank():
+    assert run_ranks(_rows_later, 2) == [(0.0, 1.0, True)] * 2
+
+
+def _forgotten(rank, world):
+    model = _Model().double()
+    with pytest.raises(ValueError, match=r"2 ranks and the state got no mesh.*mesh=mesh"):
+        fk.TrainState.create(model, fk.adamw(model))
+    return True
+
+
+def test_a_forgotten_mesh_beside_a_plain_model_is_refused():
+    assert run_ranks(_forgotten, 2) == [True, True]
+
+
+def test_a_metric_lets_its_graph_go():
+    """The graph of a micro-batch is freed by its backward; a metric with a graph keeps it."""
+    model = _Model().double()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    alive, seen = [], []
+
+    class Watched:  # what a graph holds as long as it lives
+        pass
+
+    def loss_fn(model, batch):
+        seen.append(sum(reference() is not None for reference in alive))
+        loss = _loss(model, batch)
+        metric, watched = loss.sum * 2, Watched()
+        metric.grad_fn.metadata["watched"] = watched
+        alive.append(weakref.ref(watched))
+        return dataclasses.replace(loss, metrics={"twice": (metric, loss.count)})
+
+    totals = fk.reduce_totals(fk.accumulate(state, _batches(0, 3), loss_fn), state)
+    metrics = fk.step_metrics(totals, fk.clip(totals), lr=0.0)
+    assert seen == [0, 0, 0]
+    assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))
+
+
+def test_one_batch_in_place_of_a_list_is_named():
+    model = _Model().double()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    with pytest.raises(TypeError, match=r"one TensorDict of batch_size \[3\].*Pass \[batch\]"):
+        _step()(state, _batches(0)[0])
