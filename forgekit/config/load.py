@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
+import stat
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from forgekit.config.schema import keys_of, name_of, show
-from forgekit.config.strict import UNKNOWN, ConfigError, collecting, structure
+from forgekit.config.schema import keys_of, name_of
+from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, structure
+from forgekit.inputs import brief, printable, too_deep, too_long
 
 __all__ = ["load_config"]
 
@@ -52,7 +55,7 @@ def load_config(
         Config(steps=5, lr=1.0)
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    program = program or Path(sys.argv[0]).name
+    program = printable(program or Path(sys.argv[0]).name)
     if "--help" in arguments or "-h" in arguments:
         _print_help(cls, program)
         raise SystemExit(0)
@@ -70,7 +73,7 @@ def _load(cls: type[ConfigT], arguments: list[str]) -> ConfigT:
     problems += file_problems
     for key, text in overrides:
         with collecting(problems):
-            tree = _override(tree, key, _parse(text))
+            tree = _override(tree, key, _parse(key, text))
     try:
         config = structure(cls, tree)
     except ConfigError as error:
@@ -124,24 +127,53 @@ def _read_files(files: list[str]) -> tuple[dict[str, Any], list[tuple[str, str]]
     """Read at most one file; return its tree and what is wrong with it."""
     if len(files) > 1:
         return {}, [("--config", f"given {len(files)} times, but one file is read; merge them")]
+    if not files:
+        return {}, []
     try:
-        texts = [Path(file).read_text(encoding="utf-8") for file in files]
-        return (tomllib.loads(texts[0]) if texts else {}), []
+        return _toml(_content(files[0])), []
     except OSError as error:
         return {}, [("--config", f"cannot read {files[0]} ({error.strerror})")]
     except ValueError as error:  # neither TOML nor, perhaps, UTF-8
         return {}, [("--config", f"{files[0]} is not valid TOML: {error}")]
 
 
-def _parse(text: str) -> Any:
+def _content(file: str) -> str:
+    """Read a file, or what a shell's ``<(command)`` writes; another pipe could keep us waiting.
+
+    Raises:
+        OSError: If it is not there, or neither.
+    """
+    mode = os.stat(file).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or file.startswith("/dev/fd/")):
+        raise OSError(errno.EINVAL, "It is neither a file nor a folder")
+    return Path(file).read_text(encoding="utf-8-sig")  # some editors begin with a mark
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """Parse TOML, with a ``ValueError`` for whatever is wrong with it."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise too_deep() from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # of int(), and nothing else raises one
+        raise too_long() from None
+
+
+def _parse(key: str, text: str) -> Any:
     """Read one TOML value, or take the text as it is.
 
     The braces turn ``5 # 3`` and ``1, b = 2`` into text, of which no half can get lost.
     """
-    with suppress(tomllib.TOMLDecodeError):
-        document = tomllib.loads(f"outer = {{inner = {text}}}")
-        if list(document) == ["outer"] and list(document["outer"]) == ["inner"]:
-            return document["outer"]["inner"]
+    try:
+        document = _toml(f"outer = {{inner = {text}}}")
+    except tomllib.TOMLDecodeError:
+        return text
+    except ValueError as error:
+        raise ConfigError([(key, f"{brief(text)} cannot be read: {error}")]) from None
+    if list(document) == ["outer"] and list(document["outer"]) == ["inner"]:
+        return document["outer"]["inner"]
     return text
 
 
@@ -155,7 +187,7 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
             break
         if not isinstance(below, Mapping):
             above = ".".join(parts[:depth])
-            raise ConfigError([(key, f"{above} was set to {show(below)}, which has no keys")])
+            raise ConfigError([(key, f"{above} was set to {shown(below)}, which has no keys")])
     for part in reversed(parts):
         value = {part: value}
     return _merge(tree, value)

@@ -23,12 +23,19 @@ from forgekit.config.schema import (
     section_of,
     show,
 )
+from forgekit.inputs import LARGEST, brief, printable
 
 __all__ = ["ConfigError", "structure", "to_dict"]
 
 ConfigT = TypeVar("ConfigT")
 
 UNKNOWN = "unknown key"
+
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems take."""
+
+LONGEST_KEY = 100
+"""Characters of a dotted path in a message."""
 
 _SCALARS = (bool, int, float, str, Path)
 _ABSENT = object()
@@ -47,9 +54,13 @@ class ConfigError(ValueError):
 
     @property
     def errors(self) -> list[str]:
-        """One sentence per problem, beginning with its path."""
-        sentences = [f"{path}: {text}" if path else text for path, text in self.problems]
-        return [text if text.endswith(".") else f"{text}." for text in sentences]
+        """One sentence per problem, beginning with its path; nothing that a terminal would obey."""
+        sentences = [f"{_cut(path)}: {text}" if path else text for path, text in self.problems]
+        return [printable(text if text.endswith(".") else f"{text}.") for text in sentences]
+
+
+def _cut(path: str) -> str:
+    return path if len(path) <= LONGEST_KEY else f"{path[: LONGEST_KEY - 3]}..."
 
 
 def structure(cls: type[ConfigT], mapping: Mapping[str, Any]) -> ConfigT:
@@ -210,13 +221,36 @@ def collecting(problems: list[tuple[str, str]], prefix: str = "") -> Iterator[No
 
 
 def _scalar(value: Any, kind: Any) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
     if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
+        return _path(value)
+    if kind is float and type(value) is int:
+        with suppress(OverflowError):
+            return float(value)
     if type(value) is not kind:
         raise _mismatch(kind, value)
+    if kind is int and not -LARGEST <= value <= LARGEST:
+        raise _refusal(f"read {brief(value)}; the largest integer is 2**63 - 1 = {LARGEST:,}")
+    if value != value:
+        raise _refusal("read nan, which is not a number; write one, or inf for no bound")
     return value
+
+
+def _path(value: str | Path) -> Path:
+    """Read a path that a file system could hold."""
+    text = str(value)
+    if not text:
+        raise _refusal('expected Path, read ""; name a file or folder. "." is the current folder')
+    if "\0" in text:
+        raise _refusal(f"{shown(text)} holds a NUL character, which no path can; remove it")
+    longest = max(text.split("/"), key=len)
+    if (size := len(longest.encode("utf-8", "surrogateescape"))) > LONGEST_NAME:
+        what = f"{_read_as(longest)} is a name of {size:,} bytes"
+        raise _refusal(f"{what}; a file system takes {LONGEST_NAME}. Choose a shorter one")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = text.partition("/")[0]
+        raise _refusal(f"{shown(user)} has no home folder here; write ./{user} or a path") from None
 
 
 def _literal(value: Any, kind: Any) -> Any:
@@ -250,7 +284,7 @@ def _sequence(value: Any, kind: Any) -> Any:
     if container is list or inner[-1] is ...:
         inner = (inner[0],) * len(value)
     if len(inner) != len(value):
-        raise _refusal(f"expected {len(inner)} values for {name_of(kind)}, read {show(value)}")
+        raise _refusal(f"expected {len(inner)} values for {name_of(kind)}, read {shown(value)}")
     labels = (f"[{index}]" for index in range(len(value)))
     return container(_read_items(labels, value, inner))
 
@@ -293,17 +327,26 @@ def _mismatch(kind: Any, value: Any) -> ConfigError:
     hint = ""
     if kind is bool and isinstance(value, str):
         hint = "; write true or false"
-    elif kind in (str, Path) and not isinstance(value, Mapping | list):
-        hint = f"; quotes make it text: '{show(str(value))}'"
+    elif kind in (str, Path) and isinstance(value, bool | int | float):
+        hint = f"; quotes make it text: '{show(shown(value))}'"
     elif (get_origin(kind) or kind) in (list, tuple) and isinstance(value, str):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
     return _refusal(f"expected {name_of(kind)}, read {_read_as(value)}{hint}")
 
 
 def _read_as(value: Any) -> str:
+    """Write a value and its kind as a user would in TOML; what is long is cut."""
     kind = "table" if isinstance(value, Mapping) else type(value).__name__
-    text = show(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+    return f"{shown(value)} ({kind})"
+
+
+def shown(value: Any) -> str:
+    """Write a value as a user would in TOML; what is long is cut."""
+    try:
+        text = show(value)
+    except (RecursionError, ValueError):  # too deep, or an integer that Python does not write
+        text = brief(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _strict_converter() -> Converter:

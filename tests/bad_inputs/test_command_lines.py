@@ -82,6 +82,36 @@ FILES = {
     "text for a number": (b'[optim]\nlr = "x"\n', 'optim.lr: expected float, read "x" (str).'),
     "a slip": (b"[model]\nlayer = 2\n", "model.layer: unknown key; the nearest is model.layers."),
     "a fraction": (b"steps = 1.5\n", "steps: expected int, read 1.5 (float)."),
+    "a mark and a slip": (b"\xef\xbb\xbfstep = 1\n", "step: unknown key; the nearest is steps."),
+    "UTF-16": ("steps = 1".encode("utf-16"), "is not valid TOML: 'utf-8' codec can't decode byte"),
+    "a NUL": (b"steps = 1\0\n", "is not valid TOML: "),
+    "5,000 digits": (b"steps = " + b"9" * 5000, "TOML: an integer has more than 4,300 digits."),
+    "5,000 digits in a phase": (
+        b"phases = [{start = -" + b"9" * 5000 + b"}]",
+        "a.toml is not valid TOML: an integer has more than 4,300 digits.",
+    ),
+    "3,000 lists": (b"steps = " + b"[" * 3000, "TOML: brackets are nested too deeply."),
+    "3,000 lists that close": (
+        b"steps = " + b"[" * 3000 + b"]" * 3000,
+        "a.toml is not valid TOML: brackets are nested too deeply.",
+    ),
+    "3,000 tables": (b"steps = " + b"{a=" * 3000, "TOML: brackets are nested too deeply."),
+    "3,000 sections": (b"steps" + b".a" * 3000 + b" = 1", "steps: expected int, read values nes"),
+    "a section of escapes": (
+        b'"\\u001B[2J" = 1',
+        "\\x1b[2J: unknown key; no key resembles it.",
+    ),
+    "a section given twice": (b"[optim]\n[optim]\n", "is not valid TOML: Cannot declare ('optim',"),
+    "a section inside a number": (b"steps = 1\n[steps]\n", "is not valid TOML: Cannot"),
+    "beyond int64": (
+        b"steps = 9223372036854775808",
+        "steps: read 9223372036854775808; the largest integer is 2**63 - 1",
+    ),
+    "a NUL in a path": (b'out = "a\\u0000b"', 'out: "a\\u0000b" holds a NUL character, which'),
+    "a half of a pair": (
+        b'out = "\\uD800"',
+        "is not valid TOML: Escaped character is not a Unicode",
+    ),
     "a date": (b"steps = 2020-01-01\n", "steps: expected int, read "),
     "a list for a section": (b"mesh = [1]\n", "mesh: expected MeshSpec, read [1] (list)."),
 }
@@ -93,18 +123,79 @@ def test_a_file_of_settings_that_cannot_be_ends_with_code_2(content, message, tm
     with pytest.raises(SystemExit) as stop:
         load_config(load_recipe("pretrain").Config, ["--config", str(tmp_path / "a.toml")])
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown) < 700
+    assert shown.replace("\n", "").isprintable()
 
 
 SETTINGS = {
     "not a file": ("--config .", "--config: cannot read . (Is a directory)."),
     "no such file": ("--config gone.toml", "--config: cannot read gone.toml (No such file or dir"),
+    "an endless file": ("--config /dev/zero", "cannot read /dev/zero (It is neither a file nor a"),
+    "a file below a file": (f"--config {__file__}/a", "(Not a directory)."),
+    "a name too long for a file": (f"--config {'x' * 300}", "(File name too long)."),
     "a negative number of steps": ("steps=-1", "steps: 'steps' must be >= 0: -1."),
-    "a rate that is not a number": ("optim.lr=nan", "optim.lr: 'lr' must be >= 0: nan."),
+    "a rate that is not a number": (
+        "optim.lr=nan",
+        "optim.lr: read nan, which is not a number; write one, or",
+    ),
     "a negative rate": ("optim.lr=-1", "optim.lr: 'lr' must be >= 0: -1.0."),
     "nothing kept": ("keep=-1", "keep: 'keep' must be >= 1: -1."),
     "a number for a folder": ("out=3", "out: expected Path, read 3 (int); quotes make it text"),
     "a word for a seed": ("seed=x", 'seed: expected int, read "x" (str).'),
+    **{
+        f"{name} beyond int64": (
+            f"{name}={10**20}",
+            f"{name}: read {10**20}; the largest integer is 2**63 - 1 = 9,223,372,036,854,775,807.",
+        )
+        for name in ("steps", "batch_size", "data.seq_len", "data.workers", "mesh.tp", "model.dim")
+    },
+    **{
+        f"{name} of 5,000 digits": (
+            f"{name}={'9' * 5000}",
+            f"{name}: '{'9' * 56}... cannot be read: an integer has more than 4,300 digits.",
+        )
+        for name in ("seed", "steps", "optim.lr", "out")
+    },
+    **{
+        f"{name} of 3,000 brackets": (
+            f"{name}={'[' * 3000}",
+            f"{name}: '{'[' * 56}... cannot be read: brackets are nested too deeply.",
+        )
+        for name in ("steps", "prompt", "data.path", "model")
+    },
+    **{
+        f"{name} that is not a number": (
+            f"{name}=nan",
+            f"{name}: read nan, which is not a number; write one, or inf for no bound.",
+        )
+        for name in ("max_norm", "spikes", "optim.weight_decay", "model.rope_theta")
+    },
+    "a rate beyond floats": (f"optim.lr={10**400}", "optim.lr: expected float, read 1000000000000"),
+    "text before a rate": ("optim.lr=1e-4x", 'optim.lr: expected float, read "1e-4x" (str).'),
+    "a comma in a rate": ("optim.lr=0,1", 'optim.lr: expected float, read "0,1" (str).'),
+    "a home of nobody": ("out=~nosuchuser/a", 'out: "~nosuchuser" has no home folder here; write'),
+    "nowhere": ("out=", 'out: expected Path, read ""; name a file or folder. "." is the current'),
+    "data from nowhere": ("data.path=", 'data.path: expected Path, read ""; name a file or folder'),
+    "a name too long": (f"out=a/{'x' * 256}", "(str) is a name of 256 bytes; a file system takes"),
+    "a long name of two bytes each": (f"out={'é' * 128}", "is a name of 256 bytes; a file system"),
+    "a colour": ("steps=\x1b[31m", 'steps: expected int, read "\\u001b[31m" (str).'),
+    "a colour of one byte": ("steps=\x9b31m", 'steps: expected int, read "\\x9b31m" (str).'),
+    "writing from right to left": ("steps=\u202e1", 'steps: expected int, read "\\u202e1" (str).'),
+    "bytes that are no text": ("steps=\udcff", 'steps: expected int, read "\\udcff" (str).'),
+    "a key of escapes": ("\x1b[2J=1", "\\x1b[2J: unknown key; no key resembles it."),
+    "an option of escapes": (
+        "--\x1b]0;a\x07",
+        "--\\x1b]0;a\\x07: unknown argument; write KEY=VALUE",
+    ),
+    "a key of 3,000 letters": (f"{'x' * 3000}=1", f"{'x' * 97}...: unknown key; no key resembles"),
+    "a key of 3,000 sections": (f"steps{'.a' * 3000}=1", "steps: expected int, read values nested"),
+    "a number for a switch": ("compile=0", "compile: expected bool, read 0 (int)."),
+    "yes": ("compile=yes", 'compile: expected bool, read "yes" (str); write true or false.'),
+    "a list of paths": ('data.path=["a","b"]', 'data.path: expected Path, read ["a", "b"] (list)'),
+    "a switch for a number": ("seed=true", "seed: expected int, read true (bool)."),
+    "a list for a section": ("optim=[]", "optim: expected Optim, read [] (list)."),
     "half a rank": ("mesh.tp=1.5", "mesh.tp: expected int, read 1.5 (float)."),
     "ranks of nothing": ("mesh.pp=0", "mesh: pp is 0; a mesh dimension is at least 1, or -1 once."),
     "no layers": ("model.layers=0", "model: layers is 0; it must be at least 1."),
@@ -130,4 +221,13 @@ def test_a_setting_of_a_recipe_that_cannot_be_ends_with_code_2(line, message, ca
     with pytest.raises(SystemExit) as stop:
         load_config(load_recipe("pretrain").Config, line.split(" "))
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown) < 700
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_a_mark_at_the_start_of_a_file_of_settings_is_no_part_of_it(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    config = load_config(load_recipe("pretrain").Config, ["--config", str(tmp_path / "a.toml")])
+    assert config.steps == 7

@@ -1,0 +1,189 @@
+"""What users and files give, checked before it is used: numbers, JSON, and text for messages.
+
+Python takes more than a run can use: ``True`` is an integer to it, and so is one of a thousand
+digits that torch refuses an hour later; JSON may be nested deeper than the stack. Each rule stands
+here once, with the words of its refusal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from typing import Any
+
+__all__ = [
+    "LARGEST",
+    "brief",
+    "check_integers",
+    "check_numbers",
+    "is_integer",
+    "parse_json",
+    "printable",
+    "too_deep",
+    "too_long",
+]
+
+LARGEST = 2**63 - 1
+"""The largest integer that tensors hold."""
+
+SHOWN = 60
+"""Characters of a value in a message."""
+
+
+def is_integer(value: Any) -> bool:
+    """Say whether a value is one integer, of Python, numpy or torch; a bool is not.
+
+    Examples:
+        >>> is_integer(3), is_integer(True), is_integer(3.0)
+        (True, False, False)
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return False
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # arrays, and tensors without a value
+        return False
+    return True
+
+
+def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:
+    """Refuse what is no integer, too small or too large.
+
+    Args:
+        **numbers: By the argument's name its value, the least and, if it is not ``LARGEST``, the
+            most that it may be.
+
+    Raises:
+        TypeError: If a value is no integer.
+        ValueError: If it is out of range.
+
+    Examples:
+        >>> check_integers(seq_len=(0, 1))
+        Traceback (most recent call last):
+        ValueError: seq_len 0 must be at least 1.
+    """
+    for name, (value, least, *most) in numbers.items():
+        if not is_integer(value):
+            kind = type(value).__name__
+            raise TypeError(f"{name} is {brief(value)}, a {kind}; pass an integer.")
+        if value < least:
+            raise ValueError(f"{name} {brief(value)} must be at least {least}.")
+        if value > (most or [LARGEST])[0]:
+            largest = f"{most[0]:,}" if most else "2**63 - 1"
+            raise ValueError(f"{name} {brief(value)} must be at most {largest}.")
+
+
+def check_numbers(**numbers: tuple[Any, float]) -> None:
+    """Refuse what is no number, not finite or too small.
+
+    Args:
+        **numbers: By the argument's name its value and the least that it may be.
+
+    Raises:
+        TypeError: If a value is no number.
+        ValueError: If it is out of range.
+
+    Examples:
+        >>> check_numbers(peak=(float("nan"), 0))
+        Traceback (most recent call last):
+        ValueError: peak is nan; it must be finite and not negative.
+    """
+    for name, (value, least) in numbers.items():
+        number = _number(value)
+        if number is None:
+            kind = type(value).__name__
+            raise TypeError(f"{name} is {brief(value)}, a {kind}; pass a number.")
+        if not least <= number < math.inf:
+            bound = {0: "not negative", -math.inf: "a number"}.get(least, f"at least {least}")
+            raise ValueError(f"{name} is {brief(value)}; it must be finite and {bound}.")
+
+
+def _number(value: Any) -> float | None:
+    """A real number as a float, ``inf`` if it is too large for one; None if it is none."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):  # which a text has not
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # arrays, and tensors of several numbers
+        return None
+
+
+def brief(value: Any) -> str:
+    r"""Write a value for a message: printable, and cut if it is long.
+
+    Examples:
+        >>> print(brief("red: \x1b[31m"), "and", brief(10**5000))
+        'red: \x1b[31m' and an integer of 16,610 bits
+    """
+    try:
+        text = printable(repr(value))
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        is_one = isinstance(value, int)
+        text = f"an integer of {value.bit_length():,} bits" if is_one else "integers too large"
+    except RecursionError:
+        text = "values nested too deeply to be shown"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal would obey or could not show, such as colours and half characters.
+
+    Examples:
+        >>> print(printable("caf\xe9 \x1b[2J"))
+        café \x1b[2J
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON in which nothing is ambiguous and that fits into memory and stack.
+
+    Args:
+        content: One value; bytes are UTF-8.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If it is no JSON, names a key twice, holds an integer of more than 4,300 digits,
+            or is nested too deeply; ``json.JSONDecodeError`` in the first case.
+
+    Examples:
+        >>> parse_json('{"a": 1, "a": 2}')
+        Traceback (most recent call last):
+        ValueError: the key "a" stands twice in one object
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    try:
+        return _JSON.decode(text)
+    except RecursionError:
+        raise too_deep() from None
+    except ValueError as error:
+        raise (too_long() if "integer string conversion" in str(error) else error) from None
+
+
+def too_deep() -> ValueError:
+    """Say that values are nested deeper than a parser goes."""
+    return ValueError("brackets are nested too deeply")
+
+
+def too_long() -> ValueError:
+    """Say that an integer is longer than Python reads."""
+    return ValueError("an integer has more than 4,300 digits")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {json.dumps(twice)} stands twice in one object")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
