@@ -40,6 +40,7 @@ from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
 from forgekit.optim.groups import decay_groups
 from forgekit.optim.adamw import adamw
+from forgekit.optim.chain import chain_optimizers
 from forgekit.optim.schedules import (
     Schedule,
     constant,
@@ -146,6 +147,7 @@ __all__ = [
     "init_weights",
     "decay_groups",
     "adamw",
+    "chain_optimizers",
     "Schedule",
     "constant",
     "cosine",

@@ -9,6 +9,7 @@ an error that names the line that consumed it. Normal reads pay nothing for this
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -24,10 +25,12 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Agreement", "DonatedStateError", "TrainState", "donate"]
+__all__ = ["Agreement", "DonatedStateError", "TrainState", "check_optimizer", "donate"]
 
 DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
+
+CONTAINERS = (list, tuple, dict)
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _RECIPES = _PACKAGE + "recipes" + os.sep
@@ -136,10 +139,13 @@ class TrainState:
             A state at step 0, its counters on the model's device.
 
         Raises:
+            TypeError: If ``optimizer`` is not an optimizer, such as a list of several, or its
+                ``step`` needs a closure.
             ValueError: If ``loss_scale`` is not a power of two, if the optimizer holds a parameter
                 that the model does not, or if parameters are not sharded on a mesh of several
                 ranks (their gradients would never be reduced).
         """
+        check_optimizer(optimizer)
         if loss_scale is None:
             loss_scale = float(getattr(model, "initial_loss_scale", DEFAULT_LOSS_SCALE))
         mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
@@ -200,6 +206,33 @@ def donate(state: StateT, **changes: Any) -> StateT:
         if field.name != "_donated_at":
             object.__delattr__(state, field.name)
     return new
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what a step cannot use as its one optimizer.
+
+    Raises:
+        TypeError: If it is several optimizers or none, or its ``step`` needs a closure.
+    """
+    kind = type(optimizer)
+    inside = [*(optimizer.values() if kind is dict else optimizer)] if kind in CONTAINERS else []
+    if any(isinstance(one, Optimizer) for one in inside):
+        raise TypeError(
+            f"optimizer is a {kind.__name__} of {len(inside)} optimizers; a state has one. "
+            "forgekit.chain_optimizers(first, second) makes one of them."
+        )
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise TypeError(
+            f"optimizer is a {kind.__name__}; pass a torch.optim.Optimizer over the "
+            "model's parameters, such as forgekit.adamw(model)."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{kind.__name__}.step needs a closure that computes the loss again, and a "
+            "step computes it once per micro-batch. Use an optimizer whose step() needs none, such "
+            "as forgekit.adamw(model)."
+        )
 
 
 def _caller() -> str:

@@ -26,6 +26,7 @@ CONTRACT = [
     "DonatedStateError",
     "donate",
     "adamw",
+    "chain_optimizers",
     "checkpoint_load",
     "checkpoint_save",
     "PendingSave",

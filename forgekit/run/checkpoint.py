@@ -46,6 +46,7 @@ from forgekit.run.checkpoints.loading import (
     read_tensors,
 )
 from forgekit.run.checkpoints.migrate import Migrated, Migration, bring_up
+from forgekit.run.checkpoints.optimizers import check_complete, check_holds_none
 from forgekit.run.checkpoints.places import Place, Workspace, place_of
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.state import TrainState, donate
@@ -145,7 +146,8 @@ def checkpoint_save(
     Raises:
         ValueError: If ``keep`` or ``version`` is less than 1, or a URL was made into a ``Path``.
         ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
-        TypeError: If a field of the state cannot be saved.
+        TypeError: If a field of the state cannot be saved, or the optimizer keeps its state where
+            a checkpoint cannot find it.
         CheckpointError: If the previous save failed and nobody has been told yet.
 
     Examples:
@@ -162,6 +164,7 @@ def checkpoint_save(
     if not isinstance(rule, Keep | None):
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     _check_version(version)
+    check_holds_none(state.optimizer)
     place = place_of(directory)
     ranks = ranks_of(state)
     tensors, description = collect(state, ranks.rank)
@@ -176,6 +179,7 @@ def checkpoint_save(
         **description,
     }
     wait_for_saves()
+    check_complete(state, ranks)
     staged = stage(tensors, _buffers.setdefault(state.model, {}))
     pending = PendingSave(
         state.step, lambda: _write_or_explain(ranks, place, staged, description, rule)
@@ -242,6 +246,7 @@ def checkpoint_load(
     Raises:
         ValueError: If a part is unknown, or the model is none of them; if ``version`` is less than
             1; if a URL was made into a ``Path``.
+        TypeError: If the optimizer keeps its state where a checkpoint cannot find it.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
             format, version, data, model or optimizer, holds streams of another number of ranks, or
             anything but tensors, of which nothing is run. The same on every rank.
@@ -258,6 +263,8 @@ def checkpoint_load(
     if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     _check_version(version)
+    if "optimizer" in parts:
+        check_holds_none(state.optimizer)
     wait_for_saves()
     place, ranks = place_of(directory), ranks_of(state)
     found = choose_checkpoint(ranks, place, step)

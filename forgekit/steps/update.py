@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from forgekit.optim.chain import Chained
 from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
@@ -120,7 +121,10 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
     True for the fused implementations of torch, which mark themselves, and for optimizers that
     set ``_step_supports_amp_scaling``; foreach ones would assert, Muon would ignore it silently.
+    True for a chain of such optimizers.
     """
+    if isinstance(optimizer, Chained):
+        return all(map(skips_on_device, optimizer.members))
     marked = getattr(optimizer, "_step_supports_amp_scaling", False)
     fused = bool(marked) and all(group.get("fused", True) for group in optimizer.param_groups)
     return fused and not _lacks_momentum(optimizer)

@@ -19,11 +19,35 @@ WAYS = [  # the layouts of each way have the same model
 ]
 
 
-def _state(layout, seed):
+CHAIN_WAY = ["fsdp4", "fsdp2", "tp2", "pp2-1f1b", "fsdp4"]
+
+
+def chained(model):
+    """Muon for the matrices of the layers, AdamW for all else, each with its own settings."""
+    blocks = {name: p for name, p in model.named_parameters() if name.startswith("layers.")}
+    matrices = [p for p in blocks.values() if p.ndim == 2]
+    held = set(matrices)
+    rest = [p for p in model.parameters() if p not in held]
+    muon = torch.optim.Muon([{"params": matrices, "lr_scale": 3.0}], weight_decay=0.2)
+    return fk.chain_optimizers(muon, torch.optim.AdamW(rest, weight_decay=0.3, fused=True))
+
+
+OPTIMIZERS = {"adamw": fk.adamw, "chain": chained}
+
+
+def _state(layout, seed, optimizer):
     cell = Cell(layout, LAYOUTS[layout].micros[0], "ragged", False, "none", "logits")
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device="cpu")
     laid_out = LaidOut(lay_out(cell, mesh, seed=seed), mesh)
-    return cell, laid_out, fk.TrainState.create(laid_out.model, fk.adamw(laid_out.model), mesh=mesh)
+    built = OPTIMIZERS[optimizer](laid_out.model)
+    return cell, laid_out, fk.TrainState.create(laid_out.model, built, mesh=mesh)
+
+
+def _go_on(cell, state, steps):
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    for _ in range(steps):
+        state, _ = step(state, own_batches(cell, state.mesh, state.step))
+    return state
 
 
 def _contents(laid_out, state):
@@ -38,33 +62,58 @@ def _contents(laid_out, state):
     return {"tensors": laid_out.send(tensors | moments), **counters}
 
 
-def _train(rank, world, layout, directory):
-    cell, laid_out, state = _state(layout, seed=0)
-    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
-    for index in range(2):
-        state, _ = step(state, own_batches(cell, state.mesh, index))
+def _train(rank, world, layout, directory, optimizer):
+    cell, laid_out, state = _state(layout, 0, optimizer)
+    state = _go_on(cell, state, 2)
     fk.checkpoint_save(state, directory).wait()
     return _contents(laid_out, state)
 
 
-def _pass_on(rank, world, layout, source, target):
-    _, laid_out, state = _state(layout, seed=1)
+def _pass_on(rank, world, layout, source, target, optimizer):
+    _, laid_out, state = _state(layout, 1, optimizer)
     state = fk.checkpoint_load(state, source)
     fk.checkpoint_save(state, target).wait()
     return _contents(laid_out, state)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=">".join)
-def test_a_checkpoint_comes_back_from_other_layouts_bitwise_the_same(tmp_path, way):
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [*((way, "adamw") for way in WAYS), (CHAIN_WAY, "chain")],
+    ids=lambda value: value if isinstance(value, str) else ">".join(value),
+)
+def test_a_checkpoint_comes_back_from_other_layouts_bitwise_the_same(tmp_path, way, optimizer):
     directory = tmp_path / "0"
-    saved = merge(run_ranks(_train, LAYOUTS[way[0]].world, way[0], directory))
+    saved = merge(run_ranks(_train, LAYOUTS[way[0]].world, way[0], directory, optimizer))
     assert saved["step"] == 2
     for number, layout in enumerate(way[1:], start=1):
         source, directory = directory, tmp_path / str(number)
         world = LAYOUTS[layout].world
-        found = merge(run_ranks(_pass_on, world, layout, source, directory))
+        found = merge(run_ranks(_pass_on, world, layout, source, directory, optimizer))
         tensors, expected = found.pop("tensors"), saved["tensors"]
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
         assert found == {name: saved[name] for name in found}
+
+
+def _resume(rank, world, layout, directory):
+    cell, straight, state = _state(layout, 0, "chain")
+    expected = _contents(straight, _go_on(cell, state, 4))
+    cell, _, state = _state(layout, 0, "chain")
+    fk.checkpoint_save(_go_on(cell, state, 2), directory).wait()
+    _, laid_out, state = _state(layout, 1, "chain")
+    state = fk.checkpoint_load(state, directory)
+    return _contents(laid_out, _go_on(cell, state, 2)), expected
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2-1f1b", "hsdp2x2"])
+def test_a_chain_goes_on_bitwise_the_same_in_each_layout(tmp_path, layout):
+    ranks = run_ranks(_resume, LAYOUTS[layout].world, layout, tmp_path)
+    found, expected = (merge(contents) for contents in zip(*ranks, strict=True))
+    tensors, wanted = found.pop("tensors"), expected.pop("tensors")
+    assert tensors.keys() == wanted.keys()
+    kinds = {name.rpartition(".")[2] for name in wanted}
+    assert kinds >= {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, msg=name)
+    assert found == expected

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
+from forgekit.run.checkpoints.optimizers import name_of
 from forgekit.run.checkpoints.per_rank import (
     find_difference,
     is_per_rank,
@@ -72,7 +73,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     description = {
         "tensors": {key: describe(tensor) for key, tensor in tensors.items()},
         "optimizer": optimizer,
-        "optimizer_class": type(state.optimizer).__qualname__,
+        "optimizer_class": name_of(state.optimizer),
         "fields": fields,
     }
     return tensors, description

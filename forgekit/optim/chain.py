@@ -1,0 +1,145 @@
+"""Several optimizers as one: to the step, to a checkpoint, and to ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["Chained", "chain_optimizers"]
+
+
+def chain_optimizers(*optimizers: Optimizer) -> Chained:
+    """Join optimizers over different parameters of a model into one.
+
+    The usual pair is one for matrices and one for all else. Each keeps its own hyperparameters. A
+    step's schedule sets the learning rate of all of them; a group whose rate is to differ has an
+    ``lr_scale``, by which the scheduled rate is multiplied.
+
+    Args:
+        *optimizers: At least one; no parameter may be in two of them. They belong to the result
+            from now on: use it in their stead. A chain among them stands for its members.
+
+    Returns:
+        An optimizer with the groups and the state of all members.
+
+    Raises:
+        TypeError: If something is not a ``torch.optim.Optimizer``, a list of them included.
+        ValueError: If there is none, or two of them hold the same parameter.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> matrices = torch.optim.Muon([{"params": [model.weight], "lr_scale": 20.0}])
+        >>> rest = torch.optim.AdamW([model.bias], fused=True)
+        >>> [len(group["params"]) for group in chain_optimizers(matrices, rest).param_groups]
+        [1, 1]
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"chain_optimizers got a {type(optimizer).__name__}; each argument is a "
+                "torch.optim.Optimizer: chain_optimizers(first, second)."
+            )
+    if not optimizers:
+        raise ValueError("chain_optimizers got no optimizer; it needs at least one.")
+    members = [m for o in optimizers for m in (o.members if isinstance(o, Chained) else [o])]
+    _check_disjoint(members)
+    return Chained(members)
+
+
+class Chained(Optimizer):
+    """Optimizers that step together; ``chain_optimizers`` makes one.
+
+    Members share one ``state``, so a parameter's entries are found by the parameter, as they are in
+    any other optimizer; that is all that a checkpoint needs.
+
+    Attributes:
+        members: The optimizers, in the order in which they step.
+    """
+
+    members: tuple[Optimizer, ...] = ()
+
+    def __init__(self, members: list[Optimizer]) -> None:
+        super().__init__([group for member in members for group in member.param_groups], {})
+        self.members = tuple(members)
+        for member in members:
+            # Whoever reads member.state[parameter] of another member's leaves an empty entry there.
+            self.state.update({key: entry for key, entry in member.state.items() if entry})
+        self._share()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether every member takes ``found_inf`` and ``grad_scale``."""
+        marks = [getattr(member, "_step_supports_amp_scaling", False) for member in self.members]
+        return all(marks)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each member.
+
+        Args:
+            closure: Computes the loss again; called once, before the first member.
+
+        Returns:
+            What the closure returned, else None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            self._hand_down(member)
+            try:
+                member.step()
+            finally:
+                member.__dict__.pop("grad_scale", None)
+                member.__dict__.pop("found_inf", None)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a member's group while the chain is made; later it would belong to no member.
+
+        Raises:
+            TypeError: If the chain is made already.
+        """
+        if self.members:
+            raise TypeError(
+                "a chain of optimizers got another parameter group, and nothing says which member "
+                "is to step it. Add it to an optimizer before chain_optimizers joins them."
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "members": self.members}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Give each member its groups and the state of all, as after loading its own."""
+        groups = iter(self.param_groups)
+        for member in self.members:
+            own = [next(groups) for _ in member.param_groups]
+            member.__setstate__({"state": self.state, "param_groups": own})
+
+    def _hand_down(self, member: Optimizer) -> None:
+        for name in ("grad_scale", "found_inf"):
+            value: Tensor | None = getattr(self, name, None)
+            if value is not None:
+                setattr(member, name, value)
+
+
+def _check_disjoint(members: list[Optimizer]) -> None:
+    holders: dict[Tensor, Optimizer] = {}
+    for member in members:
+        for parameter in [p for group in member.param_groups for p in group["params"]]:
+            if (other := holders.setdefault(parameter, member)) is not member:
+                raise ValueError(
+                    f"{type(other).__name__} and {type(member).__name__} hold the same parameter "
+                    f"of shape {tuple(parameter.shape)}, which would be stepped twice. Give each "
+                    "parameter to one optimizer."
+                )

@@ -1,0 +1,343 @@
+"""Several optimizers as one: what it computes, keeps and refuses."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.steps.update import skips_on_device
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that go from the device to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func == torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def build_model(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+
+def split(model):
+    """Matrices and biases."""
+    return [[p for p in model.parameters() if p.ndim == n] for n in (2, 1)]
+
+
+PAIRS = {
+    "momentum and adamw": (
+        lambda p: SGD([{"params": p, "lr_scale": 3.0}], momentum=0.9, nesterov=True),
+        lambda p: AdamW(p, betas=(0.8, 0.9), weight_decay=0.3, fused=True),
+    ),
+    "muon and adamw": (
+        lambda p: Muon([{"params": p, "lr_scale": 20.0}], weight_decay=0.2),
+        lambda p: AdamW(p, eps=1e-3, fused=True),
+    ),
+    "two fused": (
+        lambda p: Adam([{"params": p, "lr_scale": 0.5}], betas=(0.7, 0.8), fused=True),
+        lambda p: AdamW(p, weight_decay=0.3, fused=True),
+    ),
+    "fused momentum": (
+        lambda p: SGD([{"params": p, "lr_scale": 0.5}], momentum=0.8, fused=True),
+        lambda p: AdamW(p, fused=True),
+    ),
+}
+
+
+def members_of(model, pair):
+    return [make(p) for make, p in zip(PAIRS[pair], split(model), strict=True)]
+
+
+def chained(model, pair):
+    return fk.chain_optimizers(*members_of(model, pair))
+
+
+def loss_fn(model, batch):
+    error = (model(batch["x"]) - batch["y"]).square()
+    return fk.Loss(error.sum(), torch.tensor(error.numel()))
+
+
+def batch_of(index, rows=4, scale=1.0):
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+    return TensorDict({"x": draw(rows, 5), "y": scale * draw(rows, 3)}, [rows])
+
+
+def schedule(step):
+    return 0.01 * (step + 1)
+
+
+def train(state, steps, start=0):
+    step = fk.make_step(loss_fn, schedule=schedule, max_norm=0.5)
+    for index in range(start, start + steps):
+        state, _ = step(state, [batch_of(index)])
+    return state
+
+
+def plain_training(pair, steps):
+    """What torch computes alone: both optimizers step after one backward of the mean."""
+    model = build_model()
+    optimizers = members_of(model, pair)
+    for index in range(steps):
+        batch = batch_of(index)
+        model.zero_grad()
+        (model(batch["x"]) - batch["y"]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(index) * group.get("lr_scale", 1.0)
+            optimizer.step()
+    return dict(model.named_parameters()), optimizers
+
+
+def entries(model, optimizer):
+    return {
+        f"{name}.{key}": value.clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+        if value is not None
+    }
+
+
+def assert_equal(found, expected, **tolerance):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_member_steps_its_parameters_with_its_own_settings(pair):
+    model = build_model()
+    train(fk.TrainState.create(model, chained(model, pair)), 4)
+    expected, _ = plain_training(pair, 4)
+    # Muon orthogonalises in bfloat16, so that the last bit of a gradient may turn into 2**-8.
+    close = {"rtol": 0, "atol": 2e-3 if "muon" in pair else 1e-12}
+    assert_equal(dict(model.named_parameters()), expected, **close)
+    for before, after in zip(build_model().parameters(), model.parameters(), strict=True):
+        assert (before - after).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_resumed_chain_is_bitwise_the_same(tmp_path, pair):
+    model = build_model()
+    straight = train(fk.TrainState.create(model, chained(model, pair)), 4)
+    model = build_model()
+    state = train(fk.TrainState.create(model, chained(model, pair)), 2)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    fresh = build_model()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    state = fk.checkpoint_load(fk.TrainState.create(fresh, chained(fresh, pair)), tmp_path)
+    state = train(state, 2, start=2)
+    assert_equal(dict(state.model.named_parameters()), dict(straight.model.named_parameters()))
+    expected = entries(straight.model, straight.optimizer)
+    assert_equal(entries(state.model, state.optimizer), expected)
+    assert {key.rpartition(".")[0] for key in expected} == dict(fresh.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
+def test_a_chain_survives_what_torch_does_to_optimizers(pair, way):
+    model = build_model()
+    straight = train(fk.TrainState.create(model, chained(model, pair)), 4)
+    model = build_model()
+    state = train(fk.TrainState.create(model, chained(model, pair)), 2)
+    if way == "deepcopy":
+        other, optimizer = copy.deepcopy((state.model, state.optimizer))
+    else:
+        other = copy.deepcopy(state.model)
+        optimizer = chained(other, pair)
+        optimizer.load_state_dict(state.optimizer.state_dict())
+    copied = fk.TrainState.create(other, optimizer)
+    copied = train(fk.donate(copied, step=2), 2, start=2)
+    assert_equal(dict(other.named_parameters()), dict(straight.model.named_parameters()))
+    assert_equal(entries(other, optimizer), entries(straight.model, straight.optimizer))
+    assert all(m.state is optimizer.state for m in optimizer.members)
+    here = [group for member in optimizer.members for group in member.param_groups]
+    assert all(own is group for own, group in zip(here, optimizer.param_groups, strict=True))
+
+
+BROKEN = {"infinite": batch_of(9, scale=torch.inf), "finite": batch_of(9)}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_bad_step_leaves_every_member_as_it_was(pair):
+    model = build_model()
+    state = train(fk.TrainState.create(model, chained(model, pair)), 2)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    kept = entries(model, state.optimizer)
+    step = fk.make_step(loss_fn, schedule=schedule)
+    state, _ = step(state, [BROKEN["infinite"]])
+    assert_equal(dict(model.named_parameters()), before)
+    assert_equal(entries(model, state.optimizer), kept)
+    assert int(state.skipped) == 1
+    state, _ = step(state, [BROKEN["finite"]])
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("pair", "reads"),
+    {"two fused": 0, "fused momentum": 0, "momentum and adamw": 1}.items(),
+)
+def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pair, reads):
+    model = build_model(torch.float32)
+    state = fk.TrainState.create(model, chained(model, pair))
+    step = fk.make_step(loss_fn, schedule=schedule)
+    batch = batch_of(0).float()
+    state, _ = step(state, [batch])
+    with HostReads() as mode:
+        state, _ = step(state, [batch])
+    assert (mode.count > 0) == (reads > 0)
+    assert skips_on_device(state.optimizer) == (reads == 0)
+    leftovers = [vars(member).get("found_inf") for member in state.optimizer.members]
+    assert leftovers == [None, None]
+
+
+def test_fused_momentum_is_not_made_by_a_step_that_may_be_skipped():
+    """A skipped first step would leave its memory unwritten."""
+    model = build_model(torch.float32)
+    optimizer = chained(model, "fused momentum")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert not skips_on_device(optimizer)
+
+
+def test_a_chain_of_a_chain_is_one_chain():
+    model = build_model()
+    first, second = split(model)
+    inner = fk.chain_optimizers(SGD([first[0]]), SGD([first[1]], momentum=0.9))
+    outer = fk.chain_optimizers(inner, AdamW(second))
+    assert [type(m).__name__ for m in outer.members] == ["SGD", "SGD", "AdamW"]
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    outer.step()
+    assert outer.state.keys() == {first[1], *second}
+    outer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_state_that_members_have_already_is_kept():
+    model = build_model()
+    members = members_of(model, "two fused")
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    for member in members:
+        member.step()
+    expected = [entries(model, member) for member in members]
+    joined = fk.chain_optimizers(*members)
+    assert_equal(entries(model, joined), dict(chain.from_iterable(e.items() for e in expected)))
+
+
+def test_a_closure_is_called_once():
+    model, calls = build_model(), []
+
+    def closure():
+        calls.append(1)
+        loss = model(torch.ones(1, 5, dtype=torch.float64)).sum()
+        loss.backward()
+        return loss
+
+    assert chained(model, "two fused").step(closure).requires_grad
+    assert calls == [1]
+
+
+def same(model):
+    return SGD(model.parameters()), AdamW([model[0].bias])
+
+
+REFUSED = {
+    "nothing": (lambda model: (), ValueError, "^chain_optimizers got no optimizer; it needs at le"),
+    "a list": (
+        lambda model: ([SGD(model.parameters())],),
+        TypeError,
+        r"^chain_optimizers got a list; each argument is a torch.optim.Optimizer: ",
+    ),
+    "parameters": (
+        lambda model: (model.parameters(),),
+        TypeError,
+        "^chain_optimizers got a generator; each argument is a torch.optim.Optimizer",
+    ),
+    "a model": (lambda model: (model,), TypeError, "^chain_optimizers got a Sequential; each"),
+    "overlap": (
+        same,
+        ValueError,
+        r"^SGD and AdamW hold the same parameter of shape \(4,\), which would be stepped twice",
+    ),
+    "twice the same": (
+        lambda model: (fk.chain_optimizers(SGD([model[0].bias])), SGD([model[0].bias])),
+        ValueError,
+        "^SGD and SGD hold the same parameter of shape .* Give each parameter to one optimizer",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_chained_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        fk.chain_optimizers(*arguments(build_model()))
+
+
+@pytest.mark.bad_input
+def test_a_chain_takes_no_further_group():
+    model = build_model()
+    optimizer = fk.chain_optimizers(SGD([model[0].weight]))
+    with pytest.raises(TypeError, match=r"nothing says which member is to step it. Add it to an"):
+        optimizer.add_param_group({"params": [model[0].bias]})
+
+
+NOT_ONE = {
+    "a list": (
+        lambda model: members_of(model, "two fused"),
+        r"^optimizer is a list of 2 optimizers; a state has one. forgekit.chain_optimizers\(fir",
+    ),
+    "a tuple": (
+        lambda model: tuple(members_of(model, "two fused")),
+        "^optimizer is a tuple of 2 optimizers; a state has one. forgekit.chain_optimizers",
+    ),
+    "a dict": (
+        lambda model: dict(enumerate(members_of(model, "two fused"))),
+        "^optimizer is a dict of 2 optimizers; a state has one. forgekit.chain_optimizers",
+    ),
+    "an empty list": (lambda model: [], r"^optimizer is a list; pass a torch.optim.Optimizer over"),
+    "parameters": (lambda model: model.parameters(), "^optimizer is a generator; pass a torch.op"),
+    "none": (lambda model: None, "^optimizer is a NoneType; pass a torch.optim.Optimizer over the"),
+    "a class": (lambda model: AdamW, "^optimizer is a type; pass a torch.optim.Optimizer over"),
+    "LBFGS": (
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        r"^LBFGS.step needs a closure that computes the loss again, .* Use an optimizer whose step",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("make", "message"), NOT_ONE.values(), ids=NOT_ONE)
+def test_a_state_takes_one_optimizer_that_needs_no_closure(make, message):
+    model = build_model()
+    with pytest.raises(TypeError, match=message):
+        fk.TrainState.create(model, make(model))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", ["a list", "a tuple", "LBFGS"])
+@pytest.mark.parametrize("function", [fk.checkpoint_save, fk.checkpoint_load])
+def test_a_checkpoint_takes_one_optimizer_that_needs_no_closure(tmp_path, function, case):
+    make, message = NOT_ONE[case]
+    model = build_model()
+    state = fk.TrainState.create(model, SGD(model.parameters()))
+    with pytest.raises(TypeError, match=message):
+        function(fk.donate(state, optimizer=make(model)), tmp_path)
+    assert not list(tmp_path.iterdir())
