@@ -63,6 +63,8 @@ from forgekit.steps.chunked import linear_cross_entropy
 from forgekit.steps.sources import losses_by_source
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.agreement import UnreducedError
+from forgekit.steps.gradients import grad_norms, gradients
 from forgekit.steps.clip import Correction, clip
 from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.update import update
@@ -173,6 +175,9 @@ __all__ = [
     "count_ahead",
     "Totals",
     "reduce_totals",
+    "UnreducedError",
+    "grad_norms",
+    "gradients",
     "Correction",
     "clip",
     "SpikeLimit",

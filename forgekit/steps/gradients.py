@@ -1,0 +1,131 @@
+"""A step's gradients, and the norm of each, in units that do not depend on how it was computed.
+
+Between ``accumulate`` and ``update`` a parameter's ``.grad`` holds the loss scale times a *sum*
+over targets, and of that this rank's shard. Whoever logs norms or looks for the layer that explodes
+wants the gradient of the mean loss per target: the one that a single process would compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forgekit.parallel.layout import shard_and_owners, size_of, world_of
+from forgekit.state import TrainState
+from forgekit.steps.totals import Totals
+
+__all__ = ["grad_norms", "gradients"]
+
+
+def gradients(state: TrainState, totals: Totals, *, pattern: str = "*") -> dict[str, Tensor]:
+    """Give the gradients of the token-mean loss, before clipping.
+
+    Call it between ``reduce_totals`` and ``update``; a fused optimizer changes ``.grad``.
+
+    Args:
+        state: The state whose gradients ``accumulate`` left; nothing in it changes.
+        totals: Reduced totals.
+        pattern: Names of parameters, as ``"layers.0.*"``; each costs a copy of its gradient.
+
+    Returns:
+        By name a new tensor like the parameter: a DTensor where that is sharded, of which
+        ``full_tensor()`` gives all. Parameters without a gradient, and those of other pipeline
+        stages, are left out.
+
+    Raises:
+        KeyError: If the totals were not reduced.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from forgekit import Loss, accumulate, reduce_totals
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> state = TrainState.create(model, torch.optim.SGD(model.parameters()))
+        >>> batch = TensorDict({"x": torch.tensor([[2.0], [4.0]])}, [2])
+        >>> loss_fn = lambda model, batch: Loss(model(batch["x"]).sum(), 2)
+        >>> totals = reduce_totals(accumulate(state, [batch], loss_fn), state)
+        >>> gradients(state, totals)["weight"]
+        tensor([[3.]])
+    """
+    unit = _unit(totals)
+    return {
+        name: parameter.grad.detach() * unit.to(parameter.grad.device)
+        for name, parameter in state.model.named_parameters()
+        if parameter.grad is not None and fnmatchcase(name, pattern)
+    }
+
+
+def grad_norms(
+    state: TrainState, totals: Totals, *, patterns: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Give the L2 norms of the token-mean loss's gradients, by parameter or by pattern of names.
+
+    Every rank calls it: one collective, of a number for each parameter. Call it between
+    ``reduce_totals`` and ``update``. Nothing is read by the host.
+
+    Args:
+        state: The state whose gradients ``accumulate`` left; nothing in it changes.
+        totals: Reduced totals.
+        patterns: Such as ``["embedding.*", "layers.0.*"]``: one norm for all parameters that match
+            each. None gives every parameter's own.
+
+    Returns:
+        ``[]`` float64 each, before clipping, the same on every rank: of the whole parameters, those
+        of other pipeline stages too. 0 where there is no gradient.
+
+    Raises:
+        KeyError: If the totals were not reduced.
+        ValueError: If a pattern matches no parameter.
+    """
+    unit = _unit(totals)
+    names = _names(state, totals)
+    groups = {name: [name] for name in names} if patterns is None else _matches(names, patterns)
+    squares = _squares(state, names)
+    return {
+        key: unit * torch.stack([squares[name] for name in members]).sum().sqrt()
+        for key, members in groups.items()
+    }
+
+
+def _unit(totals: Totals) -> Tensor:
+    """What turns a raw gradient into that of the mean, ``[]`` float64; of no targets, the sum."""
+    totals["grad_sq"]  # says what to do if it is not there
+    targets = totals["targets"]
+    return (totals["loss_scale"] * torch.where(targets > 0, targets, 1.0)).reciprocal()
+
+
+def _names(state: TrainState, totals: Totals) -> list[str]:
+    """All parameters' names, the same list on every rank."""
+    if totals.agreed is not None:
+        return list(totals.agreed.parameters)
+    return [name for name, _ in state.model.named_parameters()]
+
+
+def _matches(names: list[str], patterns: Sequence[str]) -> dict[str, list[str]]:
+    found = {p: [name for name in names if fnmatchcase(name, p)] for p in patterns}
+    if missing := [pattern for pattern, members in found.items() if not members]:
+        raise ValueError(
+            f"the patterns {missing} match no parameter; the first parameters are {names[:4]}. "
+            "A pattern is a name with * and ?, as 'layers.0.*'."
+        )
+    return found
+
+
+def _squares(state: TrainState, names: list[str]) -> dict[str, Tensor]:
+    """Squared norms of the raw gradients over all ranks, by name."""
+    world = world_of(state.mesh)
+    own = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
+    zero = torch.zeros((), dtype=torch.float64, device=state.targets.device)
+    squares = dict.fromkeys(names, zero)
+    for name, gradient in own.items():
+        # The ranks of other pipeline stages hold other parameters, never the same shard.
+        shard, owners = shard_and_owners(gradient, world // size_of(state.mesh, "pp"))
+        norm = torch.linalg.vector_norm(shard, dtype=torch.float64).to(zero.device)
+        squares[name] = norm.square() / owners
+    vector = torch.stack([squares[name] for name in names])
+    if world > 1:
+        dist.all_reduce(vector)
+    return dict(zip(names, vector.unbind(), strict=True))

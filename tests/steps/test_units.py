@@ -1,0 +1,117 @@
+"""Gradients and norms in units of the mean loss per target, the same in every layout."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import SPEC, build_state, full, global_batch, logits_loss, reference_gradients
+from ranks import run_ranks
+
+import forgekit as fk
+
+LAYOUTS = {
+    "fsdp2": ({}, 2),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 1}, 2),
+    "tp2": ({"tp": 2}, 2),
+    "cp2": ({"cp": 2}, 2),
+    "pp2": ({"pp": 2}, 2),
+    "tp2-fsdp2": ({"tp": 2}, 4),
+    "pp2-fsdp2": ({"pp": 2}, 4),
+}
+EVEN = attrs.evolve(SPEC, vocab_size=38)
+PATTERNS = ["layers.0.*", "*_norm.*", "*"]
+
+
+def _batches(mesh, world):
+    data = global_batch(world)
+    rank = fk.data_ranks(mesh)[0]
+    return [_even(row[rank]) for row in data]
+
+
+def _even(batch):
+    """Sequences of 16 positions, as pipelines and slices need them; padded ones are masked."""
+    ids = torch.zeros(batch.batch_size[0], 16, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    length = batch["input_ids"].shape[1]
+    ids[:, :length], labels[:, :length] = batch["input_ids"], batch["labels"]
+    return type(batch)({"input_ids": ids, "labels": labels}, batch.batch_size)
+
+
+def _measure(rank, world, layout):
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    data_world = fk.data_ranks(state.mesh)[1]
+    batches = _batches(state.mesh, data_world)
+    for _ in range(2):  # the second step knows the names from the first
+        totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+        norms = fk.grad_norms(state, totals)
+        groups = fk.grad_norms(state, totals, patterns=PATTERNS)
+        found = {n: full(g).clone() for n, g in fk.gradients(state, totals).items()}
+        correction = fk.clip(totals)
+        state = fk.update(state, correction, lr=0.0, totals=totals)
+    return found, norms, groups, float(correction.grad_norm)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_and_norms_are_those_of_one_process(name):
+    layout, world = LAYOUTS[name]
+    found = run_ranks(_measure, world, layout)
+    model_ranks = layout.get("tp", 1) * layout.get("cp", 1) * layout.get("pp", 1)
+    data = [[_even(b) for b in row] for row in global_batch(world // model_ranks)]
+    expected, _ = reference_gradients(fk.Transformer(EVEN), data)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    everything = {n: g for gradients, *_ in found for n, g in gradients.items()}
+    assert everything.keys() == expected.keys()
+    for gradients, norms, groups, total in found:
+        for n, gradient in gradients.items():
+            assert float((gradient - expected[n]).abs().max()) < 1e-10 * largest
+        assert {n: float(v) for n, v in norms.items()} == pytest.approx(
+            {n: float(g.norm()) for n, g in expected.items()}, rel=1e-9, abs=1e-12
+        )
+        layer = [g for n, g in expected.items() if n.startswith("layers.0.")]
+        assert float(groups["layers.0.*"]) == pytest.approx(
+            float(torch.cat([g.flatten() for g in layer]).norm()), rel=1e-9
+        )
+        assert float(groups["*"]) == pytest.approx(total, rel=1e-9)
+
+
+def _one_process():
+    state = build_state({}, 1)
+    return state, fk.accumulate(state, [row[0] for row in global_batch(1)], logits_loss)
+
+
+def test_only_the_parameters_that_were_asked_for_are_copied():
+    state, totals = _one_process()
+    totals = fk.reduce_totals(totals, state)
+    names = [n for n, _ in state.model.named_parameters() if n.startswith("layers.1.")]
+    assert list(fk.gradients(state, totals, pattern="layers.1.*")) == names
+    before = state.model.embedding.weight.grad
+    fk.gradients(state, totals)["embedding.weight"].zero_()
+    assert before.any()
+
+
+@pytest.mark.bad_input
+def test_totals_that_were_not_reduced_have_no_unit():
+    state, totals = _one_process()
+    for function in (fk.gradients, fk.grad_norms):
+        with pytest.raises(KeyError, match="reduce_totals"):
+            function(state, totals)
+
+
+@pytest.mark.bad_input
+def test_a_pattern_that_matches_nothing_is_named():
+    state, totals = _one_process()
+    totals = fk.reduce_totals(totals, state)
+    with pytest.raises(ValueError, match=r"\['layer.0'\] match no parameter.*'layers.0.\*'"):
+        fk.grad_norms(state, totals, patterns=["*", "layer.0"])
+
+
+def test_frozen_parameters_have_no_gradient_and_a_norm_of_zero():
+    state = build_state({}, 1)
+    state.model.embedding.weight.requires_grad_(False)
+    batches = [row[0] for row in global_batch(1)]
+    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    assert "embedding.weight" not in fk.gradients(state, totals)
+    assert float(fk.grad_norms(state, totals)["embedding.weight"]) == 0.0
