@@ -1,4 +1,4 @@
-"""What users and files give, checked before it is used: numbers, JSON, and text for messages.
+"""What users and files give, checked before it is used: numbers, JSON, values for messages.
 
 Python takes more than a run can use: ``True`` is an integer to it, and so is one of a thousand
 digits that torch refuses an hour later; JSON may be nested deeper than the stack. Each rule stands
@@ -19,7 +19,6 @@ __all__ = [
     "check_numbers",
     "is_integer",
     "parse_json",
-    "printable",
     "too_deep",
     "too_long",
 ]
@@ -112,32 +111,20 @@ def _number(value: Any) -> float | None:
 
 
 def brief(value: Any) -> str:
-    r"""Write a value for a message: printable, and cut if it is long.
+    r"""Write a value for a message, cut if it is long.
 
     Examples:
         >>> print(brief("red: \x1b[31m"), "and", brief(10**5000))
         'red: \x1b[31m' and an integer of 16,610 bits
     """
     try:
-        text = printable(repr(value))
+        text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         is_one = isinstance(value, int)
         text = f"an integer of {value.bit_length():,} bits" if is_one else "integers too large"
     except RecursionError:
         text = "values nested too deeply to be shown"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
-
-
-def printable(text: str) -> str:
-    r"""Escape what a terminal would obey or could not show, such as colours and half characters.
-
-    Examples:
-        >>> print(printable("caf\xe9 \x1b[2J"))
-        café \x1b[2J
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from forgekit.config.schema import keys_of, name_of
 from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, structure
-from forgekit.inputs import brief, printable, too_deep, too_long
+from forgekit.inputs import brief, too_deep, too_long
+from forgekit.terminal import printable
 
 __all__ = ["load_config"]
 

@@ -23,7 +23,8 @@ from forgekit.config.schema import (
     section_of,
     show,
 )
-from forgekit.inputs import LARGEST, brief, printable
+from forgekit.inputs import LARGEST, brief
+from forgekit.terminal import printable
 
 __all__ = ["ConfigError", "structure", "to_dict"]
 
@@ -56,7 +57,8 @@ class ConfigError(ValueError):
     def errors(self) -> list[str]:
         """One sentence per problem, beginning with its path; nothing that a terminal would obey."""
         sentences = [f"{_cut(path)}: {text}" if path else text for path, text in self.problems]
-        return [printable(text if text.endswith(".") else f"{text}.") for text in sentences]
+        ended = [text if text.endswith(".") else f"{text}." for text in sentences]
+        return [printable(text).replace("\n", "\\n") for text in ended]
 
 
 def _cut(path: str) -> str:
