@@ -69,7 +69,7 @@ def load_recipe(name: str) -> ModuleType:
 
 def run_here(name: str, command_line: Sequence[str]) -> None:
     """Run a recipe's ``main`` in this process; signal handlers are as before in the end."""
-    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in heard}
     try:
         with mock.patch.object(sys, "argv", [f"{name}.py", *command_line]):

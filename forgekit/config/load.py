@@ -19,7 +19,7 @@ from rich.table import Table
 from forgekit.config.schema import keys_of, name_of
 from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, structure
 from forgekit.inputs import brief, too_deep, too_long
-from forgekit.terminal import printable
+from forgekit.terminal import printable, tell_once
 
 __all__ = ["load_config"]
 
@@ -64,7 +64,7 @@ def load_config(
         return _load(cls, arguments)
     except ConfigError as error:
         lines = [f"{program}: the configuration was refused.", *error.errors]
-        sys.stderr.write("\n  ".join(lines) + f"\n{program} --help lists every key.\n")
+        tell_once("\n  ".join(lines) + f"\n{program} --help lists every key.")
         raise SystemExit(2) from None
 
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.run.resilience import append_lines
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 
@@ -72,10 +73,7 @@ class BadStepRecords:
         rows = zip(steps, numbers.tolist(), strict=True)
         named = [(step, dict(zip(step.metrics, values, strict=True))) for step, values in rows]
         lines = [self._line(step, values) for step, values in named if values["skipped"]]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self._path, lines)
 
     def restart(self, samples: int) -> None:
         """Forget the steps since the last row; the next one begins after these samples."""

@@ -1,20 +1,20 @@
 """The frame around a recipe: one run in one directory, ended properly whatever is raised.
 
 ``open_run`` is where a run's loose ends are tied: the lock, the resolved configuration, what
-``status.json`` says in the end, saves that are still being written, process groups.
+``status.json`` says in the end, saves that are still being written, process groups, and a terminal
+that goes away.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -30,21 +30,29 @@ from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import (
     RunLockedError,
     StoppedError,
+    is_ignored,
     lock_run,
     put_back,
-    write_atomic,
     write_status,
 )
+from forgekit.run.settings import keep_config
 from forgekit.state import TrainState
+from forgekit.terminal import steady_streams, tell
 
 __all__ = ["Run", "every", "open_run"]
 
-USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ImportError, CheckpointError)
+USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
 
 StateT = TypeVar("StateT", bound=TrainState)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+FILES = (
+    *(".lock", "config.json", "config_changes.jsonl"),
+    *("metrics.jsonl", "bad_steps.jsonl", "status.json"),
+)
+"""What a run keeps in its directory as plain files; a FIFO among them would hang it."""
 
 SETUP_TIMEOUT_S = 1800.0
 """Between the first rank that has set up and the last: reading data and models may differ."""
@@ -60,7 +68,8 @@ class Run:
 
     Attributes:
         out: The directory.
-        config: The resolved configuration; ``start`` keeps it as ``config.json``.
+        config: The resolved configuration; ``start`` keeps it as ``config.json``, and what has
+            changed since the run was last started in ``config_changes.jsonl``.
         is_writer: Whether this process writes into it: rank 0.
     """
 
@@ -69,6 +78,7 @@ class Run:
     is_writer: bool
     _opened: float = attrs.field(factory=time.monotonic)
     _status: dict[str, Any] | None = None
+    _is_over: bool = False
     _log: MetricsLog | None = None
     _loader: Any = None
 
@@ -109,11 +119,11 @@ class Run:
             loader=loader,
             start_samples=state.samples,
         )
-        if self.is_writer:
-            content = json.dumps(self.config, indent=2, default=str)
-            write_atomic(self.out / "config.json", f"{content}\n".encode())
+        changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
         log.message(self._greeting(state))
+        if changed:
+            log.message(f"{self.out}: configuration changed: {changed}")
         if total is not None and state.step >= total:
             log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
         self._log, self._loader = log, loader
@@ -154,6 +164,7 @@ class Run:
         """
         wait_for_saves()
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
+        self._is_over = True
         if stopped and self._log is not None:
             self._log.message(
                 f"{self.out}: stopped after step {state.step} ({stopped}), saved; "
@@ -161,20 +172,29 @@ class Run:
             )
 
     def _fail(self, reason: str) -> None:
-        """Say why the run failed, and after which step."""
+        """Say why the run failed, and after which step; what comes after its end is no failure."""
+        if self._is_over:
+            return
         fields = {**(self._status or {}), "reason": reason}
         if self._log is not None and self._log.samples is not None:
             fields |= {"step": self._log.step, "samples": self._log.samples}
-        write_status(self.out, "failed", is_writer=self.is_writer, **fields)
+        self._write_last("failed", **fields)
 
     def _give_up(self, reason: str) -> None:
         """Say that the run was stopped in the midst of a step, and where it will go on."""
         good = latest_checkpoint(self.checkpoints)
         saved = None if good is None else int(Path(good).name.removeprefix("step_"))
-        write_status(self.out, "stopped", is_writer=self.is_writer, reason=reason, step=saved)
+        self._write_last("stopped", reason=reason, step=saved)
         if self._log is not None:
             at = "the start" if saved is None else f"step {saved}"
             self._log.message(f"{self.out}: stopped ({reason}); the same command goes on from {at}")
+
+    def _write_last(self, status: str, **fields: Any) -> None:
+        """Write the status without hiding the exception that brought us here."""
+        try:
+            write_status(self.out, status, is_writer=self.is_writer, **fields)
+        except OSError as error:
+            tell(f"status.json could not be written: {error}")
 
     def _greeting(self, state: TrainState) -> str:
         seconds = time.monotonic() - self._opened
@@ -194,6 +214,9 @@ class Run:
 def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     """Hold a run directory for one run, and leave it in order.
 
+    What is written to stdout and stderr meanwhile cannot fail: a display that goes away (`| head`,
+    a closed terminal, a full disk) is missed by nobody, and the run goes on.
+
     Args:
         out: The run directory; made if it does not exist. A second run into it is refused.
         config: The resolved configuration, for ``config.json``.
@@ -204,21 +227,68 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     Raises:
         SystemExit: With code 2 if the library refused what set-up asked for (its message, without
             a traceback), with code 1 if the directory is in use. Everything else goes on as it
-            is, after ``status.json`` says "failed" and why. With code 0 if SIGTERM or SIGUSR1 came
-            before ``start``, after ``status.json`` says "stopped": nothing was done, so there is
-            nothing to save. With code 1 if a stop could not wait for the step's end, also after
-            "stopped".
+            is, after ``status.json`` says "failed" and why, unless the run had its ``end`` before.
+            With code 0 if SIGTERM, SIGUSR1 or SIGHUP came before ``start``, after ``status.json``
+            says "stopped": nothing was done, so there is nothing to save. With code 1 if a stop
+            could not wait for the step's end, also after "stopped".
     """
-    run = Run(Path(out), config, is_writer=process_rank() == 0)
+    with ExitStack() as stack:
+        stack.enter_context(steady_streams())
+        run = _claim(out, config, stack)
+        stack.enter_context(_closing(run))
+        stack.enter_context(_stopping(run))
+        yield run
+
+
+def _claim(out: str | Path, config: Mapping[str, Any], stack: ExitStack) -> Run:
+    """Make the run directory and lock it, or say why it cannot be one."""
+    is_writer = True
     try:
-        run.out.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        _exit(run, error, code=2)
-    try:
-        with lock_run(out, is_writer=run.is_writer), _closing(run), _stopping(run):
-            yield run
+        is_writer = process_rank() == 0
+        _check_directory(out)
+        stack.enter_context(lock_run(out, is_writer=is_writer))
     except RunLockedError as error:
-        _exit(run, error, code=1)
+        _exit(error, code=1, is_writer=is_writer)
+    except (OSError, ValueError) as error:
+        _exit(error, code=2, is_writer=is_writer)
+    return Run(Path(out), config, is_writer)
+
+
+def _check_directory(out: str | Path) -> None:
+    """Refuse a run directory in which set-up would fail later, or hang.
+
+    Raises:
+        ValueError: If it cannot be made or written, or if something else has the name of a file
+            or folder that a run keeps in it.
+    """
+    try:
+        if not str(out):
+            raise ValueError("the name is empty")
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(
+            f"{_short_name(out)} cannot be a run directory: {why}. Choose another, out=DIR."
+        ) from None
+    wrong = [name for name in FILES if _exists(path := Path(out) / name) and not path.is_file()]
+    checkpoints = Path(out) / "checkpoints"
+    wrong += ["checkpoints"] if _exists(checkpoints) and not checkpoints.is_dir() else []
+    if wrong:
+        kind = "folder" if wrong[0] == "checkpoints" else "file"
+        raise ValueError(
+            f"{Path(out) / wrong[0]} is not a {kind}, and a run keeps one of that name. Move it "
+            "away, or choose another run directory, out=DIR."
+        )
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _short_name(out: str | Path) -> str:
+    return text if len(text := str(out)) <= 200 else f"{text[:197]}..."
 
 
 @contextmanager
@@ -234,7 +304,8 @@ def _stopping(run: Run) -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)  # the loop has ended already
         signal.raise_signal(number)
 
-    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    heard = [number for number in SIGNALS if not is_ignored(number)]
+    before = {number: signal.signal(number, on_signal) for number in heard}
     try:
         yield
     finally:
@@ -254,7 +325,7 @@ def _closing(run: Run) -> Iterator[None]:
         _drain()
         run._fail(f"{type(error).__name__}: {error}")
         if run._status is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
-            _exit(run, error, code=2)
+            _exit(error, code=2, is_writer=run.is_writer)
         raise
     finally:
         shutdown()
@@ -263,6 +334,9 @@ def _closing(run: Run) -> Iterator[None]:
 def every(steps: int, state: TrainState) -> bool:
     """Whether something that happens every ``steps`` steps is due; 0 never is.
 
+    Raises:
+        ValueError: If ``steps`` is negative.
+
     Examples:
         >>> import torch
         >>> model = torch.nn.Linear(1, 1)
@@ -270,6 +344,8 @@ def every(steps: int, state: TrainState) -> bool:
         >>> every(1, state), every(0, state)
         (True, False)
     """
+    if steps < 0:
+        raise ValueError(f"every {steps} steps cannot be; 0 is never, 1 is at every step.")
     return steps > 0 and state.step % steps == 0
 
 
@@ -297,14 +373,10 @@ def _drain() -> None:
     try:
         wait_for_saves()
     except Exception as error:
-        _tell(f"the last save failed too: {error}")
+        tell(f"the last save failed too: {error}")
 
 
-def _exit(run: Run, error: BaseException, code: int) -> NoReturn:
-    if run.is_writer:
-        _tell(f"error: {error}")
+def _exit(error: BaseException, *, code: int, is_writer: bool) -> NoReturn:
+    if is_writer:
+        tell(f"error: {error}")
     raise SystemExit(code) from None
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")

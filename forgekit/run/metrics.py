@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO
+from typing import IO, Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.run.bad_records import BadStepRecords
-from forgekit.run.resilience import write_atomic
+from forgekit.run.resilience import overwrite, write_atomic
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
+from forgekit.terminal import Steady, printable
 
 __all__ = ["MetricsLog", "read_metrics"]
 
@@ -50,7 +51,8 @@ class MetricsLog:
 
     The file is opened at once and cut back to ``start_step``, so that a resumed run repeats no
     step. ``with`` shows a progress bar where stderr is a terminal (elsewhere there is a plain line
-    per row), and closes file and bar, whatever happens inside.
+    per row), and closes file and bar, whatever happens inside. Bad steps after the last row are in
+    ``bad_steps.jsonl`` then, too.
 
     A row has ``step``, ``samples`` and
 
@@ -110,15 +112,19 @@ class MetricsLog:
         self._file = self._open_file(start_step) if is_writer else None
         bad = self._out / "bad_steps.jsonl" if is_writer else None
         self._bad = BadStepRecords(bad, start_samples, loader)
-        self._display: _Lines | _Bar | None = _Lines(sys.stderr, total) if is_writer else None
+        self._display: _Lines | _Bar | None = None
+        if is_writer and sys.stderr is not None:
+            self._display = _Lines(Steady(sys.stderr), total)
         self._restart()
 
     def __enter__(self) -> Self:
         if self._display is not None and sys.stderr.isatty():
-            self._display = _Bar(sys.stderr, self._start, self._total)
+            self._display = _Bar(Steady(sys.stderr), self._start, self._total)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *exception: object) -> None:
+        if error is None:  # else the device may not answer, and the steps are done again
+            self._record_rest()
         self.close()
 
     def close(self) -> None:
@@ -193,9 +199,12 @@ class MetricsLog:
             self._restart()
 
     def message(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one; the writing rank only."""
+        """Print a line, above the progress bar where there is one; the writing rank only.
+
+        Control characters are escaped. A terminal that has gone away is no error.
+        """
         if self._display is not None:
-            self._display.message(text)
+            self._display.message(printable(text))
 
     def _row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
@@ -227,6 +236,17 @@ class MetricsLog:
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(row)
+
+    def _record_rest(self) -> None:
+        """Write down the bad steps since the last row; no row of a resumed run counts them."""
+        if self._file is None or self._steps == 0:
+            return
+        skipped = int(self._skipped)
+        self._bad.end_row(skipped)
+        if skipped:
+            many = f"{skipped} bad step{'s' if skipped > 1 else ''}"
+            self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
+        self._restart()
 
     def _restart(self) -> None:
         """Begin the sums of the next row."""
@@ -269,21 +289,30 @@ class _RowFile:
         rows = read_metrics(path) if path.exists() else []
         lines = [_line(row) for row in rows if row["step"] <= start_step]
         write_atomic(path, b"".join(lines))
-        self._last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        self._path, self._line = path, lines[-1] if lines else b""
+        self._last: dict[str, Any] = json.loads(self._line) if lines else {}
         # Unbuffered, so that one write is one system call.
         self._file = path.open("r+b", buffering=0)
-        self._start = self._file.seek(0, os.SEEK_END) - (len(lines[-1]) if lines else 0)
+        self._start = self._file.seek(0, os.SEEK_END) - len(self._line)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write a row at the end, or its new keys into the last one, in one system call."""
-        if row["step"] == self._last.get("step"):
+        """Write a row at the end, or its new keys into the last one; all of it or nothing."""
+        is_same = row["step"] == self._last.get("step")
+        if is_same:
             row = self._last | row
         else:
             self._start = self._file.seek(0, os.SEEK_END)
-        self._file.seek(self._start)
-        self._file.write(_line(row))
-        self._file.truncate()
-        self._last = row
+        line = _line(row)
+        try:
+            overwrite(self._file, self._start, line, self._line if is_same else b"")
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: no room for the row of step {row['step']}; the rows before it "
+                "are whole. Make room; the same command goes on from the last checkpoint",
+                str(self._path),
+            ) from error
+        self._last, self._line = row, line
 
     def close(self) -> None:
         self._file.close()
@@ -292,7 +321,7 @@ class _RowFile:
 class _Lines:
     """Progress where there is no terminal: a line per row."""
 
-    def __init__(self, stream: TextIO, total: int | None) -> None:
+    def __init__(self, stream: Steady, total: int | None) -> None:
         self._stream, self._total = stream, total
 
     def step(self, step: int, row: dict[str, Any] | None) -> None:
@@ -311,7 +340,7 @@ class _Lines:
 class _Bar:
     """Progress on a terminal."""
 
-    def __init__(self, stream: TextIO, start: int, total: int | None) -> None:
+    def __init__(self, stream: Steady, start: int, total: int | None) -> None:
         # A tenth of what importing forgekit costs, for a terminal alone.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -321,9 +350,9 @@ class _Bar:
             BarColumn(),
             TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(compact=True),
-            console=Console(file=stream),
+            console=Console(file=cast("IO[str]", stream)),
             # Rich would send what the recipe prints to stderr, away from a file or pipe.
-            redirect_stdout=sys.stdout.isatty(),
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
         self._task = self._progress.add_task("", total=total, completed=start, summary="")
         self._progress.start()

@@ -83,9 +83,9 @@ def plot_losses(
 def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
     """Look at a finished run: its last losses, a sample, its loss curve; each in a file.
 
-    What cannot be made, for want of an optional package or of a loss to draw, is said and left
-    out: a run that has ended well must not fail over a picture. Every rank calls it; the first one
-    writes.
+    What cannot be made, for want of an optional package, of room on the disk or of a loss to draw,
+    is said and left out: a run that has ended well must not fail over a picture. Every rank calls
+    it; the first one writes.
 
     Args:
         state: The last state.
@@ -97,20 +97,20 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
         What to show, some lines of text.
     """
     out = Path(out)
-    parts = [_last_losses(out / "metrics.jsonl")]
+    parts = [_said("losses", lambda: _last_losses(out / "metrics.jsonl"))]
     if (tokens / "tokenizer.json").exists():
-        parts.append(_said(lambda: _sample(state, out, tokens, prompt)))
+        parts.append(_said("sample", lambda: _sample(state, out, tokens, prompt)))
     if process_rank() == 0:
-        parts.append(_said(lambda: _curve(out)))
+        parts.append(_said("loss curve", lambda: _curve(out)))
     return "\n".join(parts)
 
 
-def _said(look: Callable[[], str]) -> str:
+def _said(what: str, look: Callable[[], str]) -> str:
     """What ``look`` returns, or why it could not."""
     try:
         return look()
-    except (ImportError, ValueError) as error:
-        return str(error)
+    except Exception as error:  # a tokenizer, a drawing library and a disk fail in their own ways
+        return f"no {what}: {error}"
 
 
 def _sample(state: TrainState, out: Path, tokens: Path, prompt: str) -> str:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -32,7 +33,9 @@ __all__ = [
     "HostCopy",
     "RunLockedError",
     "StopSignal",
+    "append_lines",
     "lock_run",
+    "overwrite",
     "write_atomic",
     "write_status",
 ]
@@ -40,6 +43,7 @@ __all__ = [
 LAG = 2
 """Steps between hearing the votes and reading them; the device has finished the older step."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 NUDGE_S = 0.25
 DATA_PACKAGE = "forgekit.data."
 STATUSES = ("running", "finished", "stopped", "failed")
@@ -61,7 +65,8 @@ class StopSignal:
     reaches one of them stops all, after the same step. A second Ctrl-C interrupts at once.
 
     Args:
-        signals: What to listen to; empty for none.
+        signals: What to listen to; empty for none. SIGHUP comes from a terminal that was closed,
+            and stays ignored under nohup.
         budget_s: Ask to stop this many seconds after construction.
         file: Ask to stop once this path exists.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
@@ -86,7 +91,7 @@ class StopSignal:
 
     def __init__(
         self,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
+        signals: Sequence[signal.Signals] = STOP_SIGNALS,
         *,
         budget_s: float | None = None,
         file: str | os.PathLike[str] | None = None,
@@ -182,7 +187,8 @@ class StopSignal:
                 f"StopSignal was built in thread {threading.current_thread().name!r}; Python lets "
                 "only the main thread handle signals. Build it there, or pass signals=()."
             )
-        return {number: signal.signal(number, self._on_signal) for number in signals}
+        heard = [number for number in signals if not is_ignored(number)]
+        return {number: signal.signal(number, self._on_signal) for number in heard}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == self._nudge_by:
@@ -226,6 +232,11 @@ class StopSignal:
                     return
                 self._nudge_by = number
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a signal was switched off from outside: nohup lets a run outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def put_back(previous: Mapping[signal.Signals, Any], ours: Callable[..., None]) -> None:
@@ -333,7 +344,8 @@ def write_status(
 ) -> None:
     """Write ``status.json``: how a run ended, for scripts that cannot trust exit codes.
 
-    torchrun turns each exit code into 1, a clean stop included.
+    torchrun turns each exit code into 1, a clean stop included. Where no new file can be written,
+    as on a full disk, the old one is overwritten: better torn by a crash than out of date.
 
     Args:
         out: The run directory; made if it does not exist.
@@ -352,4 +364,53 @@ def write_status(
     Path(out).mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     content = json.dumps({"status": status, "time": now} | fields, indent=2, default=str)
-    write_atomic(Path(out) / "status.json", f"{content}\n".encode())
+    path, encoded = Path(out) / "status.json", f"{content}\n".encode()
+    try:
+        write_atomic(path, encoded)
+    except OSError:
+        if not path.is_file():
+            raise
+        with path.open("r+b", buffering=0) as file:
+            overwrite(file, 0, encoded)
+
+
+def overwrite(file: FileIO, start: int, new: bytes, old: bytes = b"") -> None:
+    """Write the end of a file anew: all of ``new``, or what was there, never a part.
+
+    A full disk takes the first bytes of a write and refuses the rest. What was written then goes
+    away again, so that the next writer does not begin in the midst of a line.
+
+    Args:
+        file: Opened unbuffered for reading and writing.
+        start: Where the end begins.
+        new: What is to stand there.
+        old: What stands there; it is put back if ``new`` does not fit.
+
+    Raises:
+        OSError: If ``new`` could not be written.
+    """
+    try:
+        _write_all(file, start, new)
+    except OSError:
+        _write_all(file, start, old)
+        raise
+
+
+def append_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+    """Append lines and wait until they are durable; all of them or none, after whole lines only."""
+    Path(path).touch()
+    with open(path, "r+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        is_torn = file.read(1) not in (b"", b"\n")  # by a crash, or by a version before this one
+        content = "".join([*(["\n"] if is_torn else []), *(f"{line}\n" for line in lines)])
+        overwrite(file, end, content.encode())
+        os.fsync(file.fileno())
+
+
+def _write_all(file: FileIO, start: int, content: bytes) -> None:
+    file.seek(start)
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+    file.truncate()

@@ -180,17 +180,21 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("steps", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, []), (0, []), (-1, [])]
-)
+@pytest.mark.parametrize(("steps", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, []), (0, [])])
 def test_every_so_many_steps(steps, due):
     assert [step for step in range(1, 7) if fk.every(steps, create(step))] == due
+
+
+@pytest.mark.bad_input
+def test_a_negative_number_of_steps_is_refused():
+    with pytest.raises(ValueError, match="every -1 steps cannot be; 0 is never, 1 is at every"):
+        fk.every(-1, create(1))
 
 
 # Signals before the run begins
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
     fk.write_status(tmp_path, "failed", reason="an earlier run")
     before = signal.getsignal(getattr(signal, name))

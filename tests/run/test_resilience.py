@@ -38,7 +38,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-LISTENED = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+LISTENED = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
 
 
 def handlers():
@@ -61,6 +61,19 @@ def test_a_signal_is_a_vote_and_nothing_else(number):
         assert stop.vote() == 1.0
         assert not stop.requested
         assert stop.reason == number.name
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.vote() == 0.0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.vote() == 1.0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_are_heard_without_with():

@@ -1,0 +1,139 @@
+"""What people do to a run in a shell: the display may go away, the run and its records do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from runs import TINY, assert_same_run, last_step, rows_of, saved_step, status_of
+from shells import open_shell
+
+from forgekit.cli import recipes_folder
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def shell():
+    with open_shell() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A copy that also prints in its loop, as people do, and draws no picture, which takes long."""
+    text = (recipes_folder() / "pretrain.py").read_text()
+    loop, end = "                if check(log(state, metrics)):\n", "            if is_done:\n"
+    assert text.count(loop) == text.count(end) == 1
+    text = text.replace(loop, f"                print('step', state.step)\n{loop}")
+    path = tmp_path_factory.mktemp("recipe") / "talks.py"
+    path.write_text(text.replace(end, "            if False:\n"))
+    return path
+
+
+def command_line(recipe, tokens, out):
+    given = TINY | {"out": out, "data.path": tokens, "steps": STEPS}
+    return f"recipe {recipe} " + " ".join(f"{name}={value}" for name, value in given.items())
+
+
+@pytest.fixture
+def command(recipe, tokens, tmp_path):
+    """The command line of a small run into ``run``."""
+    return command_line(recipe, tokens, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shell, recipe, tokens, tmp_path_factory):
+    """The directory of a run that nobody disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, output = shell.run(command_line(recipe, tokens, out))
+    assert code == 0, output
+    assert f"step {STEPS}/{STEPS}" in output
+    assert f"\nstep {STEPS}\n" in output
+    return out
+
+
+FORMS = {
+    "into head": "{run} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}",
+    "stdout into a reader that is gone": "{run} | true; exit ${{PIPESTATUS[0]}}",
+    "all to a full disk": "{run} >/dev/full 2>&1",
+    "stdout to a full disk": "{run} >/dev/full",
+    "stderr closed": "{run} 2>&-",
+    "all closed": "{run} <&- >&- 2>&-",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_ends_as_if_its_display_were_there(form, shell, command, undisturbed, tmp_path):
+    code, output = shell.run(FORMS[form].format(run=command), cwd=tmp_path)
+    assert code == 0, output
+    assert status_of(tmp_path / "run")["status"] == "finished"
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def wait_for_step(step, out):
+    deadline = time.monotonic() + 60
+    while last_step(out) < step:
+        assert time.monotonic() < deadline, "no step"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("{run} 2>&1 | tee all", signal.SIGINT),
+        ("{run} 2>&1 | tee all", signal.SIGHUP),
+        ("{run} 2>/dev/full", signal.SIGHUP),
+        ("{run} 2>&-", signal.SIGTERM),
+    ],
+    ids=["tee and Ctrl-C", "a terminal that is closed", "SIGHUP, disk full", "SIGTERM, closed"],
+)
+def test_a_signal_to_the_whole_line_stops_the_run_with_its_checkpoint(
+    line, number, shell, command, tmp_path
+):
+    """The other end of a pipe dies of the signal; what the run still says has no reader."""
+    process = shell.start(line.format(run=command + " steps=100000"), cwd=tmp_path)
+    wait_for_step(3, tmp_path / "run")
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while status_of(tmp_path / "run")["status"] == "running" and time.monotonic() < deadline:
+        time.sleep(0.005)
+    found = status_of(tmp_path / "run")
+    assert (found["status"], found["reason"]) == ("stopped", number.name)
+    assert 3 < saved_step(tmp_path / "run") == last_step(tmp_path / "run") == found["step"]
+
+
+def test_under_nohup_a_run_outlives_its_terminal(shell, command, undisturbed, tmp_path):
+    process = shell.start(f"trap '' HUP; {command}", cwd=tmp_path)
+    wait_for_step(2, tmp_path / "run")
+    os.killpg(process.pid, signal.SIGHUP)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_refusal_keeps_its_exit_code_where_nobody_reads_it(shell, command, tmp_path):
+    for refused in ("model.layers=0", "data.path=gone"):
+        for display in ("2>/dev/full", "2>&-", "2>&1 | true; exit ${PIPESTATUS[0]}"):
+            code, _ = shell.run(f"{command} {refused} {display}", cwd=tmp_path)
+            assert code == 2, (refused, display)
+    assert status_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_full_disk_leaves_whole_rows_and_the_run_goes_on_from_them(
+    shell, command, undisturbed, tmp_path
+):
+    """The limit counts for each file; the checkpoints, which are longer, are out of reach."""
+    code, output = shell.run(f"ulimit -f 2; {command} save_every=0", cwd=tmp_path)
+    assert code == 1
+    assert "no room for the row of step" in output
+    assert status_of(tmp_path / "run")["status"] == "failed"
+    content = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert content.endswith(b"}\n")
+    assert 0 < len(rows_of(tmp_path / "run")) < STEPS
+    code, output = shell.run(command, cwd=tmp_path)
+    assert code == 0, output
+    assert_same_run(tmp_path / "run", undisturbed)
