@@ -150,15 +150,34 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
 
     Returns:
         ``(rank, world)`` over ``dp_replicate * dp_shard``.
+
+    Raises:
+        ValueError: If the mesh has other dimensions than ours.
     """
     if mesh is None:
         return 0, 1
-    rank, world = 0, 1
+    check_dimensions(mesh)
+    names, rank, world = mesh.mesh_dim_names or (), 0, 1
     for name in DATA_DIMENSIONS:
-        # Not mesh[name]: that builds a submesh, each time.
-        size = mesh.size((mesh.mesh_dim_names or ()).index(name))
-        rank, world = rank * size + mesh.get_local_rank(name), world * size
+        if name in names:  # a mesh that a user built may have fewer
+            # Not mesh[name]: that builds a submesh, each time.
+            size = mesh.size(names.index(name))
+            rank, world = rank * size + mesh.get_local_rank(name), world * size
     return rank, world
+
+
+def check_dimensions(mesh: DeviceMesh) -> None:
+    """Raise unless a mesh has our dimensions, or some of them, in our order.
+
+    Raises:
+        ValueError: With the dimensions that it has.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "dp_shard" not in names or names != tuple(name for name in DIMENSIONS if name in names):
+        raise ValueError(
+            f"the mesh has the dimensions {list(names)}; it needs 'dp_shard', and knows "
+            f"{', '.join(DIMENSIONS)} in this order. Build it with forgekit.build_mesh."
+        )
 
 
 def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:

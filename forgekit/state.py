@@ -141,9 +141,10 @@ class TrainState:
         Raises:
             TypeError: If ``optimizer`` is not an optimizer, such as a list of several, or its
                 ``step`` needs a closure.
-            ValueError: If ``loss_scale`` is not a power of two, if the optimizer holds a parameter
-                that the model does not, or if parameters are not sharded on a mesh of several
-                ranks (their gradients would never be reduced).
+            ValueError: If ``loss_scale`` is not a power of two, the optimizer holds a parameter
+                that the model does not, parameters are complex or sparse, there are several ranks
+                and no mesh, or parameters are not sharded on a mesh of several ranks (their
+                gradients would never be reduced).
         """
         check_optimizer(optimizer)
         if loss_scale is None:
@@ -154,6 +155,7 @@ class TrainState:
                 f"loss_scale {loss_scale} is not a positive power of two; "
                 "others round the gradients that they scale. Use for example 2.0**-12."
             )
+        check_dense(model)
         _check_parameters(model, optimizer, mesh)
         device = _device_of(model, mesh)
         return cls(
@@ -257,6 +259,26 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 def _ranks_of(parameter: nn.Parameter) -> int:
     return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raise if a parameter, or the gradient that it will get, is complex or sparse.
+
+    Raises:
+        ValueError: With the parameter or module, and what to use.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() or parameter.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is {parameter.dtype} and {parameter.layout}; a step trains real, dense "
+                "parameters. Hold real and imaginary parts (torch.view_as_real), or dense values."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name!r} is an embedding with sparse=True, whose gradients are sparse; a step "
+                "adds up dense ones. Build it with sparse=False."
+            )
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from forgekit.mesh import DIMENSIONS
+
 if TYPE_CHECKING:
     from forgekit.parallel.pipeline import Stages
 
@@ -120,7 +122,7 @@ def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """
     shard = "dp_shard"
     if size_of(mesh, "cp") > 1:
-        pp, replicate, shards, context, tensor = mesh.mesh.shape
+        pp, replicate, shards, context, tensor = (size_of(mesh, name) for name in DIMENSIONS)
         ranks = mesh.mesh.reshape(pp, replicate, shards * context, tensor)
         shard = "dp_shard_cp"
         names = ("pp", "dp_replicate", shard, "tp")

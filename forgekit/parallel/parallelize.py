@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.mesh import DIMENSIONS
+from forgekit.mesh import check_dimensions
 from forgekit.model.initial import init_weights
 from forgekit.parallel.alike import check_alike
 from forgekit.parallel.context import ContextParallel, apply_context
@@ -34,6 +34,7 @@ from forgekit.parallel.recompute import (
 )
 from forgekit.parallel.schedules import PipelineSchedule
 from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, read_plan
+from forgekit.state import check_dense
 
 __all__ = ["parallelize"]
 
@@ -91,8 +92,8 @@ def parallelize(
     Raises:
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the plan does not fit, the blocks are not found, a buffer is
-            on meta (only its module knows its values), or a parameter on meta is shared by two
-            modules.
+            on meta (only its module knows its values), a parameter on meta is shared by two
+            modules or one is shared by two blocks, or parameters are complex or sparse.
     """
     _check_mesh(mesh)
     check_alike(
@@ -124,8 +125,12 @@ def parallelize(
             f"{type(model).__name__} has no list 'layers' to compile or recompute; name its list "
             f"of repeated layers with blocks=; {_lists(model)}"
         )
+    check_dense(model)
     _check_buffers(model)
     _check_shared(model)
+    is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
+    if is_wrapped:
+        _check_shared_by_blocks(layers)
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     # Arranging makes process groups, so what can be refused is, before and on all ranks alike.
     if size_of(mesh, "tp") > 1:
@@ -152,7 +157,7 @@ def parallelize(
         recompute(layer, activation_checkpoint)
         if compile:
             compile_block(layer, activation_checkpoint, memory_budget=memory_budget)
-    if mesh.size() > 1 or precision != "fp32" or cpu_offload:
+    if is_wrapped:
         keep: dict[str, Any] = {
             # A backward in two parts finds a stage's weights only while they are gathered.
             "reshard_after_forward": reshard_after_forward if stages is None else False,
@@ -235,17 +240,12 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
-    names = mesh.mesh_dim_names or ()
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}; a step adds "
             "up over all of them. Start as many processes as the mesh needs."
         )
-    if "dp_shard" not in names or not set(names) <= set(DIMENSIONS):
-        raise ValueError(
-            f"the mesh has the dimensions {list(names)}; parallelize needs 'dp_shard' and knows "
-            f"{', '.join(DIMENSIONS)}. Build it with forgekit.build_mesh."
-        )
+    check_dimensions(mesh)
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -266,3 +266,18 @@ def _check_shared(model: nn.Module) -> None:
                 f"{name!r} is the same parameter as {known!r} and on meta; filling it there would "
                 "make two of one. Build the model on the CPU."
             )
+
+
+def _check_shared_by_blocks(blocks: list[nn.Module]) -> None:
+    """Raise if two blocks hold one parameter: FSDP would gather it for the first of them only."""
+    owners: dict[nn.Parameter, tuple[int, str]] = {}
+    for index, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            other, known = owners.setdefault(parameter, (index, name))
+            if other != index:
+                raise ValueError(
+                    f"blocks {other} and {index} share one parameter ({known!r} and {name!r}); "
+                    "FSDP shards each block by itself, so a parameter can be in one of them only. "
+                    "Call the shared module in the model's forward, between the blocks, or use "
+                    "the same whole block twice."
+                )

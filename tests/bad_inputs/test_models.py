@@ -238,7 +238,7 @@ STEPS = {
     "a batch for the list": (
         lambda: accumulate(batches=batch_of()),
         TypeError,
-        r"^a micro-batch is a TensorDict with batch_size \[\]; .* Use TensorDict\(tensors, batch_s",
+        r"^batches is one TensorDict of batch_size \[2\]; a step takes a list .* Pass \[batch\]",
     ),
     "a number for a batch": (
         partial(accumulate, batches=[3]),

@@ -304,7 +304,7 @@ def test_what_meta_cannot_keep_is_refused(mesh, build, message):
 
 def test_a_mesh_without_our_names_is_refused(mesh):
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
-    with pytest.raises(ValueError, match=r"dimensions \['data'\]; parallelize needs 'dp_sh"):
+    with pytest.raises(ValueError, match=r"dimensions \['data'\]; it needs 'dp_shard'"):
         fk.parallelize(_transformer(), other)
 
 

@@ -1,0 +1,200 @@
+"""Meshes, modules and parameters that users build themselves: exact, or refused at set-up."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from oracle import (
+    SPEC,
+    full_tensors,
+    global_batch,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import forgekit as fk
+
+EVEN = attrs.evolve(SPEC, vocab_size=38)
+MESHES = {
+    "one dimension": {"dp_shard": 2},
+    "replicated": {"dp_replicate": 2, "dp_shard": 1},
+    "context": {"dp_shard": 1, "cp": 2},
+    "replicated, context": {"dp_replicate": 1, "dp_shard": 1, "cp": 2},
+    "tensor": {"dp_shard": 1, "tp": 2},
+    "pipeline": {"pp": 2, "dp_shard": 1},
+}
+DATA = {"one dimension": 2, "replicated": 2}
+
+
+def _even(batch):
+    """Sequences of 16 positions, as pipelines and slices need them; padded ones are masked."""
+    ids = torch.zeros(batch.batch_size[0], 16, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    length = batch["input_ids"].shape[1]
+    ids[:, :length], labels[:, :length] = batch["input_ids"], batch["labels"]
+    return type(batch)({"input_ids": ids, "labels": labels}, batch.batch_size)
+
+
+def _on_a_small_mesh(rank, world, sizes):
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    at, count = fk.data_ranks(mesh)
+    batches = [_even(row[at]) for row in global_batch(count)]
+    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_with_fewer_dimensions_is_exact(name):
+    data = [[_even(batch) for batch in row] for row in global_batch(DATA.get(name, 1))]
+    expected, _ = reference_gradients(fk.Transformer(EVEN), data)
+    found: dict[str, torch.Tensor] = {}
+    for gradients in run_ranks(_on_a_small_mesh, 2, MESHES[name]):
+        found |= gradients
+    assert relative_error(found, expected) < 1e-10
+
+
+OTHER_MESHES = {
+    "own names": (("data",), r"dimensions \['data'\]; it needs 'dp_shard'"),
+    "no names": (None, r"dimensions \[\]; it needs 'dp_shard'"),
+    "own order": (("tp", "dp_shard"), r"\['tp', 'dp_shard'\].* dp_shard, cp, tp in this order"),
+    "one more": (("dp_shard", "experts"), r"\['dp_shard', 'experts'\]; it needs"),
+}
+
+
+def _refuse_meshes(rank, world):
+    for names, message in OTHER_MESHES.values():
+        shape = (world,) if names is None or len(names) == 1 else (1, world)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(ValueError, match=message):
+            fk.parallelize(nn.Linear(2, 2), mesh)
+        with pytest.raises(ValueError, match=message):
+            fk.data_ranks(mesh)
+    return True
+
+
+@pytest.mark.bad_input
+def test_a_mesh_with_other_dimensions_is_refused():
+    assert run_ranks(_refuse_meshes, 2) == [True, True]
+
+
+class _Block(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = nn.Linear(4, 4), shared
+
+    def forward(self, x):
+        return self.shared(self.own(x)).tanh()
+
+
+class _SharedPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        shared = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([_Block(shared), _Block(nn.Linear(4, 4)), _Block(shared)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _SharedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        block = _Block(nn.Linear(4, 4))
+        self.layers = nn.ModuleList([block, _Block(nn.Linear(4, 4)), block])
+
+    forward = _SharedPart.forward
+
+
+def _square_loss(model, batch):
+    return fk.Loss(model(batch["x"]).square().sum(), len(batch))
+
+
+def _refuse_shared(rank, world):
+    for options in ({}, {"precision": "bf16"}):
+        with pytest.raises(ValueError, match=r"blocks 0 and 2 share .*'shared.weight'.*same whole"):
+            fk.parallelize(_SharedPart(), fk.build_mesh(device="cpu"), **options)
+    return True
+
+
+@pytest.mark.bad_input
+def test_a_module_that_two_blocks_share_is_refused_where_fsdp_wraps_them():
+    assert run_ranks(_refuse_shared, 2) == [True, True]
+
+
+def _gradient_of(rank, world, build):
+    from tensordict import TensorDict
+
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(build().double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    x = torch.arange(8.0 * 4).reshape(8, 4).double() / 7
+    batch = TensorDict({"x": x.chunk(world)[rank]}, [8 // world])
+    totals = fk.reduce_totals(fk.accumulate(state, [batch, batch], _square_loss), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def test_a_whole_block_that_is_used_twice_is_exact():
+    (expected,) = run_ranks(_gradient_of, 1, _SharedBlock)
+    for found in run_ranks(_gradient_of, 2, _SharedBlock):
+        assert relative_error(found, expected) < 1e-12
+
+
+def test_one_process_trains_a_module_that_blocks_share():
+    """Nothing is wrapped there, so nothing has to be in one block only."""
+    (found,) = run_ranks(_gradient_of, 1, _SharedPart)
+    assert len(found) == 10
+    assert all(gradient.any() for gradient in found.values())
+
+
+UNTRAINABLE = {
+    "complex": (
+        lambda: nn.Linear(4, 4, dtype=torch.complex64),
+        r"'weight' is torch.complex64 .*view_as_real",
+    ),
+    "sparse": (
+        lambda: nn.ParameterList([nn.Parameter(torch.eye(4).to_sparse())]),
+        r"'0' is torch.float32 and torch.sparse_coo; .*dense values",
+    ),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)),
+        r"'0' is an embedding with sparse=True.*sparse=False",
+    ),
+    "sparse bags": (
+        lambda: nn.EmbeddingBag(8, 4, mode="sum", sparse=True),
+        r"'' is an embedding with sparse=True",
+    ),
+}
+
+
+def _refuse_untrainable(rank, world):
+    for build, message in UNTRAINABLE.values():
+        with pytest.raises(ValueError, match=message):
+            fk.parallelize(build(), fk.build_mesh(device="cpu"))
+    return True
+
+
+@pytest.mark.bad_input
+def test_parameters_that_a_step_cannot_add_up_are_refused_on_every_rank():
+    assert run_ranks(_refuse_untrainable, 2) == [True, True]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_parameters_that_a_step_cannot_add_up_are_refused(name):
+    build, message = UNTRAINABLE[name]
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
