@@ -43,7 +43,7 @@ def check_batch(batch: TensorDict) -> None:
         batch: What a loader yields.
 
     Raises:
-        TypeError: If it is no TensorDict, or a tensor does not hold integers.
+        TypeError: If it is no TensorDict, a tensor does not hold integers, or labels are unsigned.
         ValueError: If it has no row dimension, a key is missing, or a tensor has another shape.
 
     Examples:
@@ -63,6 +63,7 @@ def check_batch(batch: TensorDict) -> None:
     _check_tensor(batch, "input_ids", shape, "[b s]")
     for key in ("labels", "position_ids", "doc_ids"):
         _check_tensor(batch, key, shape, "[b s] like input_ids")
+    _check_signed(batch)
     _check_tensor(batch, "source", shape[:1], "[b]")
 
 
@@ -75,7 +76,8 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         batch: ``input_ids`` ``[b s+1]``; other tensors of that shape lose their last place.
 
     Returns:
-        A new TensorDict of ``input_ids`` and ``labels``, ``[b s]``, and what else was there.
+        A new TensorDict of ``input_ids`` and ``labels``, ``[b s]``, and what else was there. Labels
+        have the dtype of the ids, int64 where that is unsigned.
 
     Raises:
         ValueError: If labels are there already (shifting twice trains on wrong tokens), or rows
@@ -98,7 +100,8 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         raise ValueError(
             f'"input_ids" has shape {tuple(ids.shape)}; shifting needs [b s+1] with s at least 1.'
         )
-    labels = ids[:, 1:].clone()
+    # Unsigned ids, as token files have them, make labels that can hold -100.
+    labels = ids[:, 1:].clone() if ids.dtype.is_signed else ids[:, 1:].long()
     if "doc_ids" in batch:
         documents = batch["doc_ids"]
         crosses = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] == PADDING)
@@ -131,6 +134,7 @@ def mask_batch(batch: TensorDict) -> TensorDict:
 def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     """Copy a micro-batch so that only its first ``keep`` rows carry a loss."""
     _check_has(batch, "labels")
+    _check_signed(batch)
     masked = batch.clone()
     masked["labels"][keep:] = IGNORED
     if "doc_ids" in masked:
@@ -234,6 +238,14 @@ def _check_tensor(batch: TensorDict, key: str, shape: tuple[int, ...], rule: str
         raise TypeError(
             f'"{key}" holds {tensor.dtype}; it must hold integers. '
             "Move a batch with .to(device) only: .to(dtype) casts ids too."
+        )
+
+
+def _check_signed(batch: TensorDict) -> None:
+    if not (dtype := batch["labels"].dtype).is_signed:
+        raise TypeError(
+            f'"labels" holds {dtype}, which has no {IGNORED}; masked positions would count as '
+            'targets. Convert before masking: batch["labels"] = batch["labels"].long().'
         )
 
 

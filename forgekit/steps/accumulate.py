@@ -160,7 +160,7 @@ def count_ahead(
 
     Returns:
         The micro-batches as a list for ``accumulate``, and each name's ``[]`` float64 count over
-        all micro-batches and ranks.
+        all micro-batches and data-parallel ranks; those that share a micro-batch count it once.
     """
     pulled = _Pulled(batches)
     pulled.samples = getattr(batches, "samples", None)
@@ -170,6 +170,9 @@ def count_ahead(
         for index, counter in enumerate(counters.values()):
             counts[index] += counter(batch)
     if state.mesh is not None and state.mesh.size() > 1:
+        shared = [name for name in ("pp", "cp", "tp") if size_of(state.mesh, name) > 1]
+        if any(map(state.mesh.get_local_rank, shared)):  # the first of them counts for all
+            counts.zero_()
         dist.all_reduce(counts)
     return pulled, dict(zip(counters, counts.unbind(), strict=True))
 

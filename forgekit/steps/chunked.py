@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forgekit.data.batch import IGNORED
-from forgekit.steps.losses import Loss, check_shapes, loss_of_places, wide
+from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_places, wide
 from forgekit.steps.vocab import Columns, share_softmax, take_projection
 
 __all__ = ["linear_cross_entropy"]
@@ -36,7 +36,7 @@ def linear_cross_entropy(
         hidden: ``[... d]``.
         weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
             ranks compute with their own rows of it.
-        labels: ``[...]`` int, already shifted; -100 where there is no target.
+        labels: ``[...]`` signed int, already shifted; -100 where there is no target.
         z_loss: Weight of the squared log-partition.
 
     Returns:
@@ -44,6 +44,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: If the shapes do not fit.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
     """
     check_shapes("hidden", hidden, labels)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -51,6 +52,7 @@ def linear_cross_entropy(
             f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
             "weight must be [v d] with the width d of hidden."
         )
+    check_labels(labels, weight.shape[0])
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden, weight, columns = take_projection(hidden, weight)
     flat = rearrange(hidden, "... d -> (...) d")

@@ -18,7 +18,14 @@ from torch import Tensor
 from forgekit.data.batch import IGNORED
 from forgekit.steps.vocab import shared_losses, take_logits
 
-__all__ = ["Loss", "check_shapes", "cross_entropy", "loss_of_places", "wide"]
+__all__ = [
+    "Loss",
+    "check_labels",
+    "check_shapes",
+    "cross_entropy",
+    "loss_of_places",
+    "wide",
+]
 
 Number = Tensor | float | int
 Metric = Number | tuple[Number, Number]
@@ -90,9 +97,11 @@ class Loss:
             weight: Factor.
 
         Returns:
-            A loss with the same count.
+            A loss with the same count; its sum is float32 or wider.
         """
-        return dataclasses.replace(self, sum=self.sum + weight * aux * self.count)
+        # Widened before the count: float16 ends at 65,504, and bfloat16 rounds 257.
+        term = weight * aux.to(wide(aux.dtype)) * self.count
+        return dataclasses.replace(self, sum=self.sum + term)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
@@ -101,7 +110,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     Args:
         logits: ``[... v]``; what stands at masked places may be anything, NaN included. A DTensor
             that is sharded over the vocabulary stays so: ranks compute with their own columns.
-        labels: ``[...]`` int, already shifted; -100 where there is no target.
+        labels: ``[...]`` signed int, already shifted; -100 where there is no target. Another
+            label outside the vocabulary raises (on CUDA as a device-side assertion).
         z_loss: Weight of the squared log-partition, which keeps logits from drifting.
 
     Returns:
@@ -109,6 +119,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
 
     Raises:
         ValueError: If the shapes do not fit.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
 
     Examples:
         >>> cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[3, -100]])).sum
@@ -118,6 +129,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
     check_shapes("logits", logits, labels)
+    check_labels(labels, logits.shape[-1])
     logits, columns = take_logits(logits)
     flat, places = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     if columns is not None:
@@ -178,11 +190,34 @@ def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
             f"{name} has shape {tuple(values.shape)} and labels {tuple(labels.shape)}; labels "
             f"must have the shape of {name} without its last dimension."
         )
+
+
+def check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Raise unless the labels' dtype holds -100 and every id of the vocabulary.
+
+    Args:
+        labels: ``[...]``.
+        vocab_size: ``v``.
+
+    Raises:
+        TypeError: If it does not: what wraps around would train on wrong targets, silently.
+    """
     dtype = labels.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(
-            f"labels hold {dtype}; they must hold integers. Move a batch with .to(device) "
+            f"labels hold {dtype}; they must hold signed integers. Move a batch with .to(device) "
             "only: .to(dtype) casts ids too."
+        )
+    if not dtype.is_signed:
+        raise TypeError(
+            f"labels hold {dtype}, which has no {IGNORED}: masked positions would count as "
+            "targets. Convert before masking: labels.long()."
+        )
+    if (most := torch.iinfo(dtype).max) < vocab_size - 1:
+        raise TypeError(
+            f"labels hold {dtype}, which ends at {most}; a vocabulary of {vocab_size} has ids up "
+            f"to {vocab_size - 1}, which wrap around. Make them wider where they are made: "
+            "ids.long()."
         )
 
 

@@ -1,0 +1,179 @@
+"""Numbers of targets: counted once in every layout, exactly, and by labels that can hold them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import MICRO_BATCHES, SPEC, build_state, global_batch
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import Tensor
+
+import forgekit as fk
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "fsdp2": (2, {"dp_shard": 2}),
+    "hsdp2": (2, {"dp_replicate": 2, "dp_shard": 1}),
+    "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2}),
+    "cp2, pp2": (4, {"cp": 2, "pp": 2}),
+    "pp2, fsdp2": (4, {"pp": 2, "dp_shard": 2}),
+}
+
+
+def _count_ahead(rank, world, layout):
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    state = fk.TrainState.create(
+        model := fk.parallelize(fk.Transformer(WIDE), mesh), fk.adamw(model), mesh=mesh
+    )
+    row, rows = fk.data_ranks(mesh)
+    batches = [everyone[row] for everyone in global_batch(rows)]
+    counters = {"labels": lambda b: (b["labels"] != -100).sum(), "thirds": lambda b: len(b) / 3}
+    pulled, counts = fk.count_ahead(state, iter(batches), counters)
+    return len(pulled), rows, {name: count.item() for name, count in counts.items()}
+
+
+WIDE = fk.TransformerSpec(
+    vocab_size=40, dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, max_seq_len=16
+)
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_counted_ahead_is_counted_once_in_every_layout(world, layout):
+    for pulled, rows, counts in run_ranks(_count_ahead, world, layout):
+        flat = [batch for row in global_batch(rows) for batch in row]
+        assert pulled == MICRO_BATCHES
+        assert counts["labels"] == sum(int((batch["labels"] != -100).sum()) for batch in flat)
+        assert counts["thirds"] == pytest.approx(len(flat) * 2 / 3, rel=1e-15)
+
+
+# A mean that is weighted by its targets
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [2049, 70_001, 2**24 - 1])
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_with_mean_of_sixteen_bits_keeps_the_whole_count(dtype, count, kind):
+    """2,049 is no number of 11 bits, and float16 ends at 65,504."""
+    aux = torch.tensor(0.75, dtype=dtype, requires_grad=True)
+    base = fk.Loss(torch.tensor(5.0), count if kind == "int" else torch.tensor(count))
+    loss = base.with_mean(aux, weight=0.5)
+    assert loss.sum.dtype == torch.float32
+    assert loss.sum.item() == torch.tensor(5.0 + 0.375 * count).item()
+    assert loss.count is base.count
+
+
+def test_with_mean_of_sixteen_bits_has_the_gradient_of_the_whole_count():
+    aux = torch.tensor(2.0, dtype=torch.bfloat16, requires_grad=True)
+    loss = fk.Loss(torch.tensor(0.0), torch.tensor(4097)).with_mean(aux.square(), weight=0.125)
+    (gradient,) = torch.autograd.grad(loss.sum / 4097, aux)
+    assert gradient.item() == 0.5
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
+def test_with_mean_does_not_ask_for_the_default_dtype(default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        aux = torch.tensor(0.75, dtype=default)
+        loss = fk.Loss(torch.tensor(0.0, dtype=torch.float32), 70_001).with_mean(aux, 0.5)
+        again = fk.Loss(torch.tensor(0.0, dtype=torch.float32), torch.tensor(70_001))
+        assert loss.sum.item() == again.with_mean(aux, 0.5).sum.item() == 0.375 * 70_001
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_with_mean_stays_in_float64():
+    loss = fk.Loss(torch.tensor(0.0).double(), 3).with_mean(torch.tensor(1 / 3).double(), 0.1)
+    assert loss.sum.dtype == torch.float64
+    assert loss.sum.item() == 0.1 * torch.tensor(1 / 3).double().item() * 3
+
+
+# Labels that cannot hold what they have to
+
+
+def _by_logits(labels: Tensor, vocab: int) -> fk.Loss:
+    return fk.cross_entropy(torch.zeros(*labels.shape, vocab), labels)
+
+
+def _by_hidden(labels: Tensor, vocab: int) -> fk.Loss:
+    return fk.linear_cross_entropy(torch.zeros(*labels.shape, 2), torch.zeros(vocab, 2), labels)
+
+
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+REFUSED = {
+    "float": (torch.float32, 10, r"^labels hold torch.float32; they must hold signed integers\."),
+    "bool": (torch.bool, 10, r"^labels hold torch.bool; they must hold signed integers\."),
+    **{
+        str(dtype): (
+            dtype,
+            10,
+            rf"^labels hold {dtype}, which has no -100: masked positions would count as targets\. "
+            r"Convert before masking: labels\.long\(\)\.$",
+        )
+        for dtype in UNSIGNED
+    },
+    "int8": (
+        torch.int8,
+        129,
+        r"^labels hold torch.int8, which ends at 127; a vocabulary of 129 has ids up to 128, "
+        r"which wrap around\. Make them wider where they are made: ids\.long\(\)\.$",
+    ),
+    "int16": (torch.int16, 50257, r"^labels hold torch.int16, which ends at 32767; a vocabulary "),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("loss_of", [_by_logits, _by_hidden])
+@pytest.mark.parametrize(("dtype", "vocab", "message"), REFUSED.values(), ids=REFUSED)
+def test_labels_that_cannot_be_right_are_refused(loss_of, dtype, vocab, message):
+    with pytest.raises(TypeError, match=message):
+        loss_of(torch.zeros(1, 3).to(dtype), vocab)
+
+
+@pytest.mark.parametrize("loss_of", [_by_logits, _by_hidden])
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [(torch.int8, 128), (torch.int16, 2**15), (torch.int32, 2**15 + 1), (torch.int64, 2)],
+)
+def test_labels_that_hold_every_id_are_taken(loss_of, dtype, vocab):
+    labels = torch.tensor([[vocab - 1, -100, 0]]).to(dtype)
+    loss = loss_of(labels, vocab)
+    assert int(loss.count) == 2
+    assert loss.sum.item() == pytest.approx(2 * math.log(vocab), rel=1e-5)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("dtype", UNSIGNED)
+@pytest.mark.parametrize("call", [fk.check_batch, fk.mask_batch])
+def test_batches_with_unsigned_labels_are_refused(call, dtype):
+    ids = torch.arange(6).reshape(2, 3)
+    batch = TensorDict({"input_ids": ids, "labels": ids.to(dtype)}, batch_size=[2])
+    message = rf'^"labels" holds {dtype}, which has no -100; .* batch\["labels"\]\.long\(\)\.$'
+    with pytest.raises(TypeError, match=message):
+        call(batch)
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_labels_that_are_shifted_from_unsigned_ids_can_be_masked(dtype):
+    ids = torch.arange(8).reshape(2, 4)
+    documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
+    rows = TensorDict({"input_ids": ids.to(dtype), "doc_ids": documents}, batch_size=[2])
+    labels = fk.shift_labels(rows)["labels"]
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [[1, -100, 3], [5, 6, -100]]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("label", [SPEC.vocab_size, 2**31, -1, -99, -101])
+def test_a_step_with_a_label_outside_the_vocabulary_raises(label):
+    state = build_state({}, 1)
+    batch = global_batch(1)[0][0]
+    batch["labels"][0, 0] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        fk.accumulate(state, [batch], lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"]))
+    assert all(p.grad is None for p in state.model.parameters())
