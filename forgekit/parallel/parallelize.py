@@ -25,6 +25,7 @@ from forgekit.parallel.cut import Absent
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
 from forgekit.parallel.fsdp import Precision, shard, shard_experts
 from forgekit.parallel.layout import Layout, arrange, set_layout, size_of
+from forgekit.parallel.logits import share_logits
 from forgekit.parallel.pipeline import split_stages
 from forgekit.parallel.recompute import (
     ActivationCheckpoint,
@@ -167,6 +168,8 @@ def parallelize(
             shard_experts(spread, view, precision, **keep)
         inner = roots[:-1] if is_last else roots
         shard(roots, layers, data, precision, inner=inner, prefetch=prefetch, **keep)
+    if tensor is not None and is_last:
+        roots[-1].register_forward_hook(share_logits)
     if on_meta:
         for root in roots:
             _materialise(root, mesh.device_type, "cpu" if cpu_offload else mesh.device_type)

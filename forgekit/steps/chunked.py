@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forgekit.data.batch import IGNORED
+from forgekit.parallel.logits import with_plain_gradient
 from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_places, wide
 from forgekit.steps.vocab import Columns, share_softmax, take_projection
 
@@ -60,7 +61,7 @@ def linear_cross_entropy(
     with torch.autocast(hidden.device.type, enabled=False):
         found: Any = _LinearCrossEntropy.apply(flat, weight, places, z_loss, backward, columns)
     total, losses = found
-    return loss_of_places(total, losses, labels)
+    return loss_of_places(with_plain_gradient(total), losses, labels)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -23,9 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batch import IGNORED
+from forgekit.parallel.logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.styles import take_whole
 
-__all__ = ["Columns", "Softmax", "share_softmax", "shared_losses", "take_logits", "take_projection"]
+__all__ = [
+    "Columns",
+    "Softmax",
+    "share_softmax",
+    "shared_losses",
+    "take_logits",
+    "take_projection",
+]
+
+TENSOR = "tp"
+"""The mesh dimension whose ranks share the vocabulary."""
 
 # The newer name since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,14 +61,16 @@ def take_logits(logits: Tensor) -> tuple[Tensor, Columns | None]:
     """Take this rank's logits, a plain tensor, and which columns they are.
 
     Args:
-        logits: ``[... v]``, a plain tensor or a DTensor.
+        logits: ``[... v]``, a plain tensor, a DTensor, or what a sharded model returned.
 
     Returns:
         ``[... v/tp]`` and their columns where the vocabulary is shared; else ``[... v]`` and None.
 
     Raises:
-        ValueError: If they are spread over several mesh dimensions, or unevenly.
+        ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
     """
+    if isinstance(logits, SharedLogits):
+        logits = logits.current()
     columns = _columns("logits", logits, logits.ndim - 1)
     if columns is not None and isinstance(logits, DTensor):
         return logits.to_local(), columns
@@ -79,7 +92,7 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
         ``[v d]`` and None.
 
     Raises:
-        ValueError: If they are spread over several mesh dimensions, or unevenly.
+        ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
     """
     columns = _columns("weight", weight, 0)
     if columns is None or not isinstance(weight, DTensor):
@@ -163,7 +176,7 @@ def shared_losses(logits: Tensor, labels: Tensor, z_loss: float, columns: Column
         ``[n]`` float32 or wider, the same on all ranks; 0 where there is no target.
     """
     losses: Any = _SharedCrossEntropy.apply(logits, labels, labels != IGNORED, z_loss, columns)
-    return losses
+    return with_plain_gradient(losses)
 
 
 class _SharedCrossEntropy(torch.autograd.Function):
@@ -214,10 +227,14 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
     if not isinstance(values, DTensor):
         return None
     mesh, size = values.device_mesh, values.shape[dim]
-    if mesh.ndim > 1:
+    # By name: over FSDP's dimensions each rank has another gradient for the same rows.
+    if mesh.mesh_dim_names != (TENSOR,):
+        shown = ", ".join(map(repr, mesh.mesh_dim_names or ("unnamed",)))
         raise ValueError(
-            f"{name} is spread over the mesh dimensions {mesh.mesh_dim_names}; a loss takes what "
-            "is spread over tensor-parallel ranks alone. Redistribute it first."
+            f"{name} is a DTensor over the mesh dimensions {shown}; a loss takes shards over "
+            f"{TENSOR!r} alone. A parameter looks like that while FSDP has not gathered it: read "
+            "it inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
+            "labels=labels))."
         )
     if not values.placements[0].is_shard(dim):
         return None

@@ -286,7 +286,8 @@ def _refused(rank, world):
         fk.linear_cross_entropy(torch.zeros(1, 2, 4), weight, torch.zeros(1, 2).long())
     both = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     weight = DTensor.from_local(torch.zeros(4, 4), both, [Replicate(), Shard(0)])
-    with pytest.raises(ValueError, match=r"^weight is spread over the mesh dimensions \('dp', 'tp"):
+    message = r"^weight is a DTensor over the mesh dimensions 'dp', 'tp'; a loss takes shards over"
+    with pytest.raises(ValueError, match=message):
         fk.linear_cross_entropy(torch.zeros(1, 2, 4), weight, torch.zeros(1, 2).long())
     for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
         labels = LABELS.clone()
