@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
+from pathlib import Path
 from typing import Any
 
 __all__ = [
     "LARGEST",
+    "SHOWN",
     "brief",
     "check_integers",
     "check_numbers",
     "is_integer",
     "parse_json",
+    "path_of",
     "too_deep",
     "too_long",
 ]
@@ -125,6 +129,32 @@ def brief(value: Any) -> str:
     except RecursionError:
         text = "values nested too deeply to be shown"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def path_of(name: str, value: Any) -> Path:
+    """Read a path that a file system could hold.
+
+    Args:
+        name: The argument's name.
+        value: Text or an ``os.PathLike`` of text.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is empty, or holds a NUL character.
+
+    Examples:
+        >>> path_of("out", "")
+        Traceback (most recent call last):
+        ValueError: out is empty; name a file or folder. "." is the current folder.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise TypeError(f"{name} is {brief(value)}, a {type(value).__name__}; pass a path.")
+    if not text:
+        raise ValueError(f'{name} is empty; name a file or folder. "." is the current folder.')
+    if "\0" in text:
+        raise ValueError(f"{name} {brief(text)} holds a NUL character, which no path can.")
+    return Path(text)
 
 
 def parse_json(content: str | bytes) -> Any:

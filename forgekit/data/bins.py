@@ -20,6 +20,8 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from forgekit.inputs import brief, parse_json
+
 __all__ = ["Bins", "bins_files", "open_bins", "rooms_of", "save_bins"]
 
 INDEX = "index.json"
@@ -179,7 +181,7 @@ def _in_memory(arrays: tuple[Any, ...], align: int, capacity: int, dropped: int)
 def _read_index(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     file = folder / INDEX
     try:
-        index = json.loads(file.read_text())
+        index = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}). Pack again.") from None
     numbers = {"capacity": int, "align": int, "dropped": int, "fingerprint": str}
@@ -187,10 +189,10 @@ def _read_index(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in expected.items():
         if not isinstance(index, dict) or index.get(name) != value:
             found = index.get(name) if isinstance(index, dict) else index
-            raise ValueError(f"{file} has {name} {found!r}, not {value!r}. Pack again.")
+            raise ValueError(f"{file} has {name} {brief(found)}, not {value!r}. Pack again.")
     for name, kind in numbers.items():
         if type(index.get(name)) is not kind:
-            raise ValueError(f"{file} has {name} {index.get(name)!r}: damaged. Pack again.")
+            raise ValueError(f"{file} has {name} {brief(index.get(name))}: damaged. Pack again.")
     return index
 
 

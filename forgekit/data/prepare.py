@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,10 +38,22 @@ from forgekit.data.corpus.prepared import (
 )
 from forgekit.data.documents import Documents
 from forgekit.data.sources import Paths, stdlib_documents, text_documents
-from forgekit.data.tokenizer import END_OF_TEXT, load_tokenizer, token_id, train_tokenizer
+from forgekit.data.tokenizer import (
+    END_OF_TEXT,
+    check_vocab_size,
+    load_tokenizer,
+    token_id,
+    train_tokenizer,
+    vocabulary_size,
+)
 from forgekit.data.tokens import TokenWriter
+from forgekit.inputs import brief, check_integers, path_of
+from forgekit.terminal import printable
 
 __all__ = ["Prepared", "Progress", "prepare"]
+
+ASKED = "vocab_size_asked"
+"""Key of the metadata: the size that was asked for; None where the tokenizer was given."""
 
 ENTRY_BYTES = 4 << 20
 """Text between two entries in the journal: what a kill costs at most, about a second's work."""
@@ -67,6 +79,10 @@ def prepare(
     Documents are read twice, one at a time: for the tokenizer and for the tokens. Fewer documents
     than ``held_out_every`` are each cut instead: the end of each, at a line break, is held out.
 
+    Text is kept as it is, line ends included; a mark (BOM) at the start of a file or line is left
+    out. What is not UTF-8, and a text file with a NUL byte, is broken. Special tokens in a text are
+    read as plain characters.
+
     Args:
         source: ``"stdlib"`` for the sources of Python's standard library; files and folders as for
             ``text_documents``; or documents, such as ``text_documents`` with options or
@@ -80,7 +96,8 @@ def prepare(
             is unknown.
         filters: Functions of a text that return False for what shall be left out, by the name under
             which that is counted. Each is called several times for a text: it must not remember.
-        tokenizer: Use this ``tokenizer.json`` instead of training one.
+        tokenizer: Use this ``tokenizer.json`` instead of training one; without the truncation and
+            padding that it may ask for.
         eos_token: The token that closes each document.
         sample_bytes: Text to train the tokenizer on. Of more, documents all over the source are
             taken by chance.
@@ -97,26 +114,50 @@ def prepare(
             making it.
         ValueError: If a text cannot be read, a number is out of range, or there is too little text.
     """
+    check_integers(
+        held_out_every=(held_out_every, -(2**63)),
+        sample_bytes=(sample_bytes, 1),
+        shard_tokens=(shard_tokens, 1),
+    )
     if held_out_every < 2:
         raise ValueError(f"held_out_every {held_out_every} must be at least 2, to leave something.")
-    if sample_bytes < 1:
-        raise ValueError(f"sample_bytes {sample_bytes} must be at least 1.")
+    if tokenizer is None:
+        check_vocab_size(vocab_size)
+    if not isinstance(filters or {}, Mapping):
+        raise TypeError(f"filters is {brief(filters)}; pass functions by name: {{name: keeps}}.")
+    out = path_of("out", out)
     documents = _documents(source)
     learned = "" if tokenizer is None else load_tokenizer(tokenizer).to_str()
     settings = f"{vocab_size} {held_out_every} {eos_token} {sample_bytes} {shard_tokens} {learned}"
     facts = f"{settings} {describe_filters(filters or {})} {documents.fingerprint}"
     made_from = hashlib.sha256(os.fsencode(facts)).hexdigest()
     parts = Parts(documents, filters or {}, held_out_every, progress or (lambda *_: None))
-    found = find_prepared(Path(out), made_from)
+    found = find_prepared(out, made_from)
     if found is not None and parts.allows(found.account):
+        _warn_of_few(found)
         return found
     with atomic_directory(out, is_replaceable=is_prepared, key=made_from[:12]) as folder:
         kept = find_prepared(folder, made_from)  # the last one was killed before it was renamed
         if kept is None or not parts.allows(kept.account):
             learner = _tokenizer(folder, parts, tokenizer, vocab_size, sample_bytes)
             eos_id = token_id(learner, eos_token)
-            _write_tokens(folder, parts, learner, eos_id, shard_tokens, made_from)
-    return open_prepared(Path(out), is_new=True)
+            facts = {"made_from": made_from, ASKED: vocab_size if tokenizer is None else None}
+            _write_tokens(folder, parts, learner, eos_id, shard_tokens, facts)
+    prepared = open_prepared(out, is_new=True)
+    _warn_of_few(prepared)
+    return prepared
+
+
+def _warn_of_few(prepared: Prepared) -> None:
+    """Say that a trained tokenizer is smaller than was asked for: a model must fit it."""
+    file = prepared.train
+    if file.vocab_size < (file.metadata.get(ASKED) or 0):
+        log.warning(
+            "the tokenizer has %s tokens instead of %s: the %s bytes of training text hold no more "
+            "pairs of tokens to join. Prepare more text, or ask for a vocabulary of %s",
+            *map("{:,}".format, (file.vocab_size, file.metadata[ASKED])),
+            *map("{:,}".format, (file.metadata["text_bytes"], file.vocab_size)),
+        )
 
 
 def _documents(source: Literal["stdlib"] | Paths | Documents) -> Documents:
@@ -149,10 +190,15 @@ def _tokenizer(
 
 
 def _write_tokens(
-    folder: Path, parts: Parts, tokenizer: Any, eos_id: int, shard_tokens: int, made_from: str
+    folder: Path,
+    parts: Parts,
+    tokenizer: Any,
+    eos_id: int,
+    shard_tokens: int,
+    facts: dict[str, Any],
 ) -> None:
     """Write both token files, from where a killed call stopped if that can be."""
-    work = _Work(folder, parts, tokenizer, eos_id, shard_tokens, made_from)
+    work = _Work(folder, parts, tokenizer, eos_id, shard_tokens, facts)
     entry = read_entry(folder)
     if entry is not None and parts.allows(entry.place.account):
         try:
@@ -174,7 +220,7 @@ class _Work:
     tokenizer: Any
     eos_id: int
     shard_tokens: int
-    made_from: str
+    facts: dict[str, Any]
 
     def write(self, entry: Entry) -> None:
         kept = self.parts.keep(entry.place.account)
@@ -191,7 +237,7 @@ class _Work:
                 text_bytes[part] += size
                 before, unsaved = place, unsaved + size
         for problem in kept.account.first_broken:
-            log.warning("left out: %s", problem)
+            log.warning("left out: %s", printable(problem))
         for writer, size in zip(writers, text_bytes, strict=True):
             writer.finish(self._metadata(size, kept.account))
         (self.folder / JOURNAL).unlink(missing_ok=True)
@@ -202,10 +248,10 @@ class _Work:
 
     def _writer(self, part: int, entry: Entry) -> TokenWriter:
         place = self.folder / HELD_OUT if part else self.folder
-        sizes = (self.tokenizer.get_vocab_size(), self.eos_id, self.shard_tokens)
+        sizes = (vocabulary_size(self.tokenizer), self.eos_id, self.shard_tokens)
         return TokenWriter(place, *sizes, position=entry.writers[part])
 
     def _metadata(self, text_bytes: int, account: Account) -> dict[str, Any]:
         dropped = {name: account.dropped.get(name, 0) for name in self.parts.filters}
         left_out = attrs.asdict(attrs.evolve(account, dropped=dropped))
-        return {"text_bytes": text_bytes, "made_from": self.made_from, **left_out}
+        return {"text_bytes": text_bytes, **self.facts, **left_out}

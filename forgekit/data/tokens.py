@@ -21,6 +21,7 @@ from forgekit.data.corpus.atomic import atomic_directory
 from forgekit.data.corpus.index import INDEX, read_index, write_index
 from forgekit.data.corpus.numbers import check_numbers, map_numbers
 from forgekit.data.corpus.shards import OFFSET, OFFSETS_NAME, ShardWriter, shard_name
+from forgekit.inputs import check_integers, path_of
 
 __all__ = [
     "TokenFile",
@@ -217,7 +218,7 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         FileNotFoundError: If there is no token file, or a part of it is missing.
         ValueError: If a part is truncated, foreign, changed or of another version; names the file.
     """
-    folder = Path(path)
+    folder = path_of("the token file", path)
     index = read_index(folder)
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     counts = index["shards"]
@@ -265,14 +266,18 @@ def _verify(folder: Path, index: dict[str, Any], dtype: np.dtype[Any]) -> None:
 
 
 def _check_sizes(vocab_size: int, eos_id: int, shard_tokens: int) -> None:
+    anything = -(2**63)
+    check_integers(
+        vocab_size=(vocab_size, anything),
+        eos_id=(eos_id, anything),
+        shard_tokens=(shard_tokens, 1),
+    )
     if not 1 <= vocab_size <= 2**32:
         raise ValueError(
             f"vocab_size {vocab_size} must be 1 to 2**32: ids take four bytes at most."
         )
     if not 0 <= eos_id < vocab_size:
         raise ValueError(f"eos_id {eos_id} must be 0 to vocab_size - 1 = {vocab_size - 1}.")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens {shard_tokens} must be at least 1.")
 
 
 def _checked_ids(document: ArrayLike, number: int, vocab_size: int) -> NDArray[Any]:

@@ -172,12 +172,88 @@ def test_documents_that_are_cut_are_taken_up_between_two_and_never_inside_one(
         assert content_of(out) == content_of(tmp_path / "fresh")
 
 
-def test_other_settings_clear_what_was_begun_and_a_mistake_leaves_nothing(tmp_path, small_steps):
+def test_other_settings_clear_what_was_begun_and_a_mistake_does_not(tmp_path, small_steps):
     write_lines(tmp_path / "a.jsonl", broken=10**6)
     interrupted(tmp_path / "a.jsonl", tmp_path / "out", 0)
+    (begun,) = left_by(tmp_path / "out")
     with pytest.raises(ValueError, match="vocab_size 100"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=100)
+    assert left_by(tmp_path / "out") == [begun]
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=301)
     assert not left_by(tmp_path / "out")
+
+
+def test_a_tokenizer_that_truncates_or_pads_does_so_in_no_token_file(source, tmp_path):
+    own = train_tokenizer(TEXTS, 300)
+    own.save(str(tmp_path / "plain.json"))
+    own.enable_truncation(max_length=5)
+    own.enable_padding(length=400, pad_id=7)
+    own.save(str(tmp_path / "limited.json"))
+    made = {
+        name: prepare(source, tmp_path / name, tokenizer=tmp_path / f"{name}.json")
+        for name in ("plain", "limited")
+    }
+    assert made["limited"].train.fingerprint == made["plain"].train.fingerprint
+    assert made["limited"].held_out.fingerprint == made["plain"].held_out.fingerprint
+    kept = load_tokenizer(tmp_path / "limited")
+    assert (kept.truncation, kept.padding) == (None, None)
+    assert texts_of(made["limited"].train, kept) == texts_of(made["plain"].train, kept)
+
+
+def test_a_stream_leaves_the_limits_of_a_tokenizer_aside_and_alone():
+    own = train_tokenizer(TEXTS, 300)
+    expected = own.encode(TEXTS[0]).ids
+    own.enable_truncation(max_length=5)
+    own.enable_padding(length=400, pad_id=7)
+    ((_, ids),) = encode_texts(own, [("a", TEXTS[0])])
+    assert ids.tolist() == expected
+    assert own.truncation["max_length"] == 5
+    assert own.padding["length"] == 400
+
+
+def test_a_vocabulary_that_the_text_does_not_fill_is_said_each_time_and_recorded(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 50)
+    sentence = (
+        "the tokenizer has 266 tokens instead of 8,192: the 903 bytes of training text hold no "
+        "more pairs of tokens to join. Prepare more text, or ask for a vocabulary of 266"
+    )
+    for times in (1, 2):
+        made = prepare(tmp_path / "a.txt", tmp_path / "out", vocab_size=8192)
+        assert [record.message for record in caplog.records] == [sentence] * times
+    assert made.train.metadata["vocab_size_asked"] == 8192
+    caplog.clear()
+    prepare(tmp_path / "a.txt", tmp_path / "out", vocab_size=266)
+    prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=tmp_path / "out", vocab_size=8192)
+    assert caplog.records == []
+
+
+def test_special_tokens_control_characters_and_line_ends_in_a_text_stay_text(tmp_path):
+    text = "one<|endoftext|>two\r\nthree\u0000\ufefffour<|end|>"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "b"}))
+    own = train_tokenizer(TEXTS, 290)
+    own.add_special_tokens(["<|end|>"])
+    own.save(str(tmp_path / "own.json"))
+    for given in ({}, {"tokenizer": tmp_path / "own.json"}):
+        made = prepare(tmp_path / "a.jsonl", tmp_path / "out", held_out_every=2, **given)
+        ids = made.train.read(0, made.train.tokens).tolist()
+        assert (ids[-1], ids.count(0), ids.count(290)) == (0, 1, 0)
+        assert load_tokenizer(tmp_path / "out").decode(ids[:-1]) == text
+
+
+def test_the_target_may_lie_inside_of_a_source_folder(source, tmp_path):
+    made = prepare(source, source / "tokens", vocab_size=300)
+    again = prepare(source, source / "tokens", vocab_size=300)
+    assert (made.is_new, again.is_new) == (True, False)
+
+
+def test_ids_may_have_gaps(source, tmp_path):
+    content = json.loads(train_tokenizer(TEXTS, 300).to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 900
+    (tmp_path / "own.json").write_text(json.dumps(content))
+    made = prepare(source, tmp_path / "out", tokenizer=tmp_path / "own.json")
+    assert made.train.vocab_size == 901
+    assert made.train.read(0, made.train.tokens).max() == 900
 
 
 DAMAGE = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forgekit.data.sources import text_documents
-from forgekit.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from forgekit.data.tokenizer import END_OF_TEXT, cut_words, load_tokenizer, train_tokenizer
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]
@@ -59,3 +59,34 @@ def test_what_cannot_be_a_tokenizer_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r'pip install "forgekit\[text\]"'):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sign", ["a", "7", " ", "-", "語"])
+def test_training_on_text_without_white_space_is_not_quadratic(sign):
+    """Of 300,000 characters in one word it took minutes."""
+    tokenizer = train_tokenizer([sign * 300_000, "to be"], vocab_size=280)
+    assert tokenizer.decode(tokenizer.encode(sign * 9).ids) == sign * 9
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 1023 + " " + "y" * 1023,
+        "aGVs1bG8" * 2000,
+        "語、" * 3000,
+        "if(a)b=c;" * 2000,
+        "\n \t" * 300,
+        "न्" * 3000,
+    ],
+)
+def test_only_words_of_a_thousand_characters_are_learnt_from_in_pieces(text):
+    assert list(cut_words([text, "a"])) == [text, "a"]
+
+
+@pytest.mark.parametrize("word", ["é" * 9000, "1" * 5000, " " * 5000, "-" * 4097 + "a" * 1500])
+def test_pieces_of_long_words_are_short_and_lose_nothing(word):
+    pieces = list(cut_words([f"to be {word} or not"]))
+    assert "".join(pieces) == f"to be {word} or not"
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) < 3 * 1024

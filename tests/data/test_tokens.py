@@ -162,7 +162,7 @@ DAMAGE = {
     "version": (edit_index(version=2), "is version 2; this forgekit reads version 1"),
     "type": (
         edit_index(dtype="float32"),
-        'index.json has dtype "float32"; token ids are uint1',
+        "index.json has dtype 'float32'; token ids are uint1",
     ),
     "no type": (edit_index(dtype=None), 'json has None as "dtype"; it must be of type str'),
     "shards": (edit_index(shards=[7]), "index.json names 13 tokens and shards of 7 in all"),

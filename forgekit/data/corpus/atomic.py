@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forgekit.inputs import path_of
+
 __all__ = ["atomic_directory", "held", "is_held", "sync"]
 
 
@@ -42,7 +44,7 @@ def atomic_directory(
         FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced, or if
             another process is at the same work.
     """
-    path = Path(os.path.realpath(path))  # a link keeps pointing where it points
+    path = Path(os.path.realpath(path_of("the path", path)))  # a link keeps pointing as it does
     if path.exists():
         _check_replaceable(path, is_replaceable)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +128,9 @@ def _clear_leftovers(path: Path, *, but: Path) -> None:
 def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
     if not path.is_dir():
         raise FileExistsError(f"{path} is a file; name a directory that does not exist yet.")
+    if os.path.ismount(path) or Path.cwd().is_relative_to(path):
+        what = "a mount point" if os.path.ismount(path) else "the folder that this runs in"
+        raise FileExistsError(f"{path} is {what} and cannot be replaced; name a folder inside it.")
     if any(path.iterdir()) and not is_replaceable(path):
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
         raise FileExistsError(

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from forgekit.data.tokenizer import without_limits
+
 __all__ = ["encode_texts"]
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ def encode_texts(
     tokenizer cuts there too, so the ids are the same as of the whole.
 
     Args:
-        tokenizer: A ``tokenizers.Tokenizer``.
+        tokenizer: A ``tokenizers.Tokenizer``. Its truncation and padding play no part.
         texts: Pairs of anything and a text.
 
     Yields:
@@ -48,6 +50,7 @@ def encode_texts(
         >>> [(name, ids.tolist()) for name, ids in encode_texts(tokenizer, [("a", "be")])]
         [('a', [66, 69])]
     """
+    tokenizer = without_limits(tokenizer)
     ids: list[NDArray[np.int32]] = []
     for batch in _batches(_pieces(texts)):
         encoded = tokenizer.encode_batch_fast(

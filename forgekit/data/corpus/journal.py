@@ -18,6 +18,7 @@ import attrs
 
 from forgekit.data.corpus.kept import Account
 from forgekit.data.corpus.parts import Place
+from forgekit.inputs import parse_json
 
 __all__ = ["JOURNAL", "Entry", "clear", "read_entry", "write_entry"]
 
@@ -42,7 +43,7 @@ class Entry:
 def read_entry(folder: Path) -> Entry | None:
     """Read the last entry; None if there is none that can be read."""
     try:
-        found = json.loads((folder / JOURNAL).read_text())
+        found = parse_json((folder / JOURNAL).read_bytes())
         account = Account(**found["place"].pop("account"))
         account = attrs.evolve(account, first_broken=tuple(account.first_broken))
         place = Place(**found.pop("place"), account=account)

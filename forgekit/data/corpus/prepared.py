@@ -58,6 +58,7 @@ def find_prepared(out: Path, made_from: str) -> Prepared | None:
         return None
     try:
         found = open_prepared(out, is_new=False)
-    except (OSError, ValueError):
+        _ = found.account
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     return found if found.train.metadata.get("made_from") == made_from else None

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from forgekit.data.optional import require
+from forgekit.inputs import SHOWN, parse_json
 
 __all__ = ["Raw", "Reader", "reader_of"]
 
@@ -22,7 +23,7 @@ ROWS_AT_ONCE = 256
 """Rows of parquet in memory; a row group is read in pieces, whatever its size."""
 
 _NEVER = 2**62
-_JSON = json.JSONDecoder()
+_JSON = json.JSONDecoder()  # faster than the one that looks for a key that stands twice
 
 
 @attrs.define  # made for each line, and twice as fast as a frozen one
@@ -60,7 +61,13 @@ def _whole(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:  # n
 
 
 def _decode(file: Path) -> str:
-    return _utf8(file.read_bytes(), partial(str, file))
+    content = file.read_bytes()
+    if (place := content.find(0)) >= 0:
+        raise ValueError(
+            f"{file} holds a NUL byte at position {place}: it is binary, or text in UTF-16. "
+            "Convert it (iconv -t UTF-8) or leave it out."
+        )
+    return _utf8(content, partial(str, file))
 
 
 def _utf8(content: bytes, name: Callable[[], str]) -> str:
@@ -85,12 +92,13 @@ def _lines(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:
 
 
 def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
+    text = _utf8(line.rstrip(), name)
     try:
-        record = _JSON.decode(_utf8(line.rstrip(), name))
+        record = _record(text, key)
         if isinstance(record, dict) and isinstance(record.get(key), str):
             record[key].encode()  # half of a surrogate pair is JSON and no text
             return record[key]
-    except (json.JSONDecodeError, UnicodeEncodeError, RecursionError) as error:
+    except ValueError as error:
         what = str(error)
         if isinstance(error, json.JSONDecodeError):  # which would name line 1 as well
             what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
@@ -98,11 +106,30 @@ def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
             f"{name()} cannot be read as JSON: {what}. "
             "Each line must be one JSON object; mend the line or remove it."
         ) from None
-    keys = ", ".join(f'"{key}"' for key in record) if isinstance(record, dict) else ""
+    keys = ", ".join(_names(record)) if isinstance(record, dict) else ""
     raise ValueError(
-        f'{name()} has no string "{key}"; it is a {type(record).__name__} with '
-        f'{keys or "no keys"}. Each line must look like {{"{key}": "..."}}.'
+        f"{name()} has no string {_quoted(key)}; it is a {type(record).__name__} with "
+        f'{keys or "no keys"}. Each line must look like {{{_quoted(key)}: "..."}}.'
     )
+
+
+def _record(text: str, key: str) -> Any:
+    try:
+        if text.count(_quoted(key)) < 2:
+            return _JSON.decode(text)
+    except (ValueError, RecursionError):
+        pass  # so that the careful one says what is wrong
+    return parse_json(text)
+
+
+def _names(record: dict[str, Any]) -> list[str]:
+    """Name the first ten keys of an object."""
+    names = [_quoted(name if len(name) < SHOWN else f"{name[:SHOWN]}...") for name in record]
+    return [*names[:10], f"{len(names) - 10} more"] if len(names) > 10 else names
+
+
+def _quoted(key: str) -> str:
+    return json.dumps(key, ensure_ascii=False)
 
 
 def _rows(file: Path, place: int, number: int, key: str) -> Iterator[Raw]:
