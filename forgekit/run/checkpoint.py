@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from forgekit.run.checkpoints.agree import Ranks, explain, ranks_of
-from forgekit.run.checkpoints.commit import INDEX, CheckpointError, digest, step_name
+from forgekit.run.checkpoints.commit import (
+    INDEX,
+    CheckpointError,
+    digest,
+    only_warns,
+    step_name,
+)
 from forgekit.run.checkpoints.contents import (
     PARTS,
     choose,
@@ -38,13 +44,13 @@ from forgekit.run.checkpoints.contents import (
     stage,
 )
 from forgekit.run.checkpoints.loading import (
-    FORMAT,
     check_data,
     choose_checkpoint,
     expect_one_process,
     forgekit_version,
     read_tensors,
 )
+from forgekit.run.checkpoints.manifest import FORMAT
 from forgekit.run.checkpoints.migrate import Migrated, Migration, bring_up
 from forgekit.run.checkpoints.optimizers import check_complete, check_holds_none
 from forgekit.run.checkpoints.places import Place, Workspace, place_of
@@ -274,7 +280,7 @@ def checkpoint_load(
     migrated = _migrated(ranks, path, written, version, migrate)
     if not allow_other_data and "fields" in parts:  # else the data begin anew
         samples = written["fields"]["samples"]
-        check_data(path, written["fingerprint"], _named(fingerprint, samples))
+        check_data(path, written.get("fingerprint"), _named(fingerprint, samples))
     manifest = choose(migrated.manifest, parts)
     described = choose(collect(state, ranks.rank)[1], parts)
     descriptions = ranks.gather(described)
@@ -300,13 +306,17 @@ def _write_or_explain(
     description: dict[str, Any],
     keep: Keep | None,
 ) -> Path | str:
+    committed: list[Path | str] = []
     try:
-        return _write(ranks, place, tensors, description, keep)
+        _write(ranks, place, tensors, description, keep, committed)
     except BaseException as error:
-        raise CheckpointError(
-            f"step {description['step']} could not be saved to {place}: {explain(error)}. "
-            f"Checkpoints that were there are untouched: {_remains(place)}."
-        ) from error
+        if not committed:
+            raise CheckpointError(
+                f"step {description['step']} could not be saved to {place}: {explain(error)}. "
+                f"Checkpoints that were there are untouched: {_remains(place)}."
+            ) from error
+        log.warning("%s is saved; what came after failed: %s", committed[0], explain(error))
+    return committed[0]
 
 
 def _remains(place: Place) -> str:
@@ -323,7 +333,9 @@ def _write(
     tensors: dict[str, Tensor],
     description: dict[str, Any],
     keep: Keep | None,
-) -> Path | str:
+    committed: list[Path | str],
+) -> None:
+    """Write and commit; ``committed`` gets the checkpoint as soon as it is one."""
     import torch.distributed.checkpoint as dcp
 
     from forgekit.run.checkpoints.shards import ShardWriter
@@ -342,11 +354,12 @@ def _write(
         def commit() -> Path | str:
             listed = {name: digest for part in digests for name, digest in part.items()}
             manifest = merge(descriptions) | {"world": ranks.world, "files": listed}
-            return place.commit(workspace, manifest)
+            committed.append(place.commit(workspace, manifest))
+            with only_warns(f"{committed[0]} is saved, but older ones could not be deleted"):
+                place.retain(keep, step)
+            return committed[0]
 
-        final = ranks.first(commit)
-        ranks.first(lambda: place.retain(keep, step))
-    return final
+        committed[:] = [ranks.first(commit)]
 
 
 def _deliver(place: Place, workspace: Workspace, step: int, rank: int) -> dict[str, Any]:

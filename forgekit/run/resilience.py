@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgekit.data.corpus.atomic import UNSUPPORTED
+
 __all__ = [
     "HostCopy",
     "RunLockedError",
@@ -39,6 +42,8 @@ __all__ = [
     "write_atomic",
     "write_status",
 ]
+
+log = logging.getLogger("forgekit")
 
 LAG = 2
 """Steps between hearing the votes and reading them; the device has finished the older step."""
@@ -319,6 +324,13 @@ def lock_run(out: str | os.PathLike[str], *, is_writer: bool = True) -> Iterator
                 f"{out} is in use by {file.read() or 'another process'}. Wait until that run has "
                 "ended, stop it, or choose another run directory."
             ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            log.warning(
+                "%s cannot be locked (%s): see to it yourself that no second run writes there",
+                *(out, error.strerror),
+            )
         file.truncate(0)
         file.write(f"pid {os.getpid()} on host {socket.gethostname()}")
         file.flush()

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from manifests import age
 from ranks import run_ranks
 from states import train
 from torch import nn
@@ -366,10 +367,7 @@ def test_a_newer_version_is_refused_with_or_without_a_migration(directory):
 
 
 def test_a_checkpoint_that_names_no_version_is_of_the_first(directory):
-    file = directory / "step_00000002" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    assert manifest.pop("version") == 1
-    file.write_text(json.dumps(manifest))
+    age(directory / "step_00000002", lambda manifest: manifest.pop("version"))
     assert checkpoint_load(old(0, 1), directory).step == 2
     assert checkpoint_load(new(1), directory, version=2, migrate=migrate).step == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import pickle
 import warnings
@@ -14,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from manifests import rewrite
 from ranks import run_ranks
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -60,9 +60,8 @@ def path(tmp_path):
 def replace(path, name, content):
     """Change a file and the manifest with it, as somebody does who knows the format."""
     (path / name).write_bytes(content)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    entry = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    rewrite(path, lambda manifest: manifest["files"].update({name: entry}))
 
 
 def index_of(path):

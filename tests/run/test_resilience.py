@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import os
 import re
@@ -433,3 +435,25 @@ def test_no_nudge_reaches_the_handlers_that_were_there_before():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert late == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(
+    tmp_path, monkeypatch, caplog, number
+):
+    def refuse(file, kind):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_run(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()}")
+    assert f"{tmp_path} cannot be locked ({os.strerror(number)}): see to it" in caplog.text
+
+
+def test_another_failure_to_lock_is_raised(tmp_path, monkeypatch):
+    def refuse(file, kind):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"), lock_run(tmp_path):
+        pass

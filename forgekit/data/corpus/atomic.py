@@ -7,7 +7,9 @@ beside its place, brought to the disk, and renamed. An older one stays until tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -18,7 +20,12 @@ from pathlib import Path
 
 from forgekit.inputs import path_of
 
-__all__ = ["atomic_directory", "held", "is_held", "sync"]
+__all__ = ["UNSUPPORTED", "atomic_directory", "held", "is_held", "sync"]
+
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+"""What file systems answer that cannot lock, or cannot sync a directory."""
+
+log = logging.getLogger("forgekit")
 
 
 @contextmanager
@@ -104,10 +111,14 @@ def is_held(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or directory to the disk."""
+    """Bring a file or directory to the disk; warn where directories cannot be."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED or not path.is_dir():
+            raise
+        log.warning("%s: this file system cannot sync directories (%s)", path, error.strerror)
     finally:
         os.close(handle)
 

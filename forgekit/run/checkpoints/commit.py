@@ -10,7 +10,6 @@ a checkpoint; the next save removes it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -23,17 +22,25 @@ from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 from forgekit.data.corpus.atomic import held, is_held, sync
+from forgekit.run.checkpoints.manifest import (
+    MANIFEST,
+    ManifestError,
+    format_manifest,
+    load_manifest,
+)
 from forgekit.run.checkpoints.retention import Keep
 
 __all__ = ["CheckpointError", "latest_checkpoint"]
 
-MANIFEST = "manifest.json"
 INDEX = ".metadata"
 """What torch calls its own description of the shards."""
 CHUNK_BYTES = 4 << 20
 _STEP = re.compile(r"step_(\d{8,})")
 _URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
-_ASIDE = re.compile(r"\.old-(step_\d{8,})-.*")
+_ASIDE = re.compile(r"\.old-(step_\d{8,})-")
+_HIDDEN = re.compile(r"\.(tmp|old)-step_\d{8,}(-deleted)?-[0-9a-f]+")
+_LINK = re.compile(r"\.tmp-latest-[0-9a-f]+")
+_CONTENT = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json")
 
 log = logging.getLogger("forgekit")
 
@@ -105,32 +112,43 @@ def step_directories(directory: Path) -> dict[int, Path]:
 
 
 def committed(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints by step: directories whose manifest is there and parses."""
+    """Return the checkpoints by step: directories whose manifest is there and is theirs."""
     found = step_directories(directory)
-    return {step: path for step, path in found.items() if read_manifest(path) is not None}
+    return {step: path for step, path in found.items() if find_fault(step, path) is None}
+
+
+def torn(directory: Path) -> dict[Path, str]:
+    """Return what looks like a checkpoint and does not count, each with its fault."""
+    faults = {path: find_fault(step, path) for step, path in step_directories(directory).items()}
+    return {path: fault for path, fault in faults.items() if fault is not None}
+
+
+def find_fault(step: int, path: Path) -> str | None:
+    """Say why a step's directory is no checkpoint, as what its manifest is or does; None if it is.
+
+    Args:
+        step: The step that its name says.
+        path: The directory.
+    """
+    try:
+        return compare_step(step, load_manifest(path))
+    except ManifestError as error:
+        return str(error)
+
+
+def compare_step(step: int, manifest: dict[str, Any]) -> str | None:
+    """Compare the step of a manifest with that of a directory's name; return what is wrong."""
+    if (said := manifest.get("step", step)) == step:
+        return None
+    return f"says step {said}, so the directory was renamed; {step_name(said)} is its name"
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read a checkpoint's manifest; None if it is missing or not one."""
     try:
-        return parse_manifest((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+        return load_manifest(path)
+    except ManifestError:
         return None
-
-
-def parse_manifest(content: bytes) -> dict[str, Any] | None:
-    """Return a manifest, of whatever format; None if it is not one."""
-    try:
-        manifest = json.loads(content)
-    except ValueError:
-        return None
-    is_one = isinstance(manifest, dict) and not manifest.keys().isdisjoint({"files", "format"})
-    return manifest if is_one else None
-
-
-def format_manifest(manifest: dict[str, Any]) -> bytes:
-    """Write a manifest out."""
-    return json.dumps(manifest, indent=1).encode()
 
 
 @contextlib.contextmanager
@@ -153,21 +171,37 @@ def temporary_directory(directory: Path, step: int) -> Iterator[Path]:
 def remove_leftovers(directory: Path) -> None:
     """Clear what dead processes left, after putting back checkpoints that they had set aside."""
     put_back(directory)
-    for path in [*directory.glob(".tmp-*"), *directory.glob(".old-*")]:
-        if path.is_symlink():
-            path.unlink(missing_ok=True)
-        elif not is_held(path):
+    for path in _hidden(directory):
+        if not is_held(path):
             shutil.rmtree(path, ignore_errors=True)
+    for path in directory.iterdir():
+        if _LINK.fullmatch(path.name) and path.is_symlink():
+            path.unlink(missing_ok=True)
 
 
 def put_back(directory: Path) -> None:
     """Restore a checkpoint whose replacement never arrived, unless a save is still at it."""
-    if any(is_held(path) for path in directory.glob(".tmp-*")):
+    hidden = _hidden(directory)
+    if any(is_held(path) for path in hidden if path.name.startswith(".tmp-")):
         return
-    for aside in directory.glob(".old-*"):
-        match = _ASIDE.fullmatch(aside.name)
+    for aside in hidden:
+        match = _ASIDE.match(aside.name)
         if match and read_manifest(aside) and not (directory / match[1]).exists():
             aside.rename(directory / match[1])
+
+
+def _hidden(directory: Path) -> list[Path]:
+    """List the directories that saves make; others may have such names, but not such contents."""
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if _HIDDEN.fullmatch(path.name) and _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and all(_CONTENT.fullmatch(e.name) for e in path.iterdir())
+    except OSError:  # a file, or not to be read
+        return False
 
 
 def digest(stream: BinaryIO) -> dict[str, Any]:
@@ -230,20 +264,33 @@ def commit(temporary: Path, manifest: dict[str, Any]) -> Path:
         os.fsync(stream.fileno())
     sync(temporary)
     aside = _replace(temporary, final)
-    sync(directory)
+    with only_warns(f"{final} is saved, but may be lost if the machine stops now"):
+        sync(directory)
     _point_latest(directory, final.name)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     return final
 
 
+@contextlib.contextmanager
+def only_warns(what: str) -> Iterator[None]:
+    """Log what goes wrong once a checkpoint is committed: it is good whatever comes after."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s", what, error)
+
+
 def retain(directory: Path, keep: Keep | None, saved: int) -> None:
     """Delete the checkpoints that a rule does not name; never the one that was just saved.
 
     A directory is renamed before it is deleted, so that a half-deleted one is not a checkpoint.
-    A failure is logged and not raised: the checkpoint that was just saved is good.
+    A failure to delete is logged and not raised: the checkpoint that was just saved is good.
     """
     found = committed(directory)
+    for path, fault in torn(directory).items():
+        if os.path.lexists(path / MANIFEST):
+            log.warning("%s is kept and not counted: its %s %s", path, MANIFEST, fault)
     metrics = {step: (read_manifest(path) or {}).get("metric") for step, path in found.items()}
     for step in superseded(directory, metrics, keep, saved):
         if not is_held(found[step]):
@@ -305,9 +352,13 @@ def _replace(temporary: Path, final: Path) -> Path | None:
 
 def _point_latest(directory: Path, name: str) -> None:
     link = directory / unique(".tmp-latest")
-    link.symlink_to(name)
-    link.replace(directory / "latest")
-    sync(directory)
+    with only_warns(f"{directory / 'latest'} does not point to {name}"):
+        try:
+            link.symlink_to(name)
+            link.replace(directory / "latest")
+            sync(directory)
+        finally:
+            link.unlink(missing_ok=True)
 
 
 def unique(stem: str) -> str:

@@ -8,15 +8,16 @@ import posixpath
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import forgekit.run.checkpoints.commit as files
 from forgekit.run.checkpoints.agree import Ranks, explain
 from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.manifest import FORMAT
+from forgekit.run.checkpoints.per_rank import TAG
 from forgekit.run.checkpoints.places import Checkpoint, Place
-
-FORMAT = 1
-"""Of the files and the manifest; counts up when this version could not be read by earlier ones."""
+from forgekit.run.checkpoints.trees import decode
 
 log = logging.getLogger("forgekit")
 
@@ -33,7 +34,7 @@ def choose_checkpoint(
     damages = []
     for path in candidates:
         manifest = ranks.first(lambda path=path: _readable_manifest(place, path))
-        damage = _find_damage(ranks, place, path, manifest)
+        damage = _find_malformed(path, manifest) or _find_damage(ranks, place, path, manifest)
         if not damage:
             return path, manifest
         damages += damage
@@ -123,16 +124,19 @@ def _explained(path: Checkpoint, error: Any) -> CheckpointError:
 def _candidates(place: Place, step: int | None) -> list[Checkpoint]:
     torn, found = place.torn(), place.committed()
     if step is None:
-        for path in torn:
+        for path, fault in torn.items():
             log.warning(
-                "%s has no readable %s and does not count as a checkpoint", path, files.MANIFEST
+                "%s has no readable %s and does not count as a checkpoint: it %s",
+                *(path, files.MANIFEST, fault),
             )
         if not found:
             place.check_empty()
         return [found[known] for known in sorted(found, reverse=True)]
     if step not in found:
-        there = _steps(place)
-        raise CheckpointError(f"{place} has no committed step {step}; it has {there}.")
+        named = files.step_name(step)
+        faults = [f for path, f in torn.items() if posixpath.basename(str(path)) == named]
+        why = "".join(f" {named}/{files.MANIFEST} {fault}." for fault in faults)
+        raise CheckpointError(f"{place} has no committed step {step}; it has {_steps(place)}.{why}")
     return [found[step]]
 
 
@@ -161,6 +165,24 @@ def forgekit_version() -> str:
     from importlib.metadata import version
 
     return version("forgekit")
+
+
+def _find_malformed(path: Checkpoint, manifest: dict[str, Any]) -> list[str]:
+    """Look at each part of a manifest as it will be used; only one without a checksum can fail."""
+    try:
+        specs = manifest["tensors"]
+        for spec in specs.values():
+            torch.Size(spec["shape"]).numel(), torch.empty(0, dtype=getattr(torch, spec["dtype"]))
+        trees = [tree for entries in manifest["optimizer"].values() for tree in entries.values()]
+        for tree in manifest["fields"].values():
+            is_ranks = isinstance(tree, dict) and TAG in tree
+            trees += [own for _, own in tree[TAG]] if is_ranks else [tree]
+        for tree in trees:
+            decode(tree, None, {}, lambda key, _: specs[key])
+        int(manifest["fields"]["samples"]), manifest["optimizer_class"]
+    except Exception as error:
+        return [f"{path}/{files.MANIFEST} is malformed: {explain(error)}"]
+    return []
 
 
 def _find_damage(

@@ -18,6 +18,7 @@ import attrs
 import forgekit.run.checkpoints.commit as files
 from forgekit.data.corpus.atomic import held
 from forgekit.run.checkpoints.agree import Ranks
+from forgekit.run.checkpoints.manifest import open_regular
 from forgekit.run.checkpoints.retention import Keep
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ class Disk:
         """Return the checkpoints by step."""
         return files.committed(self.directory)
 
-    def torn(self) -> list[Path]:
+    def torn(self) -> dict[Path, str]:
         """Return what looks like a checkpoint and does not count, after putting back what does."""
         files.put_back(self.directory)
-        found = files.step_directories(self.directory)
-        return [found[step] for step in found.keys() - self.committed().keys()]
+        return files.torn(self.directory)
 
     def check_empty(self) -> None:
         """Refuse to take a directory for that of a new run when it is something else.
@@ -79,11 +79,11 @@ class Disk:
                 f"{self} is a checkpoint itself; name the directory that holds it, "
                 f"{self.directory.parent}, and choose it with step=."
             )
-        for torn in self.torn():
-            if (torn / files.MANIFEST).exists():
+        for torn, fault in self.torn().items():
+            if os.path.lexists(torn / files.MANIFEST):
                 raise files.CheckpointError(
                     f"no whole checkpoint to load: {torn / files.MANIFEST} is damaged. Restore it, "
-                    f"or delete {torn} to start over."
+                    f"or delete {torn} to start over. It {fault}."
                 )
 
     def manifest(self, path: Path) -> dict[str, Any] | None:
@@ -93,12 +93,12 @@ class Disk:
     def find_damage(self, path: Path, name: str, expected: dict[str, Any]) -> str | None:
         """Compare a file with its manifest entry; return what is wrong, or None."""
         file = path / name
-        size, opened = lambda: file.stat().st_size, lambda: file.open("rb")
+        size, opened = lambda: file.stat().st_size, lambda: open_regular(file)
         return files.find_damage(file, expected, size, opened)
 
     def opened(self, path: Path, name: str) -> AbstractContextManager[BinaryIO]:
         """Open a file of a checkpoint."""
-        return (path / name).open("rb")
+        return open_regular(path / name)
 
     @contextmanager
     def reading(self, path: Path, folder: str) -> Iterator[tuple[Path, FileSystem | None]]:

@@ -34,6 +34,7 @@ import forgekit.run.checkpoints.commit as files
 from forgekit.data.optional import require
 from forgekit.run.checkpoints.agree import Ranks
 from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.manifest import ManifestError, format_manifest, parse_manifest
 from forgekit.run.checkpoints.places import Workspace
 from forgekit.run.checkpoints.retention import Keep
 
@@ -76,12 +77,12 @@ class Remote:
     def committed(self) -> dict[int, str]:
         """Return the checkpoints by step."""
         found = self._steps()
-        return {step: path for step, path in found.items() if self.manifest(path) is not None}
+        return {step: path for step, path in found.items() if self._fault(step, path) is None}
 
-    def torn(self) -> list[str]:
-        """Return what looks like a checkpoint and does not count."""
-        found = self._steps()
-        return [found[step] for step in found.keys() - self.committed().keys()]
+    def torn(self) -> dict[str, str]:
+        """Return what looks like a checkpoint and does not count, each with its fault."""
+        faults = {path: self._fault(step, path) for step, path in self._steps().items()}
+        return {path: fault for path, fault in faults.items() if fault is not None}
 
     def check_empty(self) -> None:
         """Accept what is there: an upload that a crash cut short has no manifest yet."""
@@ -89,8 +90,8 @@ class Remote:
     def manifest(self, path: str) -> dict[str, Any] | None:
         """Read a checkpoint's manifest; None if it is missing or not one."""
         try:
-            return files.parse_manifest(self.fs.cat_file(self._inside(path, files.MANIFEST)))
-        except (FileNotFoundError, NotADirectoryError):
+            return self._load_manifest(path)
+        except ManifestError:
             return None
 
     def find_damage(self, path: str, name: str, expected: dict[str, Any]) -> str | None:
@@ -142,7 +143,7 @@ class Remote:
                     f"{path}/{name} has {size} bytes after the upload instead of "
                     f"{expected['bytes']}. Save again; does another run save there?"
                 )
-        content = files.format_manifest(manifest | {"folder": workspace.folder})
+        content = format_manifest(manifest | {"folder": workspace.folder})
         self.fs.pipe_file(self._inside(path, files.MANIFEST), content)
         return path
 
@@ -158,6 +159,18 @@ class Remote:
         for newer, path in sorted(self.committed().items()):
             if newer > step:
                 self._discard(path)
+
+    def _load_manifest(self, path: str) -> dict[str, Any]:
+        try:
+            return parse_manifest(self.fs.cat_file(self._inside(path, files.MANIFEST)))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ManifestError("is missing") from None
+
+    def _fault(self, step: int, path: str) -> str | None:
+        try:
+            return files.compare_step(step, self._load_manifest(path))
+        except ManifestError as error:
+            return str(error)
 
     def _discard(self, path: str) -> None:
         try:

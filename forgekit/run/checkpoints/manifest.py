@@ -1,0 +1,123 @@
+"""The manifest of a checkpoint: written whole, read with distrust.
+
+It holds a checksum of itself, so that a changed number of samples is found as surely as a changed
+shard. Checkpoints that were written before it had one load as they did. A manifest that is not one,
+whatever it is, makes a checkpoint that does not count; reading it never waits and never ends the
+process.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "ManifestError",
+    "format_manifest",
+    "load_manifest",
+    "open_regular",
+    "parse_manifest",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the files and the manifest; counts up when this version could not be read by earlier ones."""
+
+_CHECKSUM = "checksum"
+_KINDS = {"step": int, "files": dict, "tensors": dict, "optimizer": dict, "fields": dict}
+
+
+class ManifestError(ValueError):
+    """What is there instead of a manifest; the message goes on after its name."""
+
+
+def format_manifest(manifest: dict[str, Any]) -> bytes:
+    """Write a manifest out, with its checksum."""
+    plain = json.loads(json.dumps(manifest))
+    return json.dumps({**plain, _CHECKSUM: _checksum(plain)}, indent=1).encode()
+
+
+def load_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint's directory.
+
+    Raises:
+        ManifestError: If it is missing, unreadable, or not one.
+    """
+    try:
+        with open_regular(path / MANIFEST, follow=False) as stream:
+            content = stream.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ManifestError("is missing") from None
+    except OSError as error:
+        raise ManifestError(f"cannot be read: {error.strerror or error}") from None
+    return parse_manifest(content)
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """Return a manifest that is as it was written; of another format whatever it says.
+
+    Raises:
+        ManifestError: If it is not one, or was changed.
+    """
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):  # of many brackets
+        raise ManifestError("is not JSON") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int | str):
+        raise ManifestError("describes no checkpoint")
+    if isinstance(manifest["format"], int) and manifest["format"] > FORMAT:
+        return manifest  # only a newer version knows what is in it
+    found = _checksum(manifest)
+    if manifest.get(_CHECKSUM, found) != found:
+        raise ManifestError(
+            f"was changed after it was saved: its checksum is {found[:12]} instead of "
+            f"{manifest[_CHECKSUM]!r:.14}"
+        )
+    if manifest["format"] == FORMAT:
+        _check(manifest)
+    return manifest
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a file for reading, but no pipe and no device: reading those may never end.
+
+    Args:
+        path: The file.
+        follow: Open what a symbolic link points to.
+
+    Raises:
+        OSError: If it cannot be opened, or is something else than a file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != _CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    """Look at what is used before anything of a checkpoint is read."""
+    for key, kind in _KINDS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ManifestError(f"has no {key!r}, or none that is one")
+    if not isinstance(manifest.get("metric"), int | float | None):
+        raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is no number")
+    for name, entry in manifest["files"].items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ManifestError(f"names a file outside the checkpoint: {name!r:.80}")
+        is_entry = isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys()
+        if not is_entry or not isinstance(entry["bytes"], int):
+            raise ManifestError(f"has no size and checksum of {name!r:.80}")
