@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import runpy
+import shlex
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import Console
 from rich.progress import Progress, TaskID
+
+from forgekit.terminal import printable, steady_streams, tell
 
 if TYPE_CHECKING:
     from forgekit.data.documents import Documents
@@ -48,17 +53,26 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
     parser = _parser()
     # All that follows `run NAME` is the recipe's, --help included, so argparse never sees it.
     own = 2 if arguments[:1] == ["run"] else len(arguments)
-    options = parser.parse_args(arguments[:own])
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return 2
-    options.arguments = arguments[own:]
-    options.recipes = recipes or recipes_folder()
-    try:
-        return options.command(options)
-    except _UsageError as error:
-        print(f"forgekit: {error}", file=sys.stderr)
-        return 2
+    with steady_streams() as (out, _):
+        options, unknown = parser.parse_known_args(arguments[:own])
+        if unknown:
+            parser.error(f"unrecognized arguments: {printable(shlex.join(unknown))}")
+        if options.command is None:
+            parser.print_help(sys.stderr)
+            return 2
+        options.arguments = arguments[own:]
+        options.recipes = recipes or recipes_folder()
+        try:
+            code = options.command(options)
+        except _UsageError as error:
+            tell(f"forgekit: {error}")
+            return 2
+        out.flush()
+        # What a recipe prints is beside the point; what `ls` prints is all there is.
+        if options.command is _run or out.lost is None or isinstance(out.lost, BrokenPipeError):
+            return code
+        tell(f"forgekit: stdout cannot be written: {out.lost.strerror}.")
+        return code or 1
 
 
 def recipes_folder() -> Path:
@@ -136,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "--step", metavar="N", type=int, help="the step, as in metrics.jsonl (the last bad one)"
     )
     replay.add_argument(
-        "--script", metavar="FILE", type=Path, help="the recipe (the one that noted the bad step)"
+        "--script", metavar="FILE", type=Path, help="the recipe to run; the error names the run's"
     )
     replay.set_defaults(command=_replay)
     return parser
@@ -189,6 +203,14 @@ def _recipe(folder: Path, name: str) -> Path:
 
 
 def _cp(options: argparse.Namespace) -> int:
+    try:
+        return _copy(options)
+    except OSError as error:
+        path = error.filename or options.target
+        raise _UsageError(f"nothing was copied, {path}: {error.strerror}.") from None
+
+
+def _copy(options: argparse.Namespace) -> int:
     recipe = _settings(options.recipes).get(options.name.removesuffix(".toml"))
     recipe = recipe or _recipe(options.recipes, options.name)
     target = _target(recipe, options.target)
@@ -203,12 +225,29 @@ def _cp(options: argparse.Namespace) -> int:
     if there and not options.force:
         raise _UsageError(f"{' and '.join(there)} would be overwritten; --force does it.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    for path, content in copies.items():
-        path.write_bytes(content)
-        print(f"wrote {path}")
-    if b"load_config" in target.read_bytes():
-        print(f"Its settings: python {target} --help")
+    _replace(copies)
+    for path in copies:
+        print(f"wrote {printable(path)}")
+    if b"load_config" in content:
+        print(f"Its settings: python {printable(shlex.quote(str(target)))} --help")
     return 0
+
+
+def _replace(copies: Mapping[Path, bytes]) -> None:
+    """Write files, all or none: each is complete beside its place before the first takes it."""
+    with ExitStack() as stack:
+        complete = {}
+        for target, content in copies.items():
+            path = Path(os.path.realpath(target))  # a link keeps pointing where it points
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+            complete[path] = path.with_name(f".{path.name}.{os.getpid()}")
+            stack.callback(complete[path].unlink, missing_ok=True)
+            complete[path].write_bytes(content)
+            if path.exists():
+                shutil.copymode(path, complete[path])
+        for path, new in complete.items():
+            new.replace(path)
 
 
 def _target(recipe: Path, target: str | None) -> Path:
@@ -253,7 +292,7 @@ def _exit_code(code: object) -> int:
     """What the interpreter makes of a ``SystemExit``: text goes to stderr and counts as 1."""
     if code is None or isinstance(code, int):
         return int(code or 0)
-    print(code, file=sys.stderr)
+    tell(code)
     return 1
 
 
@@ -345,6 +384,7 @@ def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from forgekit.run.bad_records import read_bad_steps
+    from forgekit.run.resilience import write_atomic
     from forgekit.run.strict_json import finite
 
     if options.step is not None and options.step < 1:
@@ -359,10 +399,10 @@ def _replay(options: argparse.Namespace) -> int:
     _check_logged(options.run, step, known)
     found = finite(attrs.asdict(_compute_again(options, step, known.get(step, {}))))
     path = options.run / f"replay_step_{step}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_atomic(path, f"{json.dumps(found, indent=1)}\n".encode())
     for name, value in found.items():
-        print(f"{name:<20}  {value}")
-    print(f"written to {path}")
+        print(printable(f"{name:<20}  {value}"))
+    print(f"written to {printable(path)}")
     return 0
 
 
@@ -396,6 +436,15 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
         return replay_step(state, next(batches), recipe["loss_fn"])
 
 
+def _ask_for_script(options: argparse.Namespace, noted: object) -> str:
+    """Say what to type: a run directory may come from anywhere, so it does not choose the code."""
+    step = [] if options.step is None else ["--step", str(options.step)]
+    file = noted if isinstance(noted, str) and noted else "FILE"
+    command = shlex.join(["forgekit", "replay", str(options.run), *step, "--script", file])
+    source = "which this run has not noted" if file == "FILE" else "here the one that the run noted"
+    return f"replay runs the code of the recipe, so it has to be named ({source}): {command}"
+
+
 def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
     """Let a run directory seem to have no checkpoint of a step, or of later ones."""
     from forgekit.run.checkpoints.commit import committed
@@ -411,8 +460,10 @@ def _configured(options: argparse.Namespace, bad: dict[str, Any]) -> tuple[dict[
     from forgekit.config import ConfigError
     from forgekit.config.strict import structure
 
-    script = options.script or bad.get("script")
-    if script is None or not Path(script).is_file():
+    script = options.script
+    if script is None:
+        raise _UsageError(_ask_for_script(options, bad.get("script")))
+    if not script.is_file():
         raise _UsageError(f"the recipe {script} is not there; --script FILE names it.")
     recipe = runpy.run_path(str(script), run_name="replayed")
     if missing := [name for name in ("Config", "setup", "loss_fn") if name not in recipe]:

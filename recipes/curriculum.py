@@ -32,8 +32,8 @@ class Data:
     )
     weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "At the start.")
     temperature: float = key(1.0, "Above 1 small weights count for more; inf makes all alike.")
-    seq_len: int = key(256, "Places in a row.")
-    workers: int = key(2, "Threads that read ahead.")
+    seq_len: int = key(256, "Places in a row.", at_least=1)
+    workers: int = key(2, "Threads that read ahead.", at_least=0)
 
 
 @attrs.frozen(kw_only=True)
@@ -52,14 +52,14 @@ class Config:
     out: Path = key(Path("runs/curriculum"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights and data order.")
     steps: int = key(200, "Optimizer steps of the whole run.", at_least=0)
-    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.")
-    batch_size: int = key(8, "Rows per rank and micro-batch.")
-    log_every: int = key(10, "Steps between two rows of metrics.")
-    save_every: int = key(50, "Steps between two checkpoints; 0 saves at the end only.")
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    save_every: int = key(50, "Steps between checkpoints; 0: only at the end.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
     lr: float = key(3e-3, "Highest learning rate.", at_least=0)
-    warmup: int = key(20, "Steps until the highest rate.")
-    decay: int = key(50, "Steps of the cool-down at the end.")
+    warmup: int = key(20, "Steps until the highest rate.", at_least=0)
+    decay: int = key(50, "Steps of the cool-down at the end.", at_least=1)
     phases: tuple[Phase, ...] = key(
         (Phase(step=80, weights={"mail": 3}), Phase(step=150, weights={"tables": 0}, lr_scale=0.5)),
         "Changes along the way, by increasing step.",

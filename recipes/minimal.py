@@ -3,6 +3,8 @@
 Run it as it is (`python minimal.py`), or copy it and put your model, your data and your loss in.
 """
 
+import argparse
+
 import torch
 from tensordict import TensorDict
 
@@ -46,4 +48,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it has no settings: edit a copy
     main()

@@ -23,7 +23,7 @@ class Config:
     """Four small layers that learn to count."""
 
     steps: int = key(60, "Optimizer steps.", at_least=1)
-    micro_batches: int = key(8, "Micro-batches per step; the more, the smaller the bubble.")
+    micro_batches: int = key(8, "Micro-batches; more make the bubble smaller.", at_least=1)
     batch_size: int = key(2, "Rows per rank and micro-batch.", at_least=1)
     seq_len: int = key(32, "Places in a row.", at_least=1)
     layers: int = key(4, "Layers, cut into stages.", at_least=1)

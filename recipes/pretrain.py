@@ -21,8 +21,8 @@ class Data:
     """What to train on."""
 
     path: Path = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
-    seq_len: int = key(256, "Places in a row.")
-    workers: int = key(2, "Threads that read ahead.")
+    seq_len: int = key(256, "Places in a row.", at_least=1)
+    workers: int = key(2, "Threads that read ahead.", at_least=0)
     doc_ids: bool = key(False, "Whether attention stays inside documents.")
 
 
@@ -31,8 +31,8 @@ class Optim:
     """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
 
     lr: float = key(3e-3, "Highest learning rate.", at_least=0)
-    weight_decay: float = key(0.1, "Decay of the matrices, per unit of learning rate.")
-    warmup: int = key(20, "Steps until the highest rate.")
+    weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
+    warmup: int = key(20, "Steps until the highest rate.", at_least=0)
 
 
 @attrs.frozen(kw_only=True)
@@ -42,11 +42,11 @@ class Config:
     out: Path = key(Path("runs/pretrain"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights, data order and dropout.")
     steps: int = key(400, "Optimizer steps of the whole run.", at_least=0)
-    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.")
-    batch_size: int = key(8, "Rows per rank and micro-batch.")
-    log_every: int = key(10, "Steps between two rows of metrics.")
-    eval_every: int = key(200, "Steps between two evaluations; 0 evaluates at the end only.")
-    save_every: int = key(100, "Steps between two checkpoints; 0 saves at the end only.")
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    eval_every: int = key(200, "Steps between evaluations; 0: only at the end.", at_least=0)
+    save_every: int = key(100, "Steps between checkpoints; 0: only at the end.", at_least=0)
     keep: int = key(3, "Checkpoints to keep.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
     compile: bool = key(False, "Whether each block is compiled.")
@@ -58,7 +58,7 @@ class Config:
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
     patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
     device: Literal["cpu", "cuda"] | None = key(None, "none takes an accelerator if there is one.")
-    prompt: str = key("def ", "What the sample at the end continues.")
+    prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()
     optim: Optim = Optim()
@@ -98,7 +98,8 @@ def setup(config):
     lr, warmup = config.optim.lr, config.optim.warmup
     schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
     stop = fk.StopSignal()
-    limits = {"max_norm": config.max_norm, "spikes": config.spikes and fk.SpikeLimit(config.spikes)}
+    spikes = None if config.spikes is None else fk.SpikeLimit(config.spikes)
+    limits = {"max_norm": config.max_norm, "spikes": spikes}
     step = fk.make_step(loss_fn, schedule=schedule, stop=stop, **limits)
     rank, world = fk.data_ranks(mesh)
     where = {"rank": rank, "world": world, "device": mesh.device_type}
@@ -122,18 +123,21 @@ def main():
         log = run.start(state, every=config.log_every, total=config.steps, loader=loader)
         health = fk.Health(run.out, state.mesh, loader=loader)
         with log, loader, stop, health:
+            saved = state.step
             while state.step < config.steps:
+                if held_out and state.step and fk.every(config.eval_every, state):
+                    log.event(state, evaluate(state, held_out))  # cut short: when it is resumed
+                if stop.requested:
+                    break
                 state, metrics = step(state, next(groups))
                 if check(log(state, metrics)):
                     state = run.roll_back(state, save)
                 log.event(state, health(state) or {}, show=False)
-                is_done = state.step == config.steps
-                if is_done or stop.requested or fk.every(config.save_every, state):
+                if fk.every(config.save_every, state):
                     save(state, run.checkpoints)
-                if stop.requested:
-                    break
-                if held_out and fk.every(config.eval_every, state) and not is_done:
-                    log.event(state, evaluate(state, held_out))
+                    saved = state.step
+            if saved != state.step:
+                save(state, run.checkpoints)
             is_done = state.step >= config.steps
             if held_out and is_done:
                 log.event(state, evaluate(state, held_out))

@@ -1,11 +1,14 @@
 """The command line: listing, copying and running recipes, and preparing data."""
 
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import io
 import json
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -133,6 +136,44 @@ def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
     assert (here / existing).read_text() == "mine"
     assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 0
     assert (here / existing).read_text() != "mine"
+
+
+@contextlib.contextmanager
+def room(size):
+    """A disk on which a file may have so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100])
+def test_cp_on_a_full_disk_leaves_both_old_files(size, recipes, here, capsys):
+    """The settings would fit, the recipe does not; and the other way round."""
+    (recipes / "train.toml").write_text("# " + 200 * "x" if size == 100 else "steps = 3")
+    (here / "my.py").write_text("mine")
+    (here / "my.toml").write_text("mine too")
+    with room(size):
+        assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 2
+    assert capsys.readouterr().err == "forgekit: nothing was copied, my.py: File too large.\n"
+    assert {path.name: path.read_text() for path in here.iterdir()} == {
+        "my.py": "mine",
+        "my.toml": "mine too",
+    }
+
+
+def test_cp_keeps_links_and_modes(recipes, here):
+    (here / "real.py").write_text("mine")
+    (here / "real.py").chmod(0o750)
+    (here / "my.py").symlink_to("real.py")
+    assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 0
+    assert (here / "my.py").is_symlink()
+    assert (here / "real.py").read_text().endswith(TRAIN)
+    assert (here / "real.py").stat().st_mode & 0o777 == 0o750
 
 
 def test_cp_refuses_a_target_that_would_not_run(recipes, here, capsys):
@@ -317,6 +358,37 @@ def test_prepare_explains_a_mistake_in_one_sentence(changes, message, texts, her
     assert last.startswith("forgekit: ")
     assert message in last
     assert not (here / "tokens").exists()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in recipes_folder().glob("*.py")))
+def test_each_recipe_has_help(name, here, capsys):
+    with contextlib.suppress(SystemExit):
+        assert main(["run", name, "--help"]) == 0
+    shown = capsys.readouterr()
+    assert "usage: " in shown.out
+    assert shown.err == ""
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.bad_input
+def test_a_recipe_without_settings_refuses_some(here, capsys):
+    assert main(["run", "minimal", "steps=3"]) == 2
+    assert "minimal.py: error: unrecognized arguments: steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "shown"),
+    [
+        (">/dev/full", 1, "forgekit: stdout cannot be written: No space left on device.\n"),
+        ("| head -n 0; exit ${PIPESTATUS[0]}", 0, ""),
+        (">&-", 0, ""),
+        (">/dev/full 2>&-", 1, ""),
+    ],
+)
+def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(redirection, code, shown):
+    line = f"{sys.executable} -m forgekit ls {redirection}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", shown)
 
 
 def test_no_command_shows_the_help_and_is_an_error(capsys):

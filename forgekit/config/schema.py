@@ -20,7 +20,7 @@ def key(default: Any, text: str, *, at_least: float | None = None) -> Any:
     Args:
         default: Its default value.
         text: One line.
-        at_least: Smallest value that is accepted.
+        at_least: Smallest value that is accepted; of text, the fewest characters.
 
     Returns:
         A field, for the right side of ``name: type = key(...)``.
@@ -32,7 +32,8 @@ def key(default: Any, text: str, *, at_least: float | None = None) -> Any:
         >>> Config().steps
         100
     """
-    validator = None if at_least is None else attrs.validators.ge(at_least)
+    rule: Any = attrs.validators.min_len if isinstance(default, str) else attrs.validators.ge
+    validator = None if at_least is None else rule(at_least)
     return attrs.field(default=default, validator=validator, metadata={"help": text})
 
 

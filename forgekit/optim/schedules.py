@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, Protocol, get_args
 
+from forgekit.inputs import check_numbers
+
 __all__ = [
     "Decay",
     "Scaled",
@@ -38,6 +40,7 @@ def constant(peak: float) -> Schedule:
         >>> constant(0.1)(7)
         0.1
     """
+    check_numbers(peak=(peak, 0))
     return lambda step: peak  # noqa: ARG005
 
 
@@ -206,6 +209,7 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
 
 
 def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
+    check_numbers(peak=(peak, 0), final=(final, 0))
     if shape not in _SHAPES:
         raise ValueError(f"shape is {shape!r}; it is one of {', '.join(get_args(Decay))}.")
     if start < 0:

@@ -86,7 +86,8 @@ def test_what_was_left_out_is_in_the_checkpoints(runs):
 
 
 def test_the_last_bad_step_is_replayed(runs, capsys):
-    assert main(["replay", str(runs / "breaks")]) == 0
+    script = ["--script", str(runs / "breaks.py")]
+    assert main(["replay", str(runs / "breaks"), *script]) == 0
     found = json.loads((runs / "breaks" / "replay_step_9.json").read_text())
     assert (found["step"], found["samples"]) == (9, [64, 72])
     assert found["loss"] is None
@@ -96,6 +97,21 @@ def test_the_last_bad_step_is_replayed(runs, capsys):
     assert found["targets"] == [16] * 8
     assert len(found["bad_parameters"]) == 20
     assert "replay_step_9.json" in capsys.readouterr().out
+
+
+@pytest.mark.bad_input
+def test_code_that_a_run_directory_names_is_shown_and_not_run(runs, tmp_path, capsys):
+    """A directory from somebody else may name any file, in a name that a terminal obeys too."""
+    planted = tmp_path / "a \x1b[31m'b.py"
+    planted.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    record = {"step": 3, "skips": [], "script": str(planted)}
+    (tmp_path / "bad_steps.jsonl").write_text(json.dumps(record) + "\n")
+    assert main(["replay", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert "replay runs the code of the recipe, so it has to be named (here the one that" in shown
+    assert f"forgekit replay {tmp_path} --script '{tmp_path}/a \\x1b[31m'\"'\"'b.py'" in shown
+    assert "\x1b" not in shown
 
 
 def test_a_good_step_is_replayed_bitwise(runs):
@@ -124,7 +140,14 @@ REFUSED = {
     "no bad step": ([], "has no bad_steps.jsonl, so no step had to be left out. --step N looks"),
     "step 0": (["--step", "0"], "--step 0: steps are counted from 1, as in metrics.jsonl"),
     "a step to come": (["--step", "15"], "--step 15: .*knows has logged no step after 14; choose"),
-    "no script": (["--step", "2"], "the recipe None is not there; --script FILE names it"),
+    "no script": (
+        ["--step", "2"],
+        r"to be named \(which this run has not noted\): forgekit replay .*knows --step 2 --script",
+    ),
+    "a script that is not there": (
+        ["--step", "2", "--script", "/gone.py"],
+        "the recipe /gone.py is not there; --script FILE names it",
+    ),
     "not a recipe": (
         ["--step", "2", "--script", "minimal.py"],
         "minimal.py has no Config, setup; a recipe that can be replayed has Config, setup",
@@ -136,6 +159,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_step_that_cannot_be_replayed_is_refused(case, runs, capsys):
     arguments, message = REFUSED[case]

@@ -23,6 +23,7 @@ from runs import (
 )
 
 import forgekit as fk
+from forgekit.cli import main, recipes_folder
 from forgekit.config import structure, to_dict
 
 STEPS = 100
@@ -189,7 +190,7 @@ REFUSED = {
         "error: global_batch_size 10 must be divisible by batch_size 4 * 1 data-parallel ranks = 4;"
         " the nearest are 8 and 12.",
     ),
-    "a batch of nothing": (["batch_size=0"], "error: batch_size 0 must be at least 1."),
+    "a batch of nothing": (["batch_size=0"], "batch_size: 'batch_size' must be >= 1: 0."),
     "a vocabulary that is too small": (
         ["model.vocab_size=63"],
         "error: vocab_size 63 of the model is below the 64 of ",
@@ -198,14 +199,20 @@ REFUSED = {
         ["data.path=nowhere"],
         "error: nowhere is not a token file: it has no index.json. ",
     ),
-    "rows of nothing": (["data.seq_len=0"], "error: seq_len 0 must be at least 1."),
+    "rows of nothing": (["data.seq_len=0"], "data.seq_len: 'seq_len' must be >= 1: 0."),
     "rows longer than the model takes": (
         ["data.seq_len=17"],
         "error: seq_len 17 of the data is above max_seq_len 16 of the model; set data.seq_len=16",
     ),
-    "rows of metrics every 0 steps": (["log_every=0"], "error: every 0 must be at least 1"),
+    "rows of metrics every 0 steps": (["log_every=0"], "log_every: 'log_every' must be >= 1: 0."),
+    "spikes above nothing": (["spikes=0"], "error: sigmas is 0.0; it must be positive and finite"),
+    "spikes below": (["spikes=-1"], "error: sigmas is -1.0; it must be positive and finite"),
+    "spikes beyond all": (["spikes=inf"], "error: sigmas is inf; it must be positive and finite"),
+    "gradients clipped to nothing": (["max_norm=0"], "error: max_norm is 0.0; it must be positive"),
+    "gradients turned around": (["max_norm=-1"], "error: max_norm is -1.0; it must be positive"),
+    "an infinite rate": (["optim.lr=inf"], "error: peak is inf; it must be finite and not negat"),
     "checkpoints that are not kept": (["keep=0"], "keep: 'keep' must be >= 1: 0."),
-    "a decay that grows": (["optim.weight_decay=-1"], "error: weight_decay is -1.0; it must not"),
+    "a decay that grows": (["optim.weight_decay=-1"], "optim.weight_decay: 'weight_decay' must be"),
 }
 
 
@@ -221,6 +228,69 @@ def test_a_run_that_cannot_be_is_refused_before_it_starts(case, tmp_path, tokens
     assert any(line.strip().startswith(sentence) for line in shown.splitlines()), shown
     assert not (out / "metrics.jsonl").exists()
     assert not (out / "checkpoints").exists()
+
+
+def test_a_run_that_has_ended_well_stays_so_without_its_picture(tmp_path, tokens, capsys):
+    (tmp_path / "loss.png").mkdir()
+    run_here("pretrain", arguments(out=tmp_path, data__path=tokens, steps=1))
+    assert f"no loss curve: [Errno 21] Is a directory: '{tmp_path}" in capsys.readouterr().err
+    assert status_of(tmp_path)["status"] == "finished"
+
+
+LOOP = "                if check(log(state, metrics)):\n"
+EVALUATION = "evaluate(state, held_out))  # cut"
+STOPS = {
+    "after the step": (LOOP, f"                if state.step == 1: fk.alarm()\n{LOOP}"),
+    "in its midst": (EVALUATION, "evaluate(state, map(fk.alarm, held_out)))  # cut"),
+}
+"""What is put into a recipe that is stopped when the evaluation after step 4 is due."""
+
+
+@pytest.mark.parametrize("moment", STOPS)
+def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(moment, tmp_path, tokens, monkeypatch):
+    def alarm(batch=None):
+        signal.raise_signal(signal.SIGTERM)
+        return batch
+
+    monkeypatch.setattr(fk, "alarm", alarm, raising=False)
+    settings = {"data__path": tokens, "steps": 8, "eval_every": 4, "save_every": 3}
+    run_here("pretrain", arguments(out=tmp_path / "straight", **settings))
+    text = (recipes_folder() / "pretrain.py").read_text()
+    assert text.count(STOPS[moment][0]) == 1
+    (tmp_path / "stops.py").write_text(text.replace(*STOPS[moment]))
+    command = ["run", "stops", *arguments(out=tmp_path / "run", **settings)]
+    assert main(command, recipes=tmp_path) == 0
+    assert (status_of(tmp_path / "run")["status"], saved_step(tmp_path / "run")) == ("stopped", 4)
+    assert not any("eval/heldout/loss" in row for row in rows_of(tmp_path / "run"))
+
+    run_here("pretrain", arguments(out=tmp_path / "run", **settings))
+    evaluated = [row["step"] for row in rows_of(tmp_path / "run") if "eval/heldout/loss" in row]
+    assert evaluated == [4, 8]
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_what_a_resumed_run_does_differently_is_written_down(tmp_path, tokens, capsys):
+    """The seed is one of the things that stay: the checkpoint has it."""
+    out = tmp_path / "run"
+    run_here("pretrain", arguments(out=out, data__path=tokens, steps=2, seed=3))
+    capsys.readouterr()
+    changed = {"steps": 4, "seed": 5, "optim__lr": 1e-3, "prompt": '"\\u001b[31m"'}
+    run_here("pretrain", arguments(out=out, data__path=tokens, **changed))
+    shown = capsys.readouterr().err
+    config = json.loads((out / "config.json").read_text())
+    assert (config["seed"], config["steps"], config["optim"]["lr"]) == (3, 4, 1e-3)
+    (record,) = map(json.loads, (out / "config_changes.jsonl").read_text().splitlines())
+    assert (record["step"], record["samples"]) == (2, 16)
+    assert record["changed"] == {
+        "steps": [2, 4],
+        "prompt": ["def ", "\x1b[31m"],
+        "optim.lr": [3e-3, 1e-3],
+    }
+    assert f"{out}: configuration changed: steps 2 -> 4, prompt" in shown
+    assert "optim.lr 0.003 -> 0.001\n" in shown
+    assert "\x1b" not in shown
+    run_here("pretrain", arguments(out=out, data__path=tokens, **changed))
+    assert len((out / "config_changes.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_run_of_no_steps_ends_well(tmp_path, tokens, capsys):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +100,119 @@ def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path / "file", {}):
         raise AssertionError("no run can be there")
     assert "file" in capsys.readouterr().err
+
+
+OUTS = {
+    "nothing": ("", " cannot be a run directory: the name is empty. Choose another, out=DIR."),
+    "a file": ("file", "file cannot be a run directory: File exists."),
+    "below a file": ("file/run", "file/run cannot be a run directory: Not a directory."),
+    "a device": ("/dev/null", "/dev/null cannot be a run directory: File exists."),
+    "where nobody writes": ("/proc/run", "/proc/run cannot be a run directory: No such file or"),
+    "a folder that is no place for files": ("/proc", "/proc cannot be a run directory: "),
+    "a NUL": ("a\0b", r"a\\x00b cannot be a run directory: embedded null byte"),
+    "too long a name": ("a" * 300, r"a{197}\.\.\. cannot be a run directory: File name too long"),
+    "too long a path": ("a/" * 3000, r"(a/){98}a\.\.\. cannot be a run directory: File name too l"),
+    "a circle": ("circle", "circle cannot be a run directory: (File exists|Too many levels)"),
+    "a circle above": ("circle/run", "circle/run cannot be a run directory: Too many levels of"),
+    "nowhere": ("link", "link cannot be a run directory: File exists"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("out", "message"), OUTS.values(), ids=OUTS)
+def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(SystemExit) as stop, fk.open_run(out, {}):
+        raise AssertionError("no run can be there")
+    assert stop.value.code == 2
+    assert re.match(f"error: {message}", capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file", "link"]
+
+
+KEPT = (".lock", "config.json", "config_changes.jsonl", "metrics.jsonl", "bad_steps.jsonl")
+WAYS = {
+    "a folder": Path.mkdir,
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nowhere": lambda path: path.symlink_to("gone/away"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", [*KEPT, "status.json"])
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_what_is_in_the_way_of_a_file_is_refused_and_not_read(make, name, tmp_path, capsys):
+    """A FIFO would be waited for, and a device read, for ever."""
+    make(tmp_path / name)
+    with pytest.raises(SystemExit) as stop, fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / name} is not a file, and a run keeps one of that name. Move it away, "
+        "or choose another run directory, out=DIR.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, WAYS["a device"]])
+def test_what_is_in_the_way_of_checkpoints_is_refused(make, tmp_path, capsys):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert "checkpoints is not a folder, and a run keeps one of that" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input
+def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert capsys.readouterr().err.startswith("error: the environment variable RANK is '2'; ranks")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_its_end_a_run_stays_what_it_was(tmp_path):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}) as run:  # noqa: PT012
+        run.start(create(), every=1).close()
+        run.end(create(step=2))
+        raise Unexpected("a picture")
+    assert (status(tmp_path)["status"], status(tmp_path)["step"]) == ("finished", 2)
+
+
+def test_a_status_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path, capsys):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path / "run", {}):  # noqa: PT012
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("")
+        raise Unexpected("bug")
+    assert "status.json could not be written: [Errno" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_a_configuration_that_cannot_be_read_is_replaced(kept, tmp_path):
+    (tmp_path / "config.json").write_bytes(kept)
+    with fk.open_run(tmp_path, {"a": 1}) as run:
+        run.start(create(), every=1).close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+    assert not (tmp_path / "config_changes.jsonl").exists()
+
+
+def test_each_configuration_can_be_found_again(tmp_path):
+    """From the last one back: keys that came, went and moved into sections."""
+    configs = [{"a": 1}, {"a": 2, "b": {"c": [1]}}, {"b": {"c": [1, 2]}}, {"b": {}}]
+    for config in configs:
+        with fk.open_run(tmp_path, config) as run:
+            run.start(create(), every=1).close()
+    lines = (tmp_path / "config_changes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["changed"] for line in lines] == [
+        {"a": [1, 2], "b.c": [None, [1]]},
+        {"a": [2, None], "b.c": [[1], [1, 2]]},
+        {"b.c": [[1, 2], None], "b": [None, {}]},
+    ]
 
 
 def test_a_file_that_is_in_the_way_later_is_not_a_usage_error(tmp_path):
