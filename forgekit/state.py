@@ -36,6 +36,68 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 _RECIPES = _PACKAGE + "recipes" + os.sep
 
 
+_ATTRIBUTE = "_forgekit_layout"
+"""Where ``parallelize`` leaves a layout on a model, until ``TrainState`` reads it."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Layout:
+    """How a model was laid out, as seen from one rank.
+
+    Attributes:
+        ring: Ranks over which a sequence goes round in ring attention.
+        ulysses: Ranks that exchange places for heads; ``ring * ulysses`` is the size of ``cp``.
+        context_rank: This rank's place on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
+        tensor: Ranks that share each matrix.
+        sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
+        longest: Most places of a whole sequence that the model takes; None if it does not say.
+        owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
+            batch is counted on one tensor-parallel rank of the last stage.
+        stages: This rank's pipeline stages; None where it holds the whole model.
+        loss_scale: The loss scale to start from.
+        dynamic_loss_scale: Whether the loss scale follows overflows (float16).
+    """
+
+    ring: int = 1
+    ulysses: int = 1
+    context_rank: int = 0
+    tensor: int = 1
+    sequence: int = 1
+    longest: int | None = None
+    owns_loss: bool = True
+    stages: Any = None
+    loss_scale: float = DEFAULT_LOSS_SCALE
+    dynamic_loss_scale: bool = False
+
+    @property
+    def context(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    def roots(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that FSDP wraps as roots: the model, or this rank's pipeline stages."""
+        return [model] if self.stages is None else [model, *self.stages.modules]
+
+    @property
+    def places_multiple(self) -> int:
+        """What the places of a sequence must be divisible by, so that every rank has as many."""
+        chunks = 2 * self.ring if self.ring > 1 else 1  # zigzag gives each rank two
+        return chunks * self.ulysses * self.sequence
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Read how a model was laid out; one rank holds all of it if ``parallelize`` never saw it.
+
+    ``TrainState`` does so once. Only what has no state at hand, as ``generate``, asks the model.
+    """
+    return getattr(model, _ATTRIBUTE, None) or Layout()
+
+
+def set_layout(model: nn.Module, layout: Layout) -> None:
+    """Leave a layout on a model, in place."""
+    setattr(model, _ATTRIBUTE, layout)
+
+
 class DonatedStateError(RuntimeError):
     """A ``TrainState`` was read after a function that returns a new one had consumed it."""
 
@@ -80,6 +142,8 @@ class TrainState:
             first, NaN where there were none; None unless steps limit spikes.
         skips: What the data leave out, as (first sample, rows); each is counted as samples were
             numbered before it was added. Grows when a run is rolled back.
+        layout: How ``parallelize`` laid the model out; read off the model once, here. Not part of
+            checkpoints: a run may resume in another one.
         agreed: What the ranks agreed to add up; None before the first step of a process, which
             compares. Not part of checkpoints.
 
@@ -107,6 +171,11 @@ class TrainState:
     )
     recent: Tensor | None = attrs.field(default=None, repr=False, metadata={"optional": True})
     skips: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"optional": True})
+    layout: Layout = attrs.field(
+        default=attrs.Factory(lambda self: layout_of(self.model), takes_self=True),
+        repr=False,
+        metadata={"checkpoint": False},
+    )
     agreed: Agreement | None = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
@@ -131,8 +200,7 @@ class TrainState:
             mesh: What ``build_mesh`` returned, or None for one process.
             seed: Seed of data order and dropout.
             loss_scale: A power of two. Gradients do not depend on it as long as they stay in range.
-                By default what the model has as ``initial_loss_scale`` (``parallelize`` sets 1 for
-                float16, where 2**-12 loses small gradients), else 2**-12.
+                By default 1 in float16, where 2**-12 loses small gradients, else 2**-12.
             **fields: Values of a subclass's own fields.
 
         Returns:
@@ -148,7 +216,7 @@ class TrainState:
         """
         check_optimizer(optimizer)
         if loss_scale is None:
-            loss_scale = float(getattr(model, "initial_loss_scale", DEFAULT_LOSS_SCALE))
+            loss_scale = layout_of(model).loss_scale
         mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
         if mantissa != 0.5:
             raise ValueError(

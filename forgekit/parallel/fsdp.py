@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from forgekit.model.layers import Block
-from forgekit.parallel.layout import layout_of
 
 __all__ = [
     "Precision",
@@ -142,11 +141,9 @@ def sum_gradients(module: FSDPModule) -> None:
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    """List a model's FSDP modules, roots first: those of its pipeline stages too."""
-    stages = layout_of(model).stages
-    roots = [model] if stages is None else [model, *stages.modules]
-    return [module for module in _modules(roots) if isinstance(module, FSDPModule)]
+def fsdp_modules(*roots: nn.Module) -> list[Any]:
+    """List the FSDP modules in a model, or in its ``Layout.roots``, each root before its parts."""
+    return [module for module in _modules(list(roots)) if isinstance(module, FSDPModule)]
 
 
 def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:

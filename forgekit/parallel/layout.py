@@ -1,79 +1,19 @@
-"""What a step has to know of how ``parallelize`` laid a model out."""
+"""Sizes and views of a mesh, and which ranks hold the same piece of a tensor."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import attrs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DIMENSIONS
 
-if TYPE_CHECKING:
-    from forgekit.parallel.pipeline import Stages
-
 __all__ = [
-    "Layout",
     "arrange",
-    "layout_of",
-    "set_layout",
     "shard_and_owners",
     "size_of",
     "world_of",
 ]
-
-_ATTRIBUTE = "_forgekit_layout"
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Layout:
-    """How a model was laid out, as seen from one rank.
-
-    Attributes:
-        ring: Ranks over which a sequence goes round in ring attention.
-        ulysses: Ranks that exchange places for heads; ``ring * ulysses`` is the size of ``cp``.
-        context_rank: This rank's place on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
-        tensor: Ranks that share each matrix.
-        sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
-        longest: Most places of a whole sequence that the model takes; None if it does not say.
-        owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
-            batch is counted on one tensor-parallel rank of the last stage.
-        stages: This rank's pipeline stages; None where it holds the whole model.
-        dynamic_loss_scale: Whether the loss scale follows overflows (float16).
-    """
-
-    ring: int = 1
-    ulysses: int = 1
-    context_rank: int = 0
-    tensor: int = 1
-    sequence: int = 1
-    longest: int | None = None
-    owns_loss: bool = True
-    stages: Stages | None = None
-    dynamic_loss_scale: bool = False
-
-    @property
-    def context(self) -> int:
-        """Ranks that share a sequence."""
-        return self.ring * self.ulysses
-
-    @property
-    def places_multiple(self) -> int:
-        """What the places of a sequence must be divisible by, so that every rank has as many."""
-        chunks = 2 * self.ring if self.ring > 1 else 1  # zigzag gives each rank two
-        return chunks * self.ulysses * self.sequence
-
-
-def layout_of(model: nn.Module) -> Layout:
-    """Return how a model was laid out; one rank holds all of it if ``parallelize`` never saw it."""
-    return getattr(model, _ATTRIBUTE, None) or Layout()
-
-
-def set_layout(model: nn.Module, layout: Layout) -> None:
-    """Note how a model was laid out, on the model itself."""
-    setattr(model, _ATTRIBUTE, layout)
 
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:

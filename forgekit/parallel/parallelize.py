@@ -24,7 +24,7 @@ from forgekit.parallel.context import ContextParallel, apply_context
 from forgekit.parallel.cut import Absent
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
 from forgekit.parallel.fsdp import Precision, shard, shard_experts
-from forgekit.parallel.layout import Layout, arrange, set_layout, size_of
+from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.logits import share_logits
 from forgekit.parallel.pipeline import split_stages
 from forgekit.parallel.recompute import (
@@ -35,7 +35,7 @@ from forgekit.parallel.recompute import (
 )
 from forgekit.parallel.schedules import PipelineSchedule
 from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, read_plan
-from forgekit.state import check_dense
+from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, set_layout
 
 __all__ = ["parallelize"]
 
@@ -183,11 +183,10 @@ def parallelize(
         longest=getattr(getattr(model, "spec", None), "max_seq_len", None),
         owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
         stages=stages,
+        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
         dynamic_loss_scale=precision == "fp16",
     )
     set_layout(model, layout)
-    if precision == "fp16":
-        model.initial_loss_scale = 1.0  # pyright: ignore[reportArgumentType]
     return model
 
 

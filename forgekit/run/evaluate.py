@@ -12,9 +12,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from forgekit.parallel.fsdp import fsdp_modules
-from forgekit.parallel.layout import layout_of
 from forgekit.run.resilience import StopSignal
-from forgekit.state import TrainState
+from forgekit.state import Layout, TrainState
 from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
 from forgekit.steps.staged import evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
@@ -58,13 +57,13 @@ def evaluate(
     Raises:
         ValueError: If there is no micro-batch.
     """
-    layout = layout_of(state.model)
+    layout = state.layout
     if bytes_per_token is None:
         bytes_per_token = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     run = _run_whole if layout.stages is None else evaluate_staged
     if stop is not None and layout.stages is None:
         batches = _until_stopped(batches, state, stop)
-    with evaluating(state.model), mixing_tensors(layout):
+    with evaluating(state.model, layout), mixing_tensors(layout):
         sums = run(state, batches, loss_fn)
     if stop is not None and stop.requested:
         return TensorDict({}, [])
@@ -94,16 +93,16 @@ def _until_stopped(
 
 
 def _run_whole(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> LossSums:
-    layout, device = layout_of(state.model), state.targets.device
+    device = state.targets.device
     sums = LossSums(device)
     for batch in batches:
-        loss = compute_loss(state.model, take_part(batch, layout, device), loss_fn)
+        loss = compute_loss(state.model, take_part(batch, state.layout, device), loss_fn)
         sums.add(loss, rows=batch.batch_size[0])
     return sums
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Switch a model to evaluation, and each module back to what it was, whatever is raised."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -112,5 +111,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
             module.training = True
-        for module in fsdp_modules(model):
+        for module in fsdp_modules(*layout.roots(model)):
             module.reshard()  # a forward without a backward leaves the root gathered

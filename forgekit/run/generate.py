@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import process_rank
 from forgekit.parallel.context import whole_sequences
-from forgekit.parallel.layout import layout_of
 from forgekit.run.evaluate import evaluating
 from forgekit.run.resilience import write_atomic
-from forgekit.state import TrainState
+from forgekit.state import TrainState, layout_of
 
 __all__ = ["generate", "write_sample"]
 
@@ -71,7 +70,7 @@ def generate(
     window = window // layout.sequence * layout.sequence
     generator = torch.Generator(input_ids.device).manual_seed(seed)
     ids, ended = input_ids, torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-    with evaluating(model), whole_sequences(model):
+    with evaluating(model, layout), whole_sequences(model):
         for _ in range(max_new_tokens):
             logits = _last_logits(model, ids[:, -window:], layout.sequence).float()
             chosen = _choose(logits, temperature, top_k, generator)

@@ -28,7 +28,7 @@ from forgekit.parallel.fsdp import (
     set_sync,
     widen_accumulators,
 )
-from forgekit.parallel.layout import layout_of, size_of
+from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState
 from forgekit.steps.forward import (
     LossFn,
@@ -87,10 +87,10 @@ def accumulate(
         )
     if sync not in get_args(Sync):
         raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
-    sharded = fsdp_modules(state.model)
+    layout = state.layout
+    sharded = fsdp_modules(*layout.roots(state.model))
     clear_gradients(state.model, sharded)
     _seed(state)
-    layout = layout_of(state.model)
     run = _run_whole if layout.stages is None else accumulate_staged
     try:
         with mixing_tensors(layout):
@@ -122,14 +122,14 @@ def _run_whole(
     sharded: list[Any],
 ) -> LossSums:
     """Run each micro-batch forward and backward through a model that this rank has whole."""
-    layout, device = layout_of(state.model), state.targets.device
+    device = state.targets.device
     sums = LossSums(device)
     checks = [module.register_forward_hook(_check_output) for module in (state.model, *sharded)]
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
                 set_sync(sharded, sync, is_last)
-            part = take_part(batch, layout, device)
+            part = take_part(batch, state.layout, device)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             if is_last and index:

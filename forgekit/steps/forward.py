@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.slices import shard_sequence
-from forgekit.parallel.layout import Layout
+from forgekit.state import Layout
 from forgekit.steps.losses import Loss
 
 __all__ = ["LossFn", "check_loss", "compute_loss", "length_of", "mixing_tensors", "take_part"]

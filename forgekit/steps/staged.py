@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from forgekit.parallel.fsdp import Sync, fsdp_modules, sum_gradients
-from forgekit.parallel.layout import layout_of
 from forgekit.parallel.pipeline import Stages
 from forgekit.state import TrainState
 from forgekit.steps.calls import Call, first_tensor, note_call, once
@@ -115,7 +114,7 @@ class _Work:
         loss_fn: LossFn,
     ) -> None:
         self.model: nn.Module = state.model
-        self.layout = layout_of(state.model)
+        self.layout = state.layout
         assert self.layout.stages is not None
         self.stages: Stages = self.layout.stages
         self.sums = LossSums(state.targets.device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from forgekit.parallel.layout import layout_of, shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 from forgekit.steps.agreement import Claim, UnreducedError, agree, compare_sums, difference
 from forgekit.steps.losses import Loss
@@ -216,7 +216,7 @@ def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
     sums = totals.sums.copy()
     keys = _summed_keys(totals)
     vector = torch.stack([sums[key] for key in keys])
-    if not layout_of(state.model).owns_loss:
+    if not state.layout.owns_loss:
         owned = [0.0 if _is_loss(key) else 1.0 for key in keys]
         vector = vector * torch.tensor(owned, dtype=vector.dtype, device=vector.device)
     dist.all_reduce(vector)
@@ -267,7 +267,7 @@ def _with_zeros(totals: Totals, keys: Iterable[Any]) -> Totals:
 
 
 def _knows_names(state: TrainState) -> bool:
-    stages = layout_of(state.model).stages
+    stages = state.layout.stages
     return stages is None or stages.has_last
 
 

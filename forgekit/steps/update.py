@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.optim.chain import Chained
-from forgekit.parallel.layout import layout_of
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.totals import Totals
@@ -89,7 +88,7 @@ def _rescale(
     state: TrainState, correction: Correction, totals: Totals, growth_interval: int
 ) -> dict[str, Tensor]:
     """The next loss scale, a power of two again, and the good steps behind it."""
-    if not layout_of(state.model).dynamic_loss_scale:
+    if not state.layout.dynamic_loss_scale:
         return {}
     scale, finite = state.loss_scale, correction.finite
     overflow = ~is_finite(totals) & (totals["targets"] > 0)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.parallel.areas import Area, areas_seen
-from forgekit.parallel.layout import layout_of
+from forgekit.state import set_layout
 from forgekit.steps import staged
 
 __all__ = ["MUTATIONS"]
@@ -67,8 +67,8 @@ def _one_owner(gradient: Any, world: int) -> tuple[Any, int]:
     return (gradient.to_local() if isinstance(gradient, DTensor) else gradient), 1
 
 
-def _everybody_owns(model: Any) -> Any:
-    return attrs.evolve(layout_of(model), owns_loss=True)
+def _everybody_owns(model: Any, layout: Any) -> None:
+    set_layout(model, attrs.evolve(layout, owns_loss=True))
 
 
 def _without_offset(rank: int, source: int, places: int) -> list[Area]:
@@ -98,12 +98,12 @@ def _counted_rehearsal(work: Any, out: Any, call: Any) -> fk.Loss:
 _reduce = fk.reduce_totals
 
 
-def _norm_of_own_stage(totals: fk.Totals, state: fk.TrainState) -> fk.Totals:
+def _norm_of_own_stage(totals: fk.Totals, state: fk.TrainState, **options: Any) -> fk.Totals:
     """Everything added up over the ranks but the norm."""
     gradients = [p.grad for p in state.model.parameters()]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     squares = torch.stack([g.double().square().sum() for g in local]).sum()
-    return _reduce(totals, state).plus(grad_sq=squares)
+    return _reduce(totals, state, **options).plus(grad_sq=squares)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
@@ -112,7 +112,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "labels shifted twice": _with_loss(_shifted_twice),
     "average over ranks": _replacing("forgekit.parallel.fsdp.sum_gradients", by=_average),
     "forget replicas in the norm": _replacing(
-        "forgekit.steps.totals._shard_and_owners", by=_one_owner
+        "forgekit.steps.totals.shard_and_owners", by=_one_owner
     ),
     "clip per stage": _replacing(
         "forgekit.reduce_totals", "forgekit.steps.make_step.reduce_totals", by=_norm_of_own_stage
@@ -125,6 +125,6 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     ),
     "drop the causal offset": _replacing("forgekit.parallel.areas.areas_seen", by=_without_offset),
     "count each tensor-parallel rank": _replacing(
-        "forgekit.steps.totals.layout_of", by=_everybody_owns
+        "forgekit.parallel.parallelize.set_layout", by=_everybody_owns
     ),
 }

@@ -237,7 +237,7 @@ def _norms(rank, world, sizes, owners):
     model = _lay_out(_model("ragged"), mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     totals = fk.accumulate(state, [row[rank] for row in _batches(world, "ragged")], _loss)
-    counted = fk.steps.totals._shard_and_owners
+    counted = fk.steps.totals.shard_and_owners
     wrong = {
         "counted": counted,
         # Experts are held by as many ranks as there are groups of them.
@@ -247,7 +247,7 @@ def _norms(rank, world, sizes, owners):
             counted(gradient, world)[1] * (2 if gradient.ndim == 3 else 1),
         ),
     }[owners]
-    with patch("forgekit.steps.totals._shard_and_owners", wrong):
+    with patch("forgekit.steps.totals.shard_and_owners", wrong):
         return fk.clip(fk.reduce_totals(totals, state)).grad_norm.item()
 
 

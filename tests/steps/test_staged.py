@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
-from forgekit.parallel.layout import Layout, layout_of, set_layout
 from forgekit.parallel.pipeline import split_stages
+from forgekit.state import Layout, set_layout
 from forgekit.steps.staged import evaluate_staged
 
 # Fewest micro-batches on two and four ranks, and one more (or the next that fits).
@@ -100,7 +100,7 @@ def _check_step(rank, world, schedule, counts, recompute):
             totals = fk.accumulate(state, batches, loss_fn)
             assert _error(state, expected) < 1e-10
             assert totals.samples == 2 * count
-            is_last = layout_of(state.model).stages.has_last
+            is_last = state.layout.stages.has_last
             assert float(totals["targets"]) == (targets if is_last else 0)
             assert float(totals["loss"]) == pytest.approx(loss if is_last else 0, rel=1e-12)
         found = fk.evaluate(state, batches, _head_loss)
@@ -206,7 +206,7 @@ def _check_lazy(rank, world, schedule, count):
         events.append("forward")
         out.register_hook(lambda _: events.append("backward"))
 
-    layout_of(state.model).stages.modules[0].register_forward_hook(note)
+    state.layout.stages.modules[0].register_forward_hook(note)
     fk.accumulate(state, _Stream(_batches(count), events), _logits_loss)
     pulls = [event for event in events if event != "backward"]
     assert pulls == [event for n in range(count) for event in (f"pull {n}", "forward")]
@@ -242,7 +242,7 @@ def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, co
 
 def _check_reuse(rank, world):
     state = _state(world, "gpipe")
-    built = layout_of(state.model).stages._engine._built
+    built = state.layout.stages._engine._built
     fk.accumulate(state, _batches(2), _logits_loss)
     (first,) = built.values()
     for number in range(6):
@@ -419,7 +419,7 @@ def _check_dropout(rank, world):
     assert float(fk.evaluate(state, _batches(2), _logits_loss)["loss"]) == pytest.approx(
         _reference(fk.Transformer(SPECS[world]), _batches(2))[1] / 8, rel=0.5
     )
-    stage = layout_of(state.model).stages.modules[0]
+    stage = state.layout.stages.modules[0]
     assert not stage.training  # followed the model into evaluation
 
 
