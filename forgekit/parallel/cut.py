@@ -1,8 +1,8 @@
 """Cut one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
 
-A stage is a shallow copy of the model in which the parts of other stages are ``Absent``: they pass
-on what they are given, so the model's own ``forward`` runs every stage. Positions in lists stay,
-so every parameter keeps its name.
+A stage is a shallow copy of the model in which the parts of other stages are ``Absent``: they
+answer with what travelled, so the model's own ``forward`` runs every stage. Positions in lists
+stay, so every parameter keeps its name.
 """
 
 from __future__ import annotations
@@ -10,33 +10,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["Absent", "Cut", "balance", "cost_of", "cut"]
+from forgekit.parallel.relay import Absent, Relay
 
+__all__ = ["Cut", "balance", "cost_of", "cut"]
 
-class Absent(nn.Module):
-    """Stands where a part of another stage would be, and returns its first argument.
-
-    Reads of the part's plain settings (numbers, strings) are answered as the part would; its
-    ``weight`` and ``bias`` are None.
-    """
-
-    weight = None
-    bias = None
-
-    def __init__(self, of: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(of).items():
-            if name not in self.__dict__ and isinstance(value, int | float | str):
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument."""
-        return args[0] if args else next(iter(kwargs.values()))
+SHOWN = 4
+"""Names that an error lists."""
 
 
 @attrs.frozen(eq=False)
@@ -45,23 +31,27 @@ class Cut:
 
     Attributes:
         modules: The rank's stages, in order.
-        copies: Modules above the list of blocks, each with its copy in one of the stages.
-        hollow: The model with all its parts absent; gives its input back, if nothing but the
-            parts works on it.
+        relays: What each of them exchanges with the others.
+        copies: Modules above the parts, each with its copy in one of the stages.
+        shared: Modules that more than one stage runs, or holds.
+        holders: By name of a part that one stage runs, that stage.
         bounds: First block of each stage, and the number of blocks.
     """
 
     modules: list[nn.Module]
+    relays: list[Relay]
     copies: list[tuple[nn.Module, nn.Module]]
-    hollow: nn.Module
+    shared: set[nn.Module]
+    holders: dict[str, int]
     bounds: list[int]
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A child of a module on the way to the blocks; ``stage`` is None if every stage has it."""
+    """A child of a module above the parts; ``stage`` is None if every stage has it."""
 
     parent: nn.Module
+    child: str
     name: str
     module: nn.Module
     stage: int | None
@@ -71,8 +61,8 @@ def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
     """Cut a model in place: keep what this rank's stages need and make a copy for each of them.
 
     What is registered before the list of blocks goes to the first stage, what follows it to the
-    last. Modules without parameters stay everywhere (a rotary embedding serves all blocks), except
-    those of ``torch.nn`` (a dropout works on what travels).
+    last. Modules without parameters run in every stage (a rotary embedding, an activation between
+    blocks), except dropout, which each stage would draw on its own.
 
     Args:
         model: The model, on meta or filled; keeps exactly the parts of this rank's stages.
@@ -100,13 +90,17 @@ def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
     ]
     _check_held(model, path)
     _check_tied(model, parts)
+    above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
     copies: list[tuple[nn.Module, nn.Module]] = []
-    modules = [_copy(path, blocks, parts, {None, stage}, copies) for stage in mine]
-    hollow = _copy(path, blocks, parts, {None}, copies)
+    holders = {part.name: part.stage for part in parts if part.stage is not None}
+    relays = [Relay(stage, holders, stages) for stage in mine]
+    modules = [_copy(above, parts, relay, copies) for relay in relays]
     for part in parts:
         if part.stage not in (None, *mine):
-            part.parent._modules[part.name] = Absent(part.module)
-    return Cut(modules, copies, hollow, bounds)
+            part.parent._modules[part.child] = Absent(part.module, part.name)
+            part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
+    shared = {*(twin for _, twin in copies), *_shared(parts)}
+    return Cut(modules, relays, copies, shared, holders, bounds)
 
 
 def cost_of(module: nn.Module) -> float:
@@ -170,16 +164,27 @@ def _parts(path: list[nn.Module], blocks: str, bounds: list[int]) -> Iterator[_P
     """The children of all modules on the path; those before the blocks have stage -1."""
     names = blocks.split(".")
     stages = len(bounds) - 1
-    for parent, inner in zip(path[:-1], names, strict=True):
+    for depth, (parent, inner) in enumerate(zip(path[:-1], names, strict=True)):
         stage = -1
-        for name, module in _children(parent):
-            if name == inner:
+        for child, module in _children(parent):
+            if child == inner:
                 stage = stages
             else:
-                yield _Part(parent, name, module, None if _serves_all(module) else stage)
-    for index, (name, module) in enumerate(_children(path[-1])):
+                yield from _opened(parent, child, ".".join([*names[:depth], child]), module, stage)
+    for index, (child, module) in enumerate(_children(path[-1])):
         stage = next(k for k in range(stages) if index < bounds[k + 1])
-        yield _Part(path[-1], name, module, stage)
+        yield _Part(path[-1], child, f"{blocks}.{child}", module, stage)
+
+
+def _opened(
+    parent: nn.Module, child: str, name: str, module: nn.Module, stage: int
+) -> Iterator[_Part]:
+    """A child as a part, or the parts of a list, which is never called itself."""
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        for inner, part in _children(module):
+            yield from _opened(module, inner, f"{name}.{inner}", part, stage)
+    else:
+        yield _Part(parent, child, name, module, None if _serves_all(module) else stage)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -188,28 +193,36 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _serves_all(module: nn.Module) -> bool:
-    if next(module.parameters(), None) is not None:
-        return False
-    has_buffers = next(module.buffers(), None) is not None
-    return has_buffers or not type(module).__module__.startswith("torch.nn.")
+    return next(module.parameters(), None) is None and not isinstance(module, _DropoutNd)
+
+
+def _shared(parts: list[_Part]) -> list[nn.Module]:
+    """Modules in parts that more than one stage has."""
+    owners: dict[nn.Module, set[int | None]] = {}
+    for part in parts:
+        for module in part.module.modules():
+            owners.setdefault(module, set()).add(part.stage)
+    return [module for module, stages in owners.items() if None in stages or len(stages) > 1]
 
 
 def _copy(
-    path: list[nn.Module],
-    blocks: str,
+    above: list[nn.Module],
     parts: list[_Part],
-    stages: set[int | None],
+    relay: Relay,
     copies: list[tuple[nn.Module, nn.Module]],
 ) -> nn.Module:
-    """Copy the modules on the path, with the parts of some stages in them."""
-    by_original = {module: _shallow(module) for module in path}
-    for parent, name, module in zip(path[:-1], blocks.split("."), path[1:], strict=True):
-        by_original[parent]._modules[name] = by_original[module]
+    """Copy the modules above the parts, with the parts of one stage in them."""
+    twins = {module: _shallow(module) for module in above}
+    for module, twin in twins.items():
+        twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
     for part in parts:
-        if part.stage not in stages:
-            by_original[part.parent]._modules[part.name] = Absent(part.module)
-    copies.extend(by_original.items())
-    return by_original[path[0]]
+        if part.stage not in (None, relay.stage):
+            absent = Absent(part.module, part.name, relay)
+            twins[part.parent]._modules[part.child] = absent
+    copies.extend(twins.items())
+    own = {part.name: part.module for part in parts if part.stage == relay.stage}
+    relay.attach(twins[above[0]], own)
+    return twins[above[0]]
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -220,6 +233,14 @@ def _shallow(module: nn.Module) -> nn.Module:
         if isinstance(value, dict) and name != "_buffers":  # buffers move with the original
             setattr(twin, name, value.copy())
     return twin
+
+
+def _refuse_left_out(name: str, *_given: Any) -> None:
+    raise ValueError(
+        f"{name} was called on a rank whose pipeline stages do not have it: forward reaches it "
+        "through something else than the model's own modules, such as a plain list or a closure. "
+        "Call it through the model's list of blocks, or use pp=1."
+    )
 
 
 def _check_enough(blocks: str, count: int, stages: int) -> None:
@@ -253,7 +274,9 @@ def _check_tied(model: nn.Module, parts: list[_Part]) -> None:
     if getattr(getattr(model, "spec", None), "tied", False):
         shared = ["embedding.weight", "output.weight"]
     if shared:
+        more = f" (and {len(shared) - SHOWN} more)" if len(shared) > SHOWN else ""
         raise ValueError(
-            f"{' and '.join(shared)} are one tensor, which stages on different ranks would each "
-            "train on their own. Untie them (TransformerSpec(tied=False)), or use pp=1."
+            f"{' and '.join(shared[:SHOWN])}{more} are one tensor, or of a module that several "
+            "parts share, which stages on different ranks would each train on their own. Give each "
+            "its own (TransformerSpec(tied=False)), or use pp=1."
         )

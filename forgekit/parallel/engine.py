@@ -24,11 +24,11 @@ __all__ = ["Compute", "Engine", "Passed"]
 CACHED = 4
 """Schedules that are kept; each keeps a receive buffer for each of its micro-batches."""
 
-Compute = Callable[[int, int, Tensor | None], Tensor]
-"""``compute(stage, micro_batch, received)``: what the stage passes on; of the last, the loss."""
+Compute = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""``compute(stage, micro_batch, received)``: what the stage sends; of the last, the loss."""
 
-Passed = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of what a stage returns."""
+Passed = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shape and dtype of each tensor that a stage sends."""
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
 
         Args:
             micro_batches: Their number, which must fit the schedule.
-            passed: What each stage returns.
+            passed: What each stage but the last sends.
             compute: See ``Compute``.
             tag: Marks what is sent.
 
@@ -109,15 +109,17 @@ class Engine:
         return self._built[key]
 
     def _stage(self, stage: int, passed: tuple[Passed, ...], tag: int) -> _Stage:
-        # The first stage's input is not sent; torch wants an example all the same.
-        received = passed[stage - 1] if stage else ((), torch.float32)
+        # The first stage's input and the loss are not sent; torch wants an example all the same.
+        edge: Passed = (((), torch.float32),)
+        received = passed[stage - 1] if stage else edge
+        sent = passed[stage] if stage < self._count - 1 else edge
         built = _Stage(
             self._modules[stage],
             stage,
             self._count,
             self._device,
-            input_args=_example(*received),
-            output_args=_example(*passed[stage]),
+            input_args=_examples(received),
+            output_args=_examples(sent),
             group=self._group,
             dw_builder=self._weight_gradients,
         )
@@ -133,18 +135,15 @@ class _Stage(PipelineStage):
     compute: Compute
     tag: int
 
-    def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
         """Compute; torch gives what was received, if the stage is not the first."""
-        received = args[0] if args else None
-        if received is not None:
-            received = received.view_as(received)
-            received.register_hook(Tensor.contiguous)  # only such gradients can be sent
         try:
-            out = self.compute(self.stage_index, micro_batch, received)
-            # Torch detaches it in place after a backward to the inputs; views cannot be.
-            return out.clone() if out._is_view() else out
+            out = self.compute(self.stage_index, micro_batch, tuple(map(_arrived, args)))
+            # Torch detaches them in place after a backward to the inputs; views cannot be.
+            sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
         except Exception as error:
             raise _Failed(error) from error
+        return sent[0] if self.is_last else sent
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._tagged(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -172,8 +171,19 @@ class _Failed(BaseException):
         self.error = error
 
 
-def _example(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+def _arrived(buffer: Tensor) -> Tensor:
+    """What was received, apart from the buffer that it came in."""
+    received = buffer.view_as(buffer)
+    if received.requires_grad:
+        received.register_hook(Tensor.contiguous)  # only such gradients can be sent
+    return received
+
+
+def _examples(passed: Passed) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+        for shape, dtype in passed
+    )
 
 
 def _first(loss: Tensor, _micro_batch: int) -> Tensor:

@@ -21,7 +21,6 @@ from forgekit.mesh import check_dimensions
 from forgekit.model.initial import init_weights
 from forgekit.parallel.alike import check_alike
 from forgekit.parallel.context import ContextParallel, apply_context
-from forgekit.parallel.cut import Absent
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
 from forgekit.parallel.fsdp import Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
@@ -33,6 +32,7 @@ from forgekit.parallel.recompute import (
     compile_block,
     recompute,
 )
+from forgekit.parallel.relay import Absent
 from forgekit.parallel.schedules import PipelineSchedule
 from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, read_plan
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, set_layout

@@ -7,18 +7,20 @@ compare their configuration once and their micro-batches before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.parallel.cut import Cut, cut
+from forgekit.parallel.rehearsal import Report, join, rehearse, restored
+from forgekit.parallel.relay import Flow
 from forgekit.parallel.schedules import (
     PipelineSchedule,
     check_micro_batches,
@@ -28,7 +30,7 @@ from forgekit.parallel.schedules import (
 )
 
 if TYPE_CHECKING:
-    from forgekit.parallel.engine import Compute
+    from forgekit.parallel.engine import Compute, Passed
 
 __all__ = ["Stages", "split_stages"]
 
@@ -80,22 +82,6 @@ def split_stages(
     return stages
 
 
-@attrs.frozen
-class Boundary:
-    """What a stage returns, as seen for one shape of the first stage's input."""
-
-    given: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def at(self, given: Sequence[int]) -> tuple[int, ...]:
-        """The shape for another input: rows and places scale, the rest stays."""
-        scaled = list(self.shape)
-        for i in range(min(2, len(scaled), len(given))):
-            scaled[i] = scaled[i] * given[i] // self.given[i]
-        return tuple(scaled)
-
-
 class Stages:
     """A rank's stages of a pipeline.
 
@@ -103,8 +89,6 @@ class Stages:
         count: Number of stages of all ranks.
         mine: The stages of this rank.
         modules: Their modules, in the same order.
-        hollow: See ``Cut``.
-        boundaries: What each stage returns; empty before ``learn``.
         device: Where the stages compute.
     """
 
@@ -121,8 +105,9 @@ class Stages:
             for stage in stages_of(schedule, self._ranks, rank)
         }
         self.modules = pieces.modules
-        self.hollow = pieces.hollow
+        self._relays = dict(zip(self.mine, pieces.relays, strict=True))
         self._copies = pieces.copies
+        self._shared, self._holders = pieces.shared, pieces.holders
         self._group = mesh["pp"].get_group()
         self._globals = dist.get_process_group_ranks(self._group)
         on_cuda = mesh.device_type == "cuda"
@@ -142,7 +127,8 @@ class Stages:
             self.device,
             splits_backward=splits_backward,
         )
-        self.boundaries: list[Boundary] = []
+        self._flows: dict[tuple[Hashable, Any], Flow] = {}
+        self._flow = Flow()
         self._failures = 0
 
     @property
@@ -179,60 +165,92 @@ class Stages:
                     "Use one configuration for all ranks."
                 )
 
-    def agree(self, micro_batches: int | None, shape: Sequence[int]) -> None:
+    def agree(
+        self,
+        micro_batches: int | None,
+        shape: Sequence[int],
+        kind: str = "",
+        error: Exception | None = None,
+    ) -> None:
         """Make sure that all ranks of the pipeline are about to run the same; a small exchange.
 
         Args:
             micro_batches: Their number; None if not known.
             shape: Shape of the first one as the model takes it.
+            kind: What sort of call it is; ranks must go by the same.
+            error: What went wrong on this rank before, if anything did.
 
         Raises:
+            Exception: ``error``, on its rank.
+            RuntimeError: On the other ranks, if there was one.
             ValueError: On every rank, with what each of them has.
         """
         rows, places = (*shape, 1, 1)[:2]
         number = -1 if micro_batches is None else micro_batches
-        mine = torch.tensor([number, rows, places, self._failures], device=self._wire)
+        digest = int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=7).digest(), "little")
+        values = [number, rows, places, digest, error is not None, self._failures]
+        mine = torch.tensor(values, device=self._wire)
         everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(everyone, mine, group=self._group)
         found = [values.tolist() for values in everyone]
         failures = max(values.pop() for values in found)
         if failures > self._failures:
             self._start_afresh(failures)
+        if error is not None:
+            raise error
+        if failed := [self._globals[rank] for rank, values in enumerate(found) if values.pop()]:
+            raise RuntimeError(
+                f"rank {failed[0]} of the pipeline raised before the first micro-batch; its own "
+                "message says what went wrong."
+            )
         if any(values != found[0] for values in found):
-            each = [_shown(rank, *values) for rank, values in enumerate(found)]
+            each = [_shown(rank, *values[:3]) for rank, values in enumerate(found)]
             raise ValueError(
-                f"the ranks of a pipeline came with different micro-batches: {'; '.join(each)}. "
-                "Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
+                f"the ranks of a pipeline came with different micro-batches: {'; '.join(each)}"
+                f"{'' if len({v[3] for v in found}) == 1 else ', or other arguments'}. Give all "
+                "of them the same: forgekit.data_ranks(mesh) counts them as one."
             )
 
     def check_count(self, micro_batches: int) -> None:
         """Raise unless the schedule can run a number of micro-batches."""
         check_micro_batches(self._schedule, self._ranks, micro_batches)
 
-    def learn(self, shape: Sequence[int], compute: Callable[[int, Tensor | None], Tensor]) -> None:
-        """Run the stages one after the other, to learn what passes between them.
+    def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
+        """Say whether a kind of call was rehearsed, and go by what was learned of it."""
+        found = self._flows.get((kind, None)) or self._flows.get((kind, tuple(shape)))
+        self._flow = found or Flow()
+        return found is not None
 
-        Needed once, before the first step or evaluation. Mistakes in the model or the loss come
-        up here, on every rank, where in the middle of a schedule one rank would raise and the
-        others wait for it.
+    def learn(
+        self,
+        kind: Hashable,
+        shape: Sequence[int],
+        call: Callable[[nn.Module], Any],
+        loss: Callable[[Any], list[Tensor]],
+    ) -> None:
+        """Run the stages one after the other, to learn what has to travel between them.
+
+        Needed before the first step or evaluation of each kind. Mistakes in the model or the loss
+        come up here, on every rank, where in the middle of a schedule one rank would raise and
+        the others wait for it.
 
         Args:
-            shape: Shape of the first stage's input.
-            compute: ``compute(stage, received)``; what it returns is looked at, not kept.
+            kind: What the result holds for.
+            shape: Shape of the model's input.
+            call: Calls a stage's module.
+            loss: Makes the tensors of the loss from what the last stage returns.
 
         Raises:
             RuntimeError: On the ranks whose stages went well, if another's did not; that one
                 raises what went wrong.
         """
-        boundaries: list[Boundary] = []
-        received: Tensor | None = None
+        reports: list[Report] = []
         for stage in range(self.count):
             told: list[Any] = [None]
             error: Exception | None = None
             if stage in self.mine:
                 try:
-                    out = compute(stage, received)
-                    told = [(tuple(out.shape), out.dtype)]
+                    told = [self._rehearse(stage, reports, shape, call, loss)]
                 except Exception as raised:
                     told, error = [f"{type(raised).__name__}: {raised}"], raised
             source = self._globals[self._owners[stage]]
@@ -241,46 +259,88 @@ class Stages:
                 raise error
             if isinstance(told[0], str):
                 raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {told[0]}")
-            boundaries.append(Boundary(tuple(shape), *told[0]))
-            received = torch.zeros(told[0][0], dtype=told[0][1], device=self.device)
+            reports.append(told[0])
         # NCCL wants a group's first batch of sends to come from all of its ranks.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
-        self.boundaries = boundaries
+        self._flow = join(reports, self._holders)
+        self._flows[kind, None if self._flow.is_plain else tuple(shape)] = self._flow
 
-    def check(self, stage: int, shape: Sequence[int], out: Tensor) -> Tensor:
-        """Raise unless a stage returned what the next one is waiting for.
+    def _rehearse(
+        self,
+        stage: int,
+        before: list[Report],
+        shape: Sequence[int],
+        call: Callable[[nn.Module], Any],
+        loss: Callable[[Any], list[Tensor]],
+    ) -> Report:
+        module = self._module(stage)
+        known = Flow({c: out for report in before for c, out in report.outputs.items()})
+        with restored(module, self._shared):
+            return rehearse(
+                self._relays[stage],
+                known,
+                partial(call, module),
+                loss,
+                given=shape,
+                device=self.device,
+                parameters=module.parameters(),
+            )
+
+    def forward(
+        self,
+        stage: int,
+        call: Callable[[nn.Module], Any],
+        shape: Sequence[int],
+        received: Sequence[Tensor],
+    ) -> Any:
+        """Run one micro-batch through a stage of this rank.
 
         Args:
             stage: The stage.
-            shape: Shape of the first stage's input.
-            out: What the stage returned.
+            call: Calls the stage's module.
+            shape: Shape of the model's input.
+            received: What the stage before has sent.
 
         Returns:
-            ``out``, contiguous, as only such tensors can be sent.
+            What the model returns, of the last stage; of the others the tensors to send.
 
         Raises:
-            ValueError: With both shapes.
+            ValueError: If they are not what the next stage is waiting for.
         """
-        boundary = self.boundaries[stage]
-        expected = boundary.at(shape)
-        if tuple(out.shape) != expected or out.dtype != boundary.dtype:
-            raise ValueError(
-                f"stage {stage} returned {tuple(out.shape)} of {out.dtype} for an input of "
-                f"{tuple(shape)}; the next one awaits {expected} of {boundary.dtype}, since it "
-                f"was {boundary.shape} for {boundary.given}. What passes between stages must be "
-                "[rows places ...] and of one dtype."
-            )
-        return out.contiguous()
+        run, forward = self._relays[stage].run, partial(call, self._module(stage))
+        out = run(forward, self._flow, received, given=shape, device=self.device)
+        return out if stage == self.count - 1 else self._check(stage, shape, out)
+
+    def _module(self, stage: int) -> nn.Module:
+        return self.modules[self.mine.index(stage)]
+
+    def _passed(self, stage: int, shape: Sequence[int]) -> Passed:
+        """Shape and dtype of what a stage sends."""
+        leaves = map(self._flow.leaf, self._flow.travels[stage])
+        return tuple((leaf.at(shape), leaf.dtype) for leaf in leaves)
+
+    def _check(self, stage: int, shape: Sequence[int], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        expected = self._passed(stage, shape)
+        for source, tensor, due in zip(self._flow.travels[stage], out, expected, strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != due:
+                leaf = self._flow.leaf(source)
+                raise ValueError(
+                    f"{source[0]} in stage {stage} returned {tuple(tensor.shape)} of "
+                    f"{tensor.dtype} for an input of {tuple(shape)}; the next stage awaits "
+                    f"{due[0]} of {due[1]}, since it was {leaf.shape} for {leaf.given}. What "
+                    "passes between stages must be [rows positions ...] and of one dtype."
+                )
+        return tuple(tensor.contiguous() for tensor in out)  # only such tensors can be sent
 
     def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
 
         Args:
             micro_batches: Their number.
-            shape: Shape of the first stage's input, the same for all.
+            shape: Shape of the model's input, the same for all.
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
         """
-        passed = [(boundary.at(shape), boundary.dtype) for boundary in self.boundaries]
+        passed = [self._passed(stage, shape) for stage in range(self.count - 1)]
         with self.guarded():
             self._engine.run(micro_batches, passed, compute, tag=self._tag)
 
@@ -289,31 +349,33 @@ class Stages:
         return forward_at(self._schedule, self._ranks, self._rank, slot)
 
     def pass_on(
-        self, sent: tuple[int, Tensor] | None, due: tuple[int, Sequence[int]] | None
-    ) -> Tensor | None:
+        self,
+        sent: tuple[int, tuple[Tensor, ...]] | None,
+        due: tuple[int, Sequence[int]] | None,
+    ) -> tuple[Tensor, ...]:
         """End a slot of an evaluation: send what a stage returned, receive what comes next.
 
         Args:
-            sent: Stage of this slot and what it returned; None if this rank did nothing.
-            due: Stage of the next slot and the shape of the first stage's input; None for none.
+            sent: Stage of this slot and what it sends; None if this rank did nothing.
+            due: Stage of the next slot and the shape of the model's input; None for none.
 
         Returns:
-            What the stage of the next slot is given, or None if it is the first or there is none.
+            What the stage of the next slot is given; nothing if it is the first or there is none.
         """
         operations: list[dist.P2POp] = []
         # After the last stage there is none to send to.
         target = self._rank if sent is None else self._owners.get(sent[0] + 1, self._rank)
         if sent is not None and target != self._rank:
-            operations.append(self._operation(dist.isend, sent[1], target))
-        received = None
+            operations += [self._operation(dist.isend, tensor, target) for tensor in sent[1]]
+        received: tuple[Tensor, ...] = ()
         if due is not None and due[0] > 0:
-            source, boundary = self._owners[due[0] - 1], self.boundaries[due[0] - 1]
+            source = self._owners[due[0] - 1]
             if source == self._rank and sent is not None:
                 received = sent[1]
             else:
-                size = boundary.at(due[1])
-                received = torch.empty(size, dtype=boundary.dtype, device=self.device)
-                operations.append(self._operation(dist.irecv, received, source))
+                passed = self._passed(due[0] - 1, due[1])
+                received = tuple(torch.empty(s, dtype=d, device=self.device) for s, d in passed)
+                operations += [self._operation(dist.irecv, tensor, source) for tensor in received]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return received

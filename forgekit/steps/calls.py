@@ -7,9 +7,8 @@ what the stages have computed.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -17,9 +16,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from forgekit.parallel.rehearsal import PARAMETER_READ
 from forgekit.steps.forward import LossFn
 
-__all__ = ["Call", "first_tensor", "note_call", "once"]
+__all__ = ["Call", "note_call", "once"]
 
 
 @attrs.frozen(eq=False)
@@ -28,11 +28,10 @@ class Call:
 
     Attributes:
         batch: The micro-batch.
-        first: The first argument, which travels from stage to stage.
-        rest: Further positional arguments, given to each stage.
-        keywords: Keywords, given to each stage.
+        first: The first argument, a tensor.
+        rest: Further positional arguments.
+        keywords: Keywords.
         autocast: Whether autocasting was on around the call, and its dtype.
-        takes_head: Whether the model takes ``head``.
     """
 
     batch: TensorDictBase
@@ -40,44 +39,25 @@ class Call:
     rest: tuple[Any, ...]
     keywords: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
-    takes_head: bool
 
-    def run(self, module: nn.Module, first: Tensor, *, is_last: bool) -> Any:
-        """Call a stage as the loss function called the model; only the last one has a head."""
-        keywords = self.keywords
-        if self.takes_head and not is_last:
-            keywords = {**keywords, "head": _pass_hidden}
+    @property
+    def kind(self) -> str:
+        """What decides which way a forward takes: which arguments there are, and of what type."""
+        named = [f"{name} {type(value).__name__}" for name, value in self.keywords.items()]
+        rest = [type(value).__name__ for value in self.rest]
+        return f"{self.first.dtype} {self.first.ndim} {rest} {sorted(named)} {self.autocast}"
+
+    def run(self, module: nn.Module) -> Any:
+        """Call a stage as the loss function called the model."""
         enabled, dtype = self.autocast
         if not enabled:
-            return module(first, *self.rest, **keywords)
-        with torch.autocast(first.device.type, dtype=dtype):
-            return module(first, *self.rest, **keywords)
-
-    def check_hollow(self, hollow: nn.Module, received: Tensor) -> None:
-        """Raise if the model works on its stream outside of its parts, as each stage would again.
-
-        Args:
-            hollow: The model with all parts absent; must give back what it is given.
-            received: Something of the shape that passes between stages.
-
-        Raises:
-            ValueError: If it does not.
-        """
-        given = torch.rand_like(received)
-        found = first_tensor(self.run(hollow, given, is_last=False), "the model")
-        if found.shape != given.shape or not torch.equal(found.to(given.dtype), given):
-            raise ValueError(
-                f"{type(hollow).__name__}.forward changes what passes between its blocks outside "
-                "of its modules, and would do so once more in each pipeline stage. Move that into "
-                "a module with parameters, before or after the list of blocks, or into the blocks."
-            )
+            return module(self.first, *self.rest, **self.keywords)
+        with torch.autocast(self.first.device.type, dtype=dtype):
+            return module(self.first, *self.rest, **self.keywords)
 
 
 def note_call(model: nn.Module, batch: TensorDictBase, loss_fn: LossFn) -> Call:
     """Call a loss function up to its call of the model, and note that.
-
-    Where the model has a ``locate`` socket and got no position ids, they are added: later stages
-    see hidden states, whose places tensor parallelism may have spread.
 
     Args:
         model: The model, whose attributes the loss function may read.
@@ -107,15 +87,12 @@ def note_call(model: nn.Module, batch: TensorDictBase, loss_fn: LossFn) -> Call:
     if not args or not isinstance(args[0], Tensor):
         got = type(args[0]).__name__ if args else "no positional argument"
         raise TypeError(
-            f"loss_fn called the model with {got} first; a pipeline sends its first argument from "
-            "stage to stage, so it must be a tensor: model(batch['input_ids'], ...)."
+            f"loss_fn called the model with {got} first; a pipeline takes from its first argument "
+            "how large a micro-batch is, so it must be a tensor: model(batch['input_ids'], ...)."
         )
     first, *rest = args
-    if hasattr(model, "locate") and not rest and keywords.get("position_ids") is None:
-        locate: Any = model.locate
-        keywords["position_ids"] = locate(first.shape[1], first.device)
     autocast = called.autocast.get(first.device.type, (False, first.dtype))
-    return Call(batch, first, tuple(rest), keywords, autocast, "head" in names)
+    return Call(batch, first, tuple(rest), keywords, autocast)
 
 
 def once(model: nn.Module, output: Any) -> Any:
@@ -141,30 +118,8 @@ def once(model: nn.Module, output: Any) -> Any:
     return _Stand(model, answer)
 
 
-def first_tensor(output: Any, who: str) -> Tensor:
-    """The first tensor in what a stage returned: what travels on to the next.
-
-    Args:
-        output: A tensor, or a tuple, mapping or dataclass with tensors.
-        who: Who returned it, for the error.
-
-    Raises:
-        TypeError: If there is no floating-point tensor in it, or it is a TensorDict.
-    """
-    found = output
-    if isinstance(output, Mapping):
-        found = next((v for v in output.values() if isinstance(v, Tensor)), None)
-    elif isinstance(output, tuple | list):
-        found = next((v for v in output if isinstance(v, Tensor)), None)
-    elif dataclasses.is_dataclass(output):
-        values = (getattr(output, field.name) for field in dataclasses.fields(output))
-        found = next((v for v in values if isinstance(v, Tensor)), None)
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        raise TypeError(
-            f"{who} of a pipeline returned a {type(output).__name__}; to pass it on it must be, or "
-            "hold, a floating-point tensor. Blocks and models return tensors, not TensorDicts."
-        )
-    return found
+_PARAMETERS = {"parameters", "named_parameters", "state_dict", "modules", "named_modules"}
+"""What gives a model's parameters."""
 
 
 class _Called(BaseException):
@@ -192,7 +147,10 @@ class _Stand:
     forward = __call__
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        value = getattr(self._model, name)
+        if name in _PARAMETERS or isinstance(value, nn.Module | nn.Parameter):
+            raise ValueError(f"{type(self._model).__name__}.{name}: {PARAMETER_READ}")
+        return value
 
 
 def _parameter_names(model: nn.Module) -> list[str]:
@@ -209,8 +167,3 @@ def _parameter_names(model: nn.Module) -> list[str]:
 
 def _leave(*args: Any, **keywords: Any) -> None:
     raise _Called(args, keywords)
-
-
-def _pass_hidden(hidden: Tensor, _weight: Tensor | None) -> Tensor:
-    """The head of a stage that has none."""
-    return hidden

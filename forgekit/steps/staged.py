@@ -2,13 +2,13 @@
 
 ``loss_fn(model, batch)`` is called twice. The first time, on every rank, ``model`` notes what it
 is called with and leaves: these are the arguments for the stages. The second time, on the last
-stage, ``model`` gives the stage's output. The first argument travels from stage to stage, keywords
-are delivered to each stage by its own rank, and a micro-batch is pulled when this rank's first
-stage is about to work on it.
+stage, ``model`` gives the stage's output. Each rank gives them to its own stages, and a micro-batch
+is pulled when this rank's first stage is about to work on it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.parallel.fsdp import Sync, fsdp_modules, sum_gradients
+from forgekit.parallel.fsdp import Sync, fsdp_modules, reset_iteration, sum_gradients
 from forgekit.parallel.pipeline import Stages
 from forgekit.state import TrainState
-from forgekit.steps.calls import Call, first_tensor, note_call, once
+from forgekit.steps.calls import Call, note_call, once
 from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
 from forgekit.steps.losses import Loss
 from forgekit.steps.totals import LossSums
@@ -90,7 +90,7 @@ def evaluate_staged(
     """
     work = _Work(state, batches, length_of(batches), loss_fn)
     work.start()
-    slot, received = 0, None
+    slot, received = 0, ()
     with work.stages.guarded():
         while not work.is_done:
             at, sent = work.stages.at(slot), None
@@ -135,13 +135,18 @@ class _Work:
     def start(self) -> torch.Size:
         """Pull the first micro-batch, compare it with the other ranks', and return its shape."""
         self.stages.follow()
-        if self.has(0):
-            self._shape = self.shape(0)
-        self.stages.agree(self._size, self._shape)
+        kind, error = "", None
+        try:
+            if self.has(0):
+                self._shape = self.shape(0)
+                kind = f"{self.model.training} {self._calls[0].kind}"
+        except Exception as raised:
+            error = raised
+        self.stages.agree(self._size, self._shape, kind, error)
         if torch.is_grad_enabled() and self._size:
             self.stages.check_count(self._size)
-        if self._pulled and not self.stages.boundaries:
-            self._rehearse()
+        if self._pulled and not self.stages.knows(kind, self._shape):
+            self._rehearse(kind)
         return self._shape
 
     def has(self, micro_batch: int) -> bool:
@@ -165,7 +170,9 @@ class _Work:
         """Shape of what the first stage is given."""
         return self._calls[micro_batch].first.shape
 
-    def train(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+    def train(
+        self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Compute as a part of a step: all shapes are the same, and the loss is scaled.
 
         Raises:
@@ -178,38 +185,34 @@ class _Work:
                 "to one length, or pack them."
             )
         out = self.compute(stage, micro_batch, received)
-        return out if stage < self.stages.count - 1 else out * self._loss_scale.to(out.dtype)
+        is_last = stage == self.stages.count - 1
+        return (out[0] * self._loss_scale.to(out[0].dtype),) if is_last else out
 
-    def compute(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+    def compute(
+        self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Run a micro-batch through a stage; of the last stage, add its loss up and return it."""
         call = self._calls[micro_batch]
         if stage == self.stages.mine[-1]:  # nobody here asks for it any more
             del self._calls[micro_batch]
         self._computed += 1
-        out = self._forward(stage, call, received)
+        out = self.stages.forward(stage, call.run, call.first.shape, received)
         if stage < self.stages.count - 1:
             self._count_rows(stage, call)
-            return self.stages.check(stage, call.first.shape, out)
+            return out
         loss = self._loss(out, call)
         if torch.is_grad_enabled():
             check_loss(loss)
         self.sums.add(loss, rows=call.batch.batch_size[0])
-        return loss.sum
-
-    def _forward(self, stage: int, call: Call, received: Tensor | None) -> Any:
-        is_last = stage == self.stages.count - 1
-        first = call.first if received is None else received
-        module = self.stages.modules[self.stages.mine.index(stage)]
-        out = call.run(module, first, is_last=is_last)
-        if isinstance(out, TensorDictBase):
-            raise TypeError(
-                f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
-                "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
-            )
-        return out if is_last else first_tensor(out, f"stage {stage}")
+        return (loss.sum,)
 
     def _loss(self, out: Any, call: Call) -> Loss:
         """Call the loss function again, with the real output."""
+        if isinstance(out, TensorDictBase):
+            raise TypeError(
+                f"{type(self.model).__name__} returned a TensorDict; gradients through it would "
+                "stay unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
+            )
         return compute_loss(once(self.model, out), call.batch, self._loss_fn)
 
     def _count_rows(self, stage: int, call: Call) -> None:
@@ -217,20 +220,23 @@ class _Work:
             nothing = torch.zeros((), device=self.sums.device)
             self.sums.add(Loss(nothing, 0), rows=call.batch.batch_size[0])
 
-    @torch.no_grad()
-    def _rehearse(self) -> None:
+    def _rehearse(self, kind: str) -> None:
         """Run the first micro-batch's shapes through all stages; its loss does not count."""
         call = self._calls[0]
 
-        def compute(stage: int, received: Tensor | None) -> Tensor:
-            if received is not None:
-                call.check_hollow(self.stages.hollow, received)
-            out = self._forward(stage, call, received)
-            return out if stage < self.stages.count - 1 else self._loss(out, call).sum
+        def loss(out: Any) -> list[Tensor]:
+            found = self._loss(out, call)
+            pairs = [v if isinstance(v, tuple) else (v,) for v in found.metrics.values()]
+            given = [found.sum, found.count, *(found.rows or ()), *itertools.chain(*pairs)]
+            return [value for value in given if isinstance(value, Tensor)]
 
         devices = [self.stages.device] if self.stages.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            self.stages.learn(call.first.shape, compute)
-        for root in self.stages.modules:
-            for module in fsdp_modules(root):
-                module.reshard()  # a forward without a backward leaves the root gathered
+        try:
+            with torch.random.fork_rng(devices):
+                self.stages.learn(kind, call.first.shape, call.run, loss)
+        finally:
+            for root in self.stages.modules:
+                modules = fsdp_modules(root)
+                reset_iteration(modules)
+                for module in modules:
+                    module.reshard()  # a forward without a backward leaves the root gathered

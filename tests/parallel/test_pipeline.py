@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import attrs
 import pytest
@@ -12,8 +13,10 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.parallel.cut import Absent, balance, cost_of, cut
+from forgekit.parallel.cut import balance, cost_of, cut
 from forgekit.parallel.pipeline import split_stages
+from forgekit.parallel.rehearsal import join, rehearse
+from forgekit.parallel.relay import Absent, Flow, Leaf
 
 DEEP = attrs.evolve(SPEC, layers=4, dropout=0.1)
 
@@ -69,42 +72,86 @@ def test_a_rank_holds_its_stages_under_the_models_names():
     assert len(model.layers) == 4
 
 
+def _run(pieces, *args):
+    """Rehearse stages that are all here, then run them one after the other."""
+    given = {"given": args[0].shape, "device": torch.device("cpu")}
+    forwards = [partial(module, *args) for module in pieces.modules]
+    reports, outputs = [], {}
+    for relay, forward in zip(pieces.relays, forwards, strict=True):
+        reports.append(rehearse(relay, Flow(outputs), forward, lambda out: [out], **given))
+        outputs = {**outputs, **reports[-1].outputs}
+    flow, sent = join(reports, pieces.holders), ()
+    for relay, forward in zip(pieces.relays, forwards, strict=True):
+        sent = relay.run(forward, flow, sent, **given)
+    return sent, flow
+
+
 def test_stages_one_after_the_other_are_the_model():
     ids = torch.randint(0, DEEP.vocab_size, (2, 7))
     expected = fk.Transformer(DEEP).eval()(ids)
-    whole = fk.Transformer(DEEP).eval()
-    pieces = _cut(whole, stages=3, mine=[0, 1, 2])
-    x = ids
-    for stage in pieces.modules:
-        head = None if stage is pieces.modules[-1] else lambda hidden, weight: hidden
-        x = stage(x, head=head)
-    assert torch.equal(x, expected)
+    found, flow = _run(_cut(fk.Transformer(DEEP).eval(), stages=3, mine=[0, 1, 2]), ids)
+    assert torch.equal(found, expected)
+    assert flow.travels == [[("layers.0", 0, 0)], [("layers.2", 0, 0)]]  # and nothing besides
+    assert flow.mutated == frozenset()
 
 
-def test_what_works_on_the_stream_is_in_one_stage_and_what_serves_blocks_in_all():
+def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
     model = fk.Transformer(DEEP)
     model.rotary = nn.Module()
     model.rotary.register_buffer("frequencies", torch.ones(2))
+    model.act = nn.GELU()
     pieces = _cut(model, stages=2, mine=[0, 1])
     first, last = pieces.modules
     assert isinstance(first.dropout, nn.Dropout)
     assert isinstance(last.dropout, Absent)
     assert isinstance(first.norm, Absent)
     assert first.rotary is last.rotary is model.rotary
+    assert first.act is last.act is model.act
     assert isinstance(model.dropout, nn.Dropout)
 
 
-def test_an_absent_part_passes_on_and_answers_for_its_settings():
+def test_an_absent_part_answers_for_its_settings_and_no_more():
     linear = nn.Linear(3, 4)
     linear.kind = "sliding"
-    absent = Absent(linear)
-    x = torch.ones(2)
-    assert absent(x, 1) is x
-    assert absent(hidden_states=x) is x
+    absent = Absent(linear, "layers.3")
     assert absent.kind == "sliding"
     assert absent.in_features == 3
-    assert absent.weight is None
     assert not list(absent.parameters())
+    assert not hasattr(absent, "weight")
+    with pytest.raises(AttributeError, match=r"layers\.3, which another .* is read for 'weight'"):
+        _ = absent.weight
+    with pytest.raises(
+        RuntimeError, match=r"layers\.3, which another .* holds, is called; a stage"
+    ):
+        absent(torch.ones(2))
+    with pytest.raises(TypeError, match=r"layers\.3, which another .* is indexed; a stage"):
+        _ = absent[0]
+    with pytest.raises(TypeError, match=r"layers\.3, which another .* is iterated over"):
+        list(absent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 5, 8), (3, 7, 8)),
+        ((2, 5, 5), (3, 7, 5)),  # as wide as long
+        ((2, 4, 5, 8), (3, 4, 7, 8)),  # heads before positions
+        ((5, 8), (7, 8)),  # without rows
+        ((5,), (7,)),
+        ((2,), (3,)),
+        ((2, 8), (3, 8)),  # without positions
+        ((), ()),
+    ],
+)
+def test_shapes_follow_rows_and_positions(shape, expected):
+    leaf = Leaf((2, 5), shape, torch.float32)
+    assert leaf.at((2, 5)) == shape
+    assert leaf.at((3, 7)) == expected
+    assert leaf.is_plain == (shape[:2] == (2, 5))
+
+
+def test_shapes_follow_positions_that_tensor_parallelism_divides():
+    assert Leaf((2, 8), (2, 4, 6), torch.float32).at((3, 10)) == (3, 5, 6)
 
 
 def test_hooks_on_a_stage_are_not_hooks_on_the_model():
@@ -135,7 +182,8 @@ def test_a_list_two_names_down_is_cut_with_its_neighbours():
     first, last = pieces.modules
     assert isinstance(first.top, Absent)
     assert isinstance(last.net.stem, Absent)
-    assert torch.equal(last(first(x)), expected)
+    assert pieces.holders == {"net.stem": 0, "net.body.0": 0, "net.body.1": 1, "top": 1}
+    assert torch.equal(_run(pieces, x)[0], expected)
     own = _Nested()
     _cut(own, "net.body", mine=[1])
     held = {name for name, _ in own.named_parameters()}
@@ -168,7 +216,9 @@ def test_parameters_around_the_blocks_are_refused():
 
 
 def test_tied_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"embedding\.weight and output\.weight are one tensor"):
+    with pytest.raises(
+        ValueError, match=r"embedding\.weight and output\.weight are one tensor, or"
+    ):
         _cut(fk.Transformer(attrs.evolve(DEEP, tied=True)))
     model = _Nested()
     model.net.body[1] = model.net.body[0]
