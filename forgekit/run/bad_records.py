@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.inputs import parse_json
 from forgekit.run.resilience import append_lines
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
@@ -117,7 +118,7 @@ def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text("utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            found.append(parse_json(line))
         except ValueError:
             continue  # cut short by a crash
     return found

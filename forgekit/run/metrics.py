@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.inputs import parse_json
 from forgekit.run.bad_records import BadStepRecords
 from forgekit.run.resilience import overwrite, write_atomic
 from forgekit.run.strict_json import finite
@@ -268,7 +269,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             row["step"]
         except (ValueError, TypeError, KeyError):
             if number == len(lines):

@@ -383,7 +383,7 @@ def write_status(
         if not path.is_file():
             raise
         with path.open("r+b", buffering=0) as file:
-            overwrite(file, 0, encoded)
+            overwrite(file, 0, encoded, file.read())
 
 
 def overwrite(file: FileIO, start: int, new: bytes, old: bytes = b"") -> None:

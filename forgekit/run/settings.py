@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forgekit.inputs import parse_json
 from forgekit.run.resilience import append_lines, write_atomic
 from forgekit.state import TrainState
 
@@ -48,8 +49,8 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """The configuration there; None where there is none that can be read."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 

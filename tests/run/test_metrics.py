@@ -4,6 +4,7 @@ import math
 import os
 import pty
 import re
+import resource
 import signal
 import sys
 import threading
@@ -15,7 +16,9 @@ import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forgekit.run.bad_records import read_bad_steps
 from forgekit.run.metrics import MetricsLog, read_metrics
+from forgekit.run.resilience import append_lines
 from forgekit.state import TrainState, donate
 
 HOST_READS = {
@@ -246,9 +249,115 @@ def test_an_evaluation_on_resuming_joins_the_row_of_the_first_run(tmp_path, stat
     assert {"train/loss": 6.0, "eval/held_out/loss": 1.0}.items() <= rows[1].items()
 
 
+@contextlib.contextmanager
+def room(size):
+    """A disk on which a file may have so many bytes: it takes the first part of what is longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("more", [0, 1, 100])
+@pytest.mark.parametrize("kind", ["a row", "an evaluation"])
+def test_a_row_that_does_not_fit_leaves_the_rows_before_it_whole(tmp_path, state, kind, more):
+    """And where there is room again, the next one is a line of its own."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, every=1) as log:
+        state, _ = train(log, state, [1, 2])
+        before = path.read_bytes()
+        full = f"no room for the row of step {2 + (kind == 'a row')}; the rows before it are whole"
+        with room(len(before) + more), pytest.raises(OSError, match=full):  # noqa: PT012
+            if kind == "a row":
+                log(state := at(state, 3), metrics_of(3))
+            else:
+                log.event(state, {f"eval/{'x' * 200}/loss": 1.0})
+        assert path.read_bytes() == before
+        train(log, state, [4])
+    assert path.read_bytes().startswith(before)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 4]
+
+
+class Locates:
+    """A loader that knows where samples are."""
+
+    wait_seconds = 0.0
+
+    def locate(self, first, stop):
+        return [(None, 100 + sample) for sample in range(first, stop)]
+
+
+def test_bad_steps_after_the_last_row_are_written_down_when_a_run_stops(tmp_path, state, capsys):
+    for start in (0, 4):  # a run, and the one that goes on from where it stopped
+        with MetricsLog(
+            tmp_path, start_step=start, every=3, loader=Locates(), start_samples=8 * start
+        ) as log:
+            state, _ = train(log, state, [start + 1])
+            state, _ = train(log, state, [start + 2], skipped=1.0, loss=math.nan)
+            state, _ = train(log, state, [start + 3, start + 4], skipped=float(start == 0))
+    found = read_bad_steps(tmp_path)
+    assert [record["step"] for record in found] == [2, 3, 4, 6]
+    assert [record["samples"] for record in found] == [[8, 16], [16, 24], [24, 32], [40, 48]]
+    assert found[2]["rows"] == list(range(124, 132))
+    assert "1 bad step since the last row, in " in capsys.readouterr().err
+    assert [row["train/skipped"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 1]
+
+
+def test_a_run_that_fails_reads_nothing_more_from_its_device(tmp_path, state):
+    """It may be the device that failed; the steps are done again from the checkpoint."""
+    with pytest.raises(KeyError, match="mine"), MetricsLog(tmp_path, every=3) as log:  # noqa: PT012
+        train(log, state, [1], skipped=1.0, device="meta")
+        raise KeyError("mine")
+    assert not (tmp_path / "bad_steps.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "a\nb\n"),
+        ("", "a\nb\n"),
+        ("x\n", "x\na\nb\n"),
+        ('{"torn', '{"torn\na\nb\n'),
+    ],
+)
+def test_lines_begin_after_a_whole_line_and_are_all_there_or_none(tmp_path, before, after):
+    path = tmp_path / "lines"
+    if before is not None:
+        path.write_text(before)
+    with room(len(after) - 1), pytest.raises(OSError, match="File too large"):
+        append_lines(path, ["a", "b"])
+    assert path.read_text() == (before or "")
+    append_lines(path, ["a", "b"])
+    assert path.read_text() == after
+
+
+def test_what_is_shown_cannot_steer_a_terminal(tmp_path, state, capsys):
+    with MetricsLog(tmp_path, every=1) as log:
+        log.message("a sample: \x1b]0;title\x07 \x9b2J \u202e and\r\n\ttext é")
+        log.event(state, {"eval/\x1b[31m/loss": 1.0})
+    assert capsys.readouterr().err.splitlines() == [
+        r"a sample: \x1b]0;title\x07 \x9b2J \u202e and\r",
+        "\ttext é",
+        r"step 0  eval/\x1b[31m/loss 1.0000",
+    ]
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
-    "torn", [b'{"step": 3', b'{"step": 3, "a": "\xc3', b"{}", b"12", b"\x00\n"]
+    "torn",
+    [
+        b'{"step": 3',
+        b'{"step": 3, "a": "\xc3',
+        b"{}",
+        b"12",
+        b"\x00\n",
+        b"[" * 100_000,
+        b"9" * 5000,
+    ],
 )
 def test_only_a_torn_last_line_is_left_out(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"

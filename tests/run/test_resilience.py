@@ -1,8 +1,10 @@
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -457,3 +459,23 @@ def test_another_failure_to_lock_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(OSError, match="Input/output error"), lock_run(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0, "running"), (10, "running"), (4096, "failed")])
+def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_path, size, expected):
+    """No new file can be made, as on a disk without room; what does not fit leaves the old one."""
+    write_status(tmp_path, "running", step=3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    (tmp_path / f".status.json.{os.getpid()}").mkdir()  # in the way of the new one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with (
+            contextlib.nullcontext() if size == 4096 else pytest.raises(OSError, match="too large")
+        ):
+            write_status(tmp_path, "failed", step=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        (tmp_path / f".status.json.{os.getpid()}").rmdir()
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
