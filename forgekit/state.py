@@ -142,6 +142,8 @@ class TrainState:
             first, NaN where there were none; None unless steps limit spikes.
         skips: What the data leave out, as (first sample, rows); each is counted as samples were
             numbered before it was added. Grows when a run is rolled back.
+        bad_since: ``[]`` int64: samples before the first of the last bad steps; the step's own
+            while there are none, and -1 where an older checkpoint does not say.
         layout: How ``parallelize`` laid the model out; read off the model once, here. Not part of
             checkpoints: a run may resume in another one.
         agreed: What the ranks agreed to add up; None before the first step of a process, which
@@ -171,6 +173,11 @@ class TrainState:
     )
     recent: Tensor | None = attrs.field(default=None, repr=False, metadata={"optional": True})
     skips: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"optional": True})
+    bad_since: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.full_like(self.targets, -1), takes_self=True),
+        repr=False,
+        metadata={"optional": True},
+    )
     layout: Layout = attrs.field(
         default=attrs.Factory(lambda self: layout_of(self.model), takes_self=True),
         repr=False,

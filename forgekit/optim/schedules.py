@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, Protocol, get_args
 
+import attrs
+
 from forgekit.inputs import check_numbers
 
 __all__ = [
     "Decay",
+    "PhasedSchedule",
     "Scaled",
     "Schedule",
     "constant",
@@ -160,20 +163,24 @@ class Scaled(Protocol):
         ...
 
 
-def with_phases(schedule: Schedule, phases: Sequence[Scaled], global_batch_size: int) -> Schedule:
+def with_phases(
+    schedule: Schedule, phases: Sequence[Scaled], global_batch_size: int
+) -> PhasedSchedule:
     """Multiply a schedule by the scale of the phase that its step is in.
 
-    A phase starts at a sample; the step that holds this sample, at whatever place, is the first
+    A phase starts at a sample; the step that holds this sample, at whatever position, is the first
     with the new scale. Scales do not multiply each other: a phase without one is back at 1.
+    ``make_step`` says which samples a step holds, so the scale changes with the data, also after a
+    resume with another global batch size and where samples are left out.
 
     Args:
         schedule: Any schedule.
         phases: Each with a ``start`` and an ``lr_scale``, by increasing start.
-        global_batch_size: Samples that each step consumes, over all ranks; step ``i`` holds the
-            samples from ``i * global_batch_size`` on.
+        global_batch_size: Samples that each step consumes, over all ranks: where nobody says
+            otherwise, step ``i`` holds the samples from ``i * global_batch_size`` on.
 
     Returns:
-        A pure function of the step.
+        A pure function of the step, and of where in the data it ends.
 
     Raises:
         ValueError: If ``global_batch_size`` is not positive or phases do not increase.
@@ -183,6 +190,8 @@ def with_phases(schedule: Schedule, phases: Sequence[Scaled], global_batch_size:
         >>> schedule = with_phases(constant(1.0), [Phase(start=20, lr_scale=0.5)], 8)
         >>> [schedule(step) for step in (0, 1, 2, 3)]
         [1.0, 1.0, 0.5, 0.5]
+        >>> schedule(1, end=21)  # samples up to number 20, of a run that began with larger steps
+        0.5
     """
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size {global_batch_size} must be at least 1.")
@@ -192,13 +201,36 @@ def with_phases(schedule: Schedule, phases: Sequence[Scaled], global_batch_size:
                 f"a phase at sample {after.start} follows one at sample {before.start}; "
                 "put phases in increasing order."
             )
-    starts = [phase.start for phase in phases]
-    scales = [1.0, *(phase.lr_scale for phase in phases)]
+    starts = tuple(phase.start for phase in phases)
+    scales = (1.0, *(phase.lr_scale for phase in phases))
+    return PhasedSchedule(schedule, starts, scales, global_batch_size)
 
-    def scaled(step: int) -> float:
-        return schedule(step) * scales[bisect_left(starts, (step + 1) * global_batch_size)]
 
-    return scaled
+@attrs.frozen
+class PhasedSchedule:
+    """A schedule whose scale changes at samples; ``with_phases`` makes one.
+
+    Attributes:
+        schedule: What is scaled.
+        starts: Samples at which the scale changes.
+        scales: The scale before the first of them, and from each on.
+        global_batch_size: Samples of a step, where nobody says otherwise.
+    """
+
+    schedule: Schedule
+    starts: tuple[int, ...]
+    scales: tuple[float, ...]
+    global_batch_size: int
+
+    def __call__(self, step: int, *, end: int | None = None) -> float:
+        """Return the rate of a step.
+
+        Args:
+            step: The step.
+            end: Rows of the data up to the step's last one, those that were left out included.
+        """
+        end = (step + 1) * self.global_batch_size if end is None else end
+        return self.schedule(step) * self.scales[bisect_left(self.starts, end)]
 
 
 _SHAPES: dict[Decay, Callable[[float], float]] = {

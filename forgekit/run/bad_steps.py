@@ -14,6 +14,9 @@ from typing import Any, Literal, TypeVar, get_args
 from forgekit.run.checkpoint import checkpoint_load, wait_for_saves
 from forgekit.run.checkpoints.agree import ranks_of
 from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.run.checkpoints.contents import saved_fields
+from forgekit.run.checkpoints.migrate import Migration
+from forgekit.run.checkpoints.per_rank import is_per_rank
 from forgekit.run.checkpoints.places import place_of
 from forgekit.state import TrainState, donate
 
@@ -94,7 +97,14 @@ def bad_step_policy(
     return check
 
 
-def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 3) -> StateT:
+def roll_back(
+    state: StateT,
+    directory: str | os.PathLike[str],
+    *,
+    times: int = 3,
+    version: int = 1,
+    migrate: Migration | None = None,
+) -> StateT:
     """Load the last checkpoint before the bad steps, and leave out the samples that broke them.
 
     The samples between that checkpoint and the first bad step come again, those of the bad steps
@@ -112,12 +122,15 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
         state: A state whose last steps were bad; consumed.
         directory: What ``checkpoint_save`` was given.
         times: How often a run may be rolled back, from its start on.
+        version: As for ``checkpoint_load``.
+        migrate: As for ``checkpoint_load``.
 
     Returns:
         The state of the checkpoint, with one more entry in ``skips``.
 
     Raises:
-        ValueError: If the last step was not bad, or ``times`` is less than 1.
+        ValueError: If the last step was not bad, or ``times`` is less than 1; if the state has a
+            stream, of which no samples can be left out by number. Nothing is deleted then.
         BadStepError: If there is no good checkpoint of before the bad steps, or the run has been
             rolled back so often already. The state is as it was.
 
@@ -130,15 +143,24 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
     if bad == 0:
         raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
     which = f"the {bad} bad steps up to step {step}"
+    for name, field in saved_fields(state).items():
+        if is_per_rank(state, field) and hasattr(getattr(state, name), "__iter__"):
+            raise ValueError(
+                f"the state has the stream {name!r}, and what a stream brings has no numbers by "
+                "which a way back could leave it out: the same rows would break the run again. "
+                'Use bad_step_policy("skip"), or train on a dataset of numbered rows.'
+            )
+    since = int(state.bad_since)
     if len(skips) >= times:
         raise BadStepError(
             f"{which} would roll this run back again, after {len(skips)} times; {times} are "
             "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
     wait_for_saves()
-    state = _load_before(state, directory, step - bad, which)
-    broken = bad * ((samples - state.samples) // (step - state.step))
-    skip = samples - broken, broken
+    state = _load_before(state, directory, step - bad, which, version, migrate)
+    if since < 0:  # a checkpoint of before it was kept: all steps since count alike
+        since = samples - bad * ((samples - state.samples) // (step - state.step))
+    skip = since, samples - since
     _log.warning(
         "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
         *(step, state.step, skip[0], samples - 1, len(skips) + 1, times),
@@ -147,14 +169,23 @@ def roll_back(state: StateT, directory: str | os.PathLike[str], *, times: int = 
     return donate(state, skips=(*skips, skip))
 
 
-def _load_before(state: StateT, directory: str | os.PathLike[str], step: int, which: str) -> StateT:
+def _load_before(
+    state: StateT,
+    directory: str | os.PathLike[str],
+    step: int,
+    which: str,
+    version: int,
+    migrate: Migration | None,
+) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
     ranks, place = ranks_of(state), place_of(directory)
     found = ranks.first(lambda: sorted(place.committed()))
     damaged = []
     for candidate in [known for known in reversed(found) if known <= step]:
         try:
-            state = checkpoint_load(state, directory, step=candidate)
+            state = checkpoint_load(
+                state, directory, step=candidate, version=version, migrate=migrate
+            )
         except CheckpointError as error:
             damaged.append(str(error))
             continue

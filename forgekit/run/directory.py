@@ -25,6 +25,7 @@ from forgekit.mesh import process_rank, shutdown
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoint import PendingSave, wait_for_saves
 from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.migrate import Migration
 from forgekit.run.meeting import barrier
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.resilience import (
@@ -130,7 +131,13 @@ class Run:
         return log
 
     def roll_back(
-        self, state: StateT, save: Callable[[StateT, Path], PendingSave], *, times: int = 3
+        self,
+        state: StateT,
+        save: Callable[[StateT, Path], PendingSave],
+        *,
+        times: int = 3,
+        version: int = 1,
+        migrate: Migration | None = None,
     ) -> StateT:
         """Go back to the last checkpoint before the bad steps; data and log follow.
 
@@ -139,11 +146,22 @@ class Run:
             save: ``checkpoint_save``, or it with some arguments given. What is left out is saved
                 at once, so that a resumed run leaves it out as well.
             times: How often this run may be rolled back, from its start on.
+            version: As for ``checkpoint_load``.
+            migrate: As for ``checkpoint_load``.
 
         Returns:
             The state to go on from; see ``forgekit.roll_back``, which raises too.
+
+        Raises:
+            ValueError: If the loader cannot go back, as a stream's; nothing is changed then.
         """
-        state = roll_back(state, self.checkpoints, times=times)
+        if self._loader is not None and not hasattr(self._loader, "seek"):
+            raise ValueError(
+                f"a {type(self._loader).__name__} has no seek, so it cannot go back and leave "
+                "samples out. Roll back on a loader of numbered rows, of forgekit.make_loader."
+            )
+        options = {"times": times, "version": version, "migrate": migrate}
+        state = roll_back(state, self.checkpoints, **options)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
         if self._log is not None:

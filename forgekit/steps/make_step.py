@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from forgekit.data.skips import positions
+from forgekit.optim.schedules import PhasedSchedule
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip
@@ -77,7 +79,7 @@ def make_step(
         totals = accumulate(state, batches, loss_fn, sync=sync)
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
-        lr = schedule(state.step)
+        lr = _rate(schedule, state, totals.samples)
         options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
         totals = reduce_totals(totals, state, audit=audit, settings=options)
         for name, voter in voters.items():
@@ -93,6 +95,14 @@ def make_step(
         return state, metrics
 
     return step
+
+
+def _rate(schedule: Callable[[int], float], state: TrainState, samples: int) -> float:
+    """Ask a schedule for a step's rate; one with phases follows the data, and what they skip."""
+    if not isinstance(schedule, PhasedSchedule):
+        return schedule(state.step)
+    last = positions(state.samples + samples - 1, state.skips)
+    return schedule(state.step, end=int(last) + 1)
 
 
 def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> TensorDict:

@@ -79,6 +79,7 @@ def update(
         samples=state.samples + totals.samples,
         targets=state.targets + trained,
         skipped=torch.where(correction.finite, 0, state.skipped + 1),
+        bad_since=torch.where(state.skipped == 0, state.samples, state.bad_since),
         agreed=totals.agreed or state.agreed,
         **_rescale(state, correction, totals, growth_interval),
     )

@@ -158,3 +158,9 @@ def test_a_rate_depends_on_the_step_alone(schedule):
 def test_what_cannot_be_a_schedule_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_the_scale_changes_where_the_data_do_whatever_the_batch_size_was_before():
+    schedule = fk.with_phases(fk.constant(1.0), [fk.Phase(21, lr_scale=0.5)], 4)
+    assert [schedule(3, end=end) for end in (20, 21, 22, 23)] == [1.0, 1.0, 0.5, 0.5]
+    assert [schedule(step) for step in (4, 5)] == [1.0, 0.5]

@@ -294,3 +294,100 @@ def test_good_runs_write_nothing_about_bad_steps(tmp_path):
     train(*with_loader(Rows()), steps=3, out=tmp_path)
     assert not (tmp_path / "bad_steps.jsonl").exists()
     assert read_bad_steps(tmp_path) == []
+
+
+def _steps(state, loader, micro_batches, count):
+    step = fk.make_step(square_loss, schedule=fk.constant(0.05))
+    for batches in islice(fk.groups(loader, micro_batches), count):
+        state, _ = step(state, batches)
+    return state
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["", "older checkpoint"])
+def test_a_way_back_over_another_batch_size_leaves_out_the_samples_of_the_bad_steps(
+    tmp_path, knows
+):
+    """Four steps of 4 rows, then steps of 12; bad are a part of the fourth and all later ones."""
+    dataset = Rows(broken_rows(14, 80))
+    state, loader = with_loader(dataset)
+    for _ in range(2):
+        with loader:
+            state = _steps(state, loader, 1, 2)
+        fk.checkpoint_save(state, tmp_path, keep=None, blocking=True)
+        loader = make_loader(state, dataset)
+    assert (state.step, state.samples, int(state.skipped)) == (4, 16, 1)
+    loader.close()
+    state = fk.checkpoint_load(build(), tmp_path)
+    if not knows:
+        state = fk.donate(state, bad_since=torch.tensor(-1))
+    with make_loader(state, dataset) as loader:
+        state = _steps(state, loader, 3, 2)
+    assert (state.step, state.samples, int(state.skipped)) == (6, 40, 3)
+    state = roll_back(state, tmp_path)
+    assert (state.step, state.samples) == (2, 8)
+    assert state.skips == (((12, 28),) if knows else ((16, 24),))
+
+
+def test_where_the_bad_steps_began_is_kept_until_a_good_one():
+    state, loader = with_loader(Rows(broken_rows(8, 8)))
+    began = []
+    with loader:
+        for _ in range(6):
+            state = _steps(state, loader, 1, 1)
+            began.append((int(state.skipped), int(state.bad_since)))
+            loader.seek(state.samples)
+    assert began == [(0, 0), (0, 4), (1, 8), (2, 8), (0, 8), (0, 20)]
+
+
+def test_a_state_of_a_later_version_is_rolled_back(tmp_path):
+    dataset = Rows(broken_rows(8, 80))
+    state, loader = with_loader(dataset)
+    with loader:
+        state = _steps(state, loader, 1, 1)
+        fk.checkpoint_save(state, tmp_path, version=2, blocking=True)
+        loader.seek(state.samples)
+        state = _steps(state, loader, 1, 1)
+        fk.checkpoint_save(state, tmp_path, version=2, blocking=True)
+        loader.seek(state.samples)
+        state = _steps(state, loader, 1, 2)
+    with pytest.raises(BadStepError, match="holds version 2 of the state, and this program knows"):
+        roll_back(state, tmp_path)
+    state = roll_back(state, tmp_path, version=2)
+    assert (state.step, state.samples, state.skips) == (2, 8, ((8, 8),))
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Streaming(fk.TrainState):
+    stream: object
+
+
+class Endless:
+    """A stream of rows without numbers."""
+
+    def __iter__(self):
+        return self
+
+    def state_dict(self):
+        return {"at": 3}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing is to be loaded")
+
+
+@pytest.mark.bad_input
+def test_a_way_back_with_a_stream_is_refused_before_anything_is_deleted(tmp_path):
+    state = build()
+    state = Streaming.create(state.model, state.optimizer, stream=Endless())
+    for step in (1, 2, 3):
+        state = fk.donate(state, step=step, skipped=torch.tensor(step - 1))
+        fk.checkpoint_save(state, tmp_path, blocking=True)
+    message = r"^the state has the stream 'stream', .* would break the run again\. Use bad_step_pol"
+    with pytest.raises(ValueError, match=message):
+        roll_back(state, tmp_path)
+    assert state.step == 3
+    left = sorted(path.name for path in tmp_path.glob("step_*"))
+    assert left == ["step_00000001", "step_00000002", "step_00000003"]
+    with fk.open_run(tmp_path / "run", {}) as run:
+        run._loader = Endless()
+        with pytest.raises(ValueError, match=r"^a Endless has no seek, so it cannot go"):
+            run.roll_back(state, fk.checkpoint_save)
