@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from forgekit.data.batch import read_rows
+from forgekit.data.facts import facts_of, hash_of, state_facts
 from forgekit.data.mixture import Order
 
 __all__ = ["Mixture", "mixture_dataset"]
@@ -112,7 +113,10 @@ class Mixture:
 
     def _named(self, order: str) -> str:
         rows = [getattr(dataset, "fingerprint", None) for dataset in self.datasets]
-        return hashlib.sha256(json.dumps([order, rows]).encode()).hexdigest()
+        hashed = json.dumps([order, [hash_of(row) for row in rows]]).encode()
+        sources = zip(self.order.sources, rows, strict=True)
+        facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
+        return state_facts(hashlib.sha256(hashed).hexdigest(), order=order, sources=facts)
 
 
 def _check_alike(parts: Mapping[str, TensorDict]) -> None:

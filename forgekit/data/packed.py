@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from forgekit.data.batch import IGNORED, PADDING, collate
 from forgekit.data.bins import Bins, rooms_of
+from forgekit.data.facts import state_facts, tokenizer_of
 from forgekit.data.packing import pack
 from forgekit.data.pieces import ArrayDocuments, FileDocuments, Pieces
 from forgekit.data.tokens import TokenFile, open_tokens
@@ -125,7 +126,14 @@ class PackedDataset:
         """
         names = [_name(transform) for transform in self.transforms]
         facts = f"{self.documents.fingerprint} packed {self.bins.fingerprint} {names}"
-        return hashlib.sha256(facts.encode()).hexdigest()
+        return state_facts(
+            hashlib.sha256(facts.encode()).hexdigest(),
+            files=self.documents.fingerprint,
+            tokenizer=None if self.file is None else tokenizer_of(self.file.path),
+            seq_len=self.seq_len,
+            packing=self.bins.fingerprint,
+            transforms=names,
+        )
 
     def held_out(self) -> PackedDataset | None:
         """Open the held-out documents that ``forgekit prepare`` put beside these, if it did.

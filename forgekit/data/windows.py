@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forgekit.data.batch import IGNORED
+from forgekit.data.facts import state_facts, tokenizer_of
 from forgekit.data.tokens import TokenFile, open_tokens
 
 __all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
@@ -115,9 +116,14 @@ class TokenDataset:
     @property
     def fingerprint(self) -> str:
         """Names the rows: the same string means the same row at each index."""
-        return hashlib.sha256(
-            f"{self.file.fingerprint} windows {self.seq_len}".encode()
-        ).hexdigest()
+        hashed = hashlib.sha256(f"{self.file.fingerprint} windows {self.seq_len}".encode())
+        return state_facts(
+            hashed.hexdigest(),
+            files=self.file.fingerprint,
+            tokenizer=tokenizer_of(self.file.path),
+            seq_len=self.seq_len,
+            doc_ids=self.doc_ids,
+        )
 
     def held_out(self) -> TokenDataset | None:
         """Open the held-out documents that ``forgekit prepare`` put beside these, if it did.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import forgekit.run.checkpoints.commit as files
+from forgekit.data.facts import compare_facts, facts_of, hash_of
 from forgekit.run.checkpoints.agree import Ranks, explain
 from forgekit.run.checkpoints.commit import CheckpointError
 from forgekit.run.checkpoints.manifest import FORMAT
@@ -48,13 +49,30 @@ def choose_checkpoint(
 
 
 def check_data(path: Checkpoint, saved: Any, now: Any) -> None:
-    """Refuse a checkpoint of other data."""
-    if saved is not None and now is not None and saved != now:
-        raise CheckpointError(
-            f"{path} was saved while training on other data: its fingerprint is {saved!r} and "
-            f"today's is {now!r}. Files or sequence length have changed. Choose another run "
-            "directory, or call checkpoint_load with allow_other_data=True to go on with them."
+    """Refuse a checkpoint of other data, and say which of their facts changed."""
+    if saved is None or now is None or saved == now:
+        return
+    then, today = facts_of(saved), facts_of(now)
+    if then is not None and today is not None:
+        if not (changed := compare_facts(then, today)):
+            return
+        what = f"what changed is: {', '.join(changed)}."
+    elif then is None and today is not None and isinstance(saved, str):
+        if saved == hash_of(now):  # of before there were facts
+            return
+        what = (
+            f"it holds only a hash of them, {saved!r:.80}, so nothing says which of files, "
+            "tokenizer, sequence length, order or doc_ids changed."
         )
+    else:
+        what = (
+            f"its fingerprint is {saved!r} and today's is {now!r}. Files or sequence length have "
+            "changed."
+        )
+    raise CheckpointError(
+        f"{path} was saved while training on other data: {what} Choose another run "
+        "directory, or call checkpoint_load with allow_other_data=True to go on with them."
+    )
 
 
 def read_tensors(
