@@ -6,20 +6,16 @@ and dry runs on fake tensors see as one piece.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
-from weakref import WeakValueDictionary
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Members", "Transfer", "exchange_heads", "gather_ids", "members_named"]
-
-_numbers = itertools.count()
-_members: WeakValueDictionary[str, Members] = WeakValueDictionary()
 
 
 @attrs.define(eq=False)
@@ -52,23 +48,23 @@ class Members:
         group: Their process group.
         rank: This rank among them.
         size: How many they are.
-        name: By which operators find them; unique in this process.
         known_ids: Documents that were gathered, as long as the rank's own tensor lives.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    name: str
     known_ids: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary, repr=False)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Members:
         """Describe a group."""
-        name = f"members {next(_numbers)}"
-        members = cls(group, dist.get_rank(group), dist.get_world_size(group), name)
-        _members[name] = members
-        return members
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def name(self) -> str:
+        """The name of their group, by which torch finds it for operators."""
+        return self.group.group_name
 
     def pass_on(self, tensor: Tensor) -> Transfer:
         """Send a contiguous tensor to the next rank and receive the previous rank's."""
@@ -86,8 +82,8 @@ class Members:
 
 
 def members_named(name: str) -> Members:
-    """Find the members that an operator was given by name."""
-    return _members[name]
+    """Describe the group that an operator was given by name."""
+    return Members.of(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
 
 
 def gather_ids(members: Members, ids: Tensor) -> Tensor:
@@ -153,11 +149,11 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def _remember(ctx: Any, inputs: Any, **_: Any) -> None:
-    ctx.members = members_named(inputs[1])  # keeps them alive until backward
+    ctx.name = inputs[1]
 
 
 def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return exchange_heads(gradient, ctx.members.name), None
+    return exchange_heads(gradient, ctx.name), None
 
 
 exchange_heads.register_autograd(_exchange_back, setup_context=_remember)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -131,34 +132,34 @@ def _settings() -> Any:
 def _selective_contexts() -> tuple[Any, Any]:
     """Modes of forward and of its repetition, which keep and bring back what is expensive."""
     first, again = create_selective_checkpoint_contexts(_keep_expensive)
-    kept = again.storage
+    return first, _Again(again)
 
-    class Again(type(again)):
-        """Knows what was kept and nothing else, and may run more than once.
 
-        Torch's own counts every operation, and FSDP around a module inside of the block (experts)
-        gathers and lets go at other moments when the block is repeated. It hands out what was kept
-        only once, and pipeline schedules that part the backward pass repeat a block for its inputs
-        and once more for its weights.
-        """
+class _Again(_CachedTorchDispatchMode):
+    """Knows what was kept and nothing else, and may run more than once.
 
-        def __enter__(self) -> Any:
-            self.storage = {op: copy.copy(values) for op, values in kept.items()}
-            return super().__enter__()
+    Torch's own counts every operation, and FSDP around a module inside of the block (experts)
+    gathers and lets go at other moments when the block is repeated. It hands out what was kept
+    only once, and pipeline schedules that part the backward pass repeat a block for its inputs
+    and once more for its weights.
+    """
 
-        def __exit__(self, *error: Any) -> Any:
-            self.storage = {}
-            return super().__exit__(*error)
+    def __init__(self, torch_mode: Any) -> None:
+        vars(self).update(vars(torch_mode))
+        self._kept = torch_mode.storage
 
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if _is_expensive(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Any:
+        self.storage = {op: copy.copy(values) for op, values in self._kept.items()}
+        return super().__enter__()
 
-    again.__class__ = Again
-    return first, again
+    def __exit__(self, *error: Any) -> Any:
+        self.storage = {}
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_expensive(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -270,13 +270,13 @@ def _places(area: Area) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, ids, name = inputs
     ctx.save_for_backward(q, k, v, ids, *output)
-    ctx.members = members_named(name)  # keeps them alive until backward
+    ctx.name = name
 
 
 def _back(ctx: Any, gradient: Tensor, _lse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, ids, out, lse = ctx.saved_tensors
     back = torch.ops.forgekit.attend_ring_backward
-    return *back(gradient, q, k, v, ids, out, lse, ctx.members.name), None, None
+    return *back(gradient, q, k, v, ids, out, lse, ctx.name), None, None
 
 
 def _like(x: Tensor) -> Tensor:
