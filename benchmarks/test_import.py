@@ -9,7 +9,8 @@ import pytest
 from pairs import Times
 
 ROUNDS = 8
-MOST_SECONDS = 0.2
+MOST = 1.10
+"""Of the time that the libraries take by themselves."""
 LIBRARIES, OURS = "torch, tensordict, torch.distributed.fsdp", "forgekit"
 CODE = "import time; began = time.perf_counter(); import {}; print(time.perf_counter() - began)"
 
@@ -28,6 +29,6 @@ def times() -> Times:
 @pytest.mark.parametrize("name", [LIBRARIES, OURS])
 def test_import_time(show, times, name):
     # The best of each: whatever disturbs an import only ever makes it longer.
-    added = min(times[name]) - min(times[LIBRARIES])
-    show("import", times, name, added_seconds=added)
-    assert added <= MOST_SECONDS, f"import forgekit adds {added:.3f} s"
+    ratio = min(times[name]) / min(times[LIBRARIES])
+    show("import", times, name, ratio=ratio)
+    assert ratio <= MOST, f"import forgekit takes {ratio:.3f} of its libraries"

@@ -131,12 +131,9 @@ def test_recipes_use_public_names_alone():
             assert not module.startswith("recipes"), path.name
 
 
-_TIMED = """
-import sys, time
-import torch, tensordict, torch.distributed.fsdp
-between = time.process_time()
+_IMPORT = """
+import sys
 import forgekit
-print(time.process_time() - between)
 loaded = {name.split(".")[0] for name in sys.modules}
 print(*sorted(loaded))
 """
@@ -144,25 +141,17 @@ print(*sorted(loaded))
 
 def _import_once():
     run = subprocess.run(
-        [sys.executable, "-c", _TIMED], capture_output=True, text=True, check=True, cwd=ROOT.parent
+        [sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True, cwd=ROOT.parent
     )
-    seconds, loaded = run.stdout.splitlines()
-    return float(seconds), set(loaded.split()), run.stderr
+    return set(run.stdout.split()), run.stderr
 
 
-@pytest.mark.slow
-def test_the_import_is_cheap_and_silent():
-    """At most 0.2 s of CPU beyond torch, tensordict and FSDP; extras wait for their use."""
-    best = float("inf")
-    for _ in range(5):
-        seconds, loaded, errors = _import_once()
-        assert errors == ""
-        assert loaded.isdisjoint(OPTIONAL)
-        assert loaded.isdisjoint(TESTING)
-        best = min(best, seconds)
-        if best < 0.2:
-            return
-    assert best < 0.2
+def test_the_import_is_silent_and_extras_wait_for_their_use():
+    """What it costs is measured by a benchmark, beside the libraries that it needs."""
+    loaded, errors = _import_once()
+    assert errors == ""
+    assert loaded.isdisjoint(OPTIONAL)
+    assert loaded.isdisjoint(TESTING)
 
 
 def test_the_wheel_carries_recipes_and_types(tmp_path):
