@@ -13,15 +13,17 @@ import difflib
 import errno
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
+import re
 import runpy
 import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ import attrs
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from forgekit.inputs import brief
 from forgekit.terminal import printable, steady_streams, tell
 
 if TYPE_CHECKING:
@@ -54,9 +57,7 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
     # All that follows `run NAME` is the recipe's, --help included, so argparse never sees it.
     own = 2 if arguments[:1] == ["run"] else len(arguments)
     with steady_streams() as (out, _):
-        options, unknown = parser.parse_known_args(arguments[:own])
-        if unknown:
-            parser.error(f"unrecognized arguments: {printable(shlex.join(unknown))}")
+        options = _parse(parser, arguments[:own])
         if options.command is None:
             parser.print_help(sys.stderr)
             return 2
@@ -73,6 +74,25 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
             return code
         tell(f"forgekit: stdout cannot be written: {out.lost.strerror}.")
         return code or 1
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments; what argparse says of wrong ones repeats them, so it is made printable."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            options, unknown = parser.parse_known_args(arguments)
+            if unknown:
+                parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
+            return options
+    finally:
+        sys.stderr.write(printable(said.getvalue()))
+
+
+def _integer(text: str) -> int:
+    if re.fullmatch("[+-]?[0-9]{1,18}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{brief(text)} is not a whole number of at most 18 digits")
 
 
 def recipes_folder() -> Path:
@@ -118,12 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     prepare.add_argument(
-        "--vocab", metavar="SIZE", type=int, default=4096, help="size of the vocabulary (4096)"
+        "--vocab", metavar="SIZE", type=_integer, default=4096, help="size of the vocabulary (4096)"
     )
     prepare.add_argument(
         "--held-out-every",
         metavar="N",
-        type=int,
+        type=_integer,
         default=20,
         help="keep every N-th document for evaluation (20)",
     )
@@ -319,12 +339,14 @@ def _prepare(options: argparse.Namespace) -> int:
         print("forgekit: interrupted; the same command goes on from here.", file=sys.stderr)
         return 1
     if not prepared.is_new:
-        print(f"{prepared.path} was made from the same files before and is left as it is.")
+        path = printable(prepared.path)
+        print(f"{path} was made from the same files before and is left as it is.")
     for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
         size = f"{file.documents:,} documents, {file.tokens:,} tokens"
         ratio = file.metadata["text_bytes"] / file.tokens
-        print(f"{title}   {file.path}  {size}, {ratio:.2f} bytes per token")
-    print(f"tokenizer  {prepared.path / 'tokenizer.json'}  {prepared.train.vocab_size:,} tokens")
+        print(f"{title}   {printable(file.path)}  {size}, {ratio:.2f} bytes per token")
+    learnt = printable(prepared.path / "tokenizer.json")
+    print(f"tokenizer  {learnt}  {prepared.train.vocab_size:,} tokens")
     if broken := prepared.account.broken:
         print(f"left out   {broken:,} broken documents; index.json names the first")
     return 0

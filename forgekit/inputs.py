@@ -21,14 +21,22 @@ __all__ = [
     "check_integers",
     "check_numbers",
     "is_integer",
+    "is_number",
     "parse_json",
     "path_of",
+    "path_problem",
     "too_deep",
     "too_long",
 ]
 
 LARGEST = 2**63 - 1
 """The largest integer that tensors hold."""
+
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems take."""
+
+LONGEST_PATH = 4096
+"""Bytes of a path that systems take, with the zero at its end."""
 
 SHOWN = 60
 """Characters of a value in a message."""
@@ -102,6 +110,11 @@ def check_numbers(**numbers: tuple[Any, float]) -> None:
             raise ValueError(f"{name} is {brief(value)}; it must be finite and {bound}.")
 
 
+def is_number(value: Any) -> bool:
+    """Say whether a value is one real number, of Python, numpy or torch; a bool is not."""
+    return _number(value) is not None
+
+
 def _number(value: Any) -> float | None:
     """A real number as a float, ``inf`` if it is too large for one; None if it is none."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):  # which a text has not
@@ -150,11 +163,25 @@ def path_of(name: str, value: Any) -> Path:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise TypeError(f"{name} is {brief(value)}, a {type(value).__name__}; pass a path.")
-    if not text:
-        raise ValueError(f'{name} is empty; name a file or folder. "." is the current folder.')
-    if "\0" in text:
-        raise ValueError(f"{name} {brief(text)} holds a NUL character, which no path can.")
+    if wrong := path_problem(text):
+        raise ValueError(f"{name} {wrong}.")
     return Path(text)
+
+
+def path_problem(text: str) -> str | None:
+    """Say why no file system can hold a path; None if one can."""
+    if not text:
+        return 'is empty; name a file or folder. "." is the current folder'
+    if "\0" in text:
+        return f"{brief(text)} holds a NUL character, which no path can; remove it"
+    longest = max(text.split("/"), key=len)
+    if (size := len(longest.encode("utf-8", "surrogatepass"))) > LONGEST_NAME:
+        what = f"{brief(text)} has a name of {size:,} bytes"
+        return f"{what}; a file system takes {LONGEST_NAME}. Choose a shorter one"
+    if len(text) >= LONGEST_PATH:
+        what = f"{brief(text)} is a path of {len(text):,} characters"
+        return f"{what}; a system takes {LONGEST_PATH - 1:,}. Choose a shorter one"
+    return None
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LEAST = 200
+LEAST = 1_000
 
 
 def test_there_are_hundreds_of_bad_inputs(bad_inputs):

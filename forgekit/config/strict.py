@@ -23,7 +23,7 @@ from forgekit.config.schema import (
     section_of,
     show,
 )
-from forgekit.inputs import LARGEST, brief
+from forgekit.inputs import LARGEST, brief, path_problem
 from forgekit.terminal import printable
 
 __all__ = ["ConfigError", "structure", "to_dict"]
@@ -31,9 +31,6 @@ __all__ = ["ConfigError", "structure", "to_dict"]
 ConfigT = TypeVar("ConfigT")
 
 UNKNOWN = "unknown key"
-
-LONGEST_NAME = 255
-"""Bytes of a file's name that file systems take."""
 
 LONGEST_KEY = 100
 """Characters of a dotted path in a message."""
@@ -239,15 +236,9 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 def _path(value: str | Path) -> Path:
     """Read a path that a file system could hold."""
-    text = str(value)
-    if not text:
-        raise _refusal('expected Path, read ""; name a file or folder. "." is the current folder')
-    if "\0" in text:
-        raise _refusal(f"{shown(text)} holds a NUL character, which no path can; remove it")
-    longest = max(text.split("/"), key=len)
-    if (size := len(longest.encode("utf-8", "surrogateescape"))) > LONGEST_NAME:
-        what = f"{_read_as(longest)} is a name of {size:,} bytes"
-        raise _refusal(f"{what}; a file system takes {LONGEST_NAME}. Choose a shorter one")
+    text = value if isinstance(value, str) else str(value)
+    if wrong := path_problem(text):
+        raise _refusal(f"the path {wrong}")
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -22,6 +22,7 @@ from forgekit.data.bins import Bins, bins_files, open_bins, save_bins
 from forgekit.data.corpus.atomic import atomic_directory
 from forgekit.data.packing import LongDocuments, PackingMethod, pack
 from forgekit.data.tokens import TokenFile
+from forgekit.inputs import check_integers, path_of
 
 __all__ = ["cached_bins"]
 
@@ -71,9 +72,10 @@ def cached_bins(
         ...     len(bins), cached_bins(folder, [3, 6, 4, 2, 9], capacity=8).path == bins.path
         (3, True)
     """
+    check_integers(capacity=(capacity, 1), align=(align, 1))
     options: dict[str, Any] = {"method": method, "align": align, "long": long}
     key = _key(documents, capacity, group, options)
-    path = Path(folder) / f"bins-{key[:16]}"
+    path = path_of("folder", folder) / f"bins-{key[:16]}"
     if (found := _find(path, key)) is not None:
         return found
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ from forgekit.data.rows import Cursor, Rows
 from forgekit.data.sizes import count_micro_batches
 from forgekit.data.stream import Stream
 from forgekit.data.tokenizer import END_OF_TEXT, token_id
+from forgekit.inputs import brief, check_integers, is_integer
+from forgekit.terminal import printable
 
 __all__ = ["DocumentStream", "stream_documents"]
 
@@ -87,12 +89,17 @@ def stream_documents(
         [[4, 5, 0, 0]] [[5, 0, -100, -100]]
     """
     _check_numbers(seq_len, batch_size, rank, world, epochs, workers)
+    if tokenizer is not None and not hasattr(tokenizer, "encode_batch_fast"):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; pass what forgekit.load_tokenizer(path) "
+            "returns, or the backend_tokenizer of one of Hugging Face."
+        )
     if eos_id is None:
         if tokenizer is None:
             raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
-    if not hasattr(eos_id, "__index__") or eos_id < 0:
-        raise ValueError(f"eos_id {eos_id!r} must be a token id, an integer of at least 0.")
+    if not is_integer(eos_id) or not 0 <= eos_id < 2**32:
+        raise ValueError(f"eos_id {brief(eos_id)} must be a token id, an integer of at least 0.")
     rows = Rows(
         documents=as_documents(documents),
         tokenizer=tokenizer,
@@ -251,7 +258,7 @@ class _Warn:
     def __call__(self, problem: str) -> None:
         if self._left:
             self._left -= 1
-            log.warning("left out: %s", problem)
+            log.warning("left out: %s", printable(problem))
 
 
 def _nothing() -> None:
@@ -272,13 +279,17 @@ def _reader(state: dict[str, Any]) -> str:
 def _check_numbers(
     seq_len: int, batch_size: int, rank: int, world: int, epochs: int | None, workers: int
 ) -> None:
+    anything = -(2**63)
+    check_integers(rank=(rank, anything), world=(world, anything), workers=(workers, anything))
     if not 0 <= rank < world:
         raise ValueError(
             f"rank {rank} must lie in range(world={world}). "
             "rank, world = forgekit.data_ranks(mesh) gives both."
         )
-    for name, value in {"seq_len": seq_len, "batch_size": batch_size, "epochs": epochs}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} {value} must be at least 1.")
+    check_integers(
+        seq_len=(seq_len, 1, 2**31),
+        batch_size=(batch_size, 1, 2**31),
+        epochs=(1 if epochs is None else epochs, 1),
+    )
     if workers not in (0, 1):
         raise ValueError(f"workers {workers} must be 0 or 1: documents are read in their order.")

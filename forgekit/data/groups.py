@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from tensordict import TensorDict
 
 from forgekit.data.batch import mask_batch
+from forgekit.inputs import is_integer
 
 __all__ = ["Group", "groups"]
 
@@ -64,7 +65,7 @@ def groups(
         >>> [[batch for batch in group] for group in groups("abcd", 2)]
         [['a', 'b'], ['c', 'd']]
     """
-    if not hasattr(micro_batches, "__index__"):
+    if not is_integer(micro_batches):
         raise TypeError(
             f"micro_batches is {micro_batches!r}, a {type(micro_batches).__name__}; pass an "
             "integer: loader.micro_batches(global_batch_size)."

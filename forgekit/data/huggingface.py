@@ -16,6 +16,7 @@ import attrs
 
 from forgekit.data.documents import Errors, Record
 from forgekit.data.optional import require
+from forgekit.inputs import brief, path_of
 
 __all__ = ["HuggingFaceDocuments", "huggingface_documents"]
 
@@ -64,9 +65,17 @@ def huggingface_documents(
     if errors not in ("raise", "skip"):
         raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
     identity = ""
+    if not isinstance(split, str) or not isinstance(text_key, str):
+        raise TypeError(f"split {brief(split)} and text_key {brief(text_key)} must be text.")
     if isinstance(dataset, str | os.PathLike):
+        path_of("the dataset's name", dataset)
         identity = f"{dataset} {config} {split}"
         dataset = _load(os.fspath(dataset), config, split, streaming=streaming)
+    elif not isinstance(dataset, dict) and not hasattr(dataset, "column_names"):
+        raise TypeError(
+            f"dataset is {brief(dataset)}, a {type(dataset).__name__}; pass a Dataset, an "
+            "IterableDataset, a folder or a name."
+        )
     dataset = _column_of(_split_of(dataset, split), text_key)
     is_streamed = not hasattr(dataset, "__len__")
     if is_streamed:
@@ -160,9 +169,19 @@ class HuggingFaceDocuments:
 
 def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
     datasets = require("datasets", extra="hf")
-    if any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return datasets.load_from_disk(name)
-    return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    is_saved = any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
+    try:
+        if is_saved:
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # damaged files raise whatever reading them comes across
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{name} cannot be loaded as a Hugging Face dataset ({what}). Save it again with "
+            "save_to_disk, or name a folder of data files or a dataset of the hub."
+        ) from None
 
 
 def _split_of(dataset: Any, split: str) -> Any:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from forgekit.data.documents import Record
 from forgekit.data.order import hash_integers
 from forgekit.data.tokens import TokenFile, open_tokens
+from forgekit.inputs import check_integers
 
 __all__ = ["RandomDocuments", "TokenDocuments", "random_documents", "token_documents"]
 
@@ -91,6 +92,14 @@ def random_documents(
         >>> [ids.tolist() for ids in random_documents(100, 2, longest=4)]
         [[38, 26, 65, 59], [14, 28, 98, 53]]
     """
+    anything = -(2**63)
+    check_integers(
+        vocab_size=(vocab_size, anything),
+        count=(count, anything),
+        longest=(longest, anything),
+        shortest=(shortest, anything),
+        seed=(seed, anything),
+    )
     if vocab_size < 1 or count < 1:
         raise ValueError(f"vocab_size {vocab_size} and count {count} must be at least 1.")
     if not 1 <= shortest <= longest:

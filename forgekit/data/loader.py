@@ -26,8 +26,17 @@ from forgekit.data.skips import Skips, check_skips, positions
 from forgekit.data.stream import Stream
 from forgekit.data.transfer import Transfer
 from forgekit.data.transforms import apply_transforms
+from forgekit.inputs import check_integers
 
 __all__ = ["Loader", "make_loader"]
+
+MOST_ROWS = 2**31
+"""Rows of a micro-batch, at most: they are in memory together."""
+
+MOST_WORKERS = 1024
+
+LAST_SAMPLE = 2**62
+"""Samples are numbered in 64 bits, with room for those that come after the first."""
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -96,7 +105,7 @@ def make_loader(
         ([[[0], [1]], [[2], [3]]], 4)
     """
     _check_dataset(dataset, epochs)
-    _check_numbers(batch_size, start, rank, world, workers, epochs, ahead)
+    _check_numbers(batch_size, seed, start, rank, world, workers, epochs, ahead)
     if processes and not workers:
         raise ValueError("processes=True needs workers of at least 1, it is 0; pass workers=4.")
     plan = Plan(
@@ -236,7 +245,7 @@ class Loader:
         Raises:
             ValueError: If ``start`` or what is left out is negative.
         """
-        _check_least(start=(start, 0))
+        check_integers(start=(start, 0, LAST_SAMPLE))
         self.close()
         self._plan = attrs.evolve(self._plan, start=start, skips=check_skips(skip))
         self._position = 0
@@ -339,6 +348,7 @@ def _check_dataset(dataset: Any, epochs: int | None) -> None:
 
 def _check_numbers(
     batch_size: int,
+    seed: int,
     start: int,
     rank: int,
     world: int,
@@ -346,23 +356,17 @@ def _check_numbers(
     epochs: int | None,
     ahead: int,
 ) -> None:
+    anything = -(2**63)
+    check_integers(rank=(rank, anything), world=(world, anything), seed=(seed, anything))
     if not 0 <= rank < world:
         raise ValueError(
             f"rank {rank} must lie in range(world={world}). "
             "rank, world = forgekit.data_ranks(mesh) gives both."
         )
-    _check_least(
-        batch_size=(batch_size, 1),
-        start=(start, 0),
-        workers=(workers, 0),
+    check_integers(
+        batch_size=(batch_size, 1, MOST_ROWS),
+        start=(start, 0, LAST_SAMPLE),
+        workers=(workers, 0, MOST_WORKERS),
         ahead=(ahead, 0),
         epochs=(1 if epochs is None else epochs, 1),
     )
-
-
-def _check_least(**numbers: tuple[int, int]) -> None:
-    for name, (value, least) in numbers.items():
-        if not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass an integer.")
-        if value < least:
-            raise ValueError(f"{name} {value} must be at least {least}.")

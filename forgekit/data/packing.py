@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.bins import Bins, rooms_of
+from forgekit.inputs import check_integers
 
 __all__ = ["LongDocuments", "PackingMethod", "pack"]
 
@@ -288,9 +289,7 @@ def _checked_groups(group: ArrayLike, documents: int) -> Ints:
 
 
 def _check_options(capacity: int, align: int, method: str, long: str) -> None:
-    for name, value in (("capacity", capacity), ("align", align)):
-        if value < 1:
-            raise ValueError(f"{name} {value} must be at least 1.")
+    check_integers(capacity=(capacity, 1), align=(align, 1))
     if capacity % align:
         lower = capacity // align * align
         nearest = " and ".join(str(size) for size in (lower, lower + align) if size)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,9 +124,16 @@ def prepare(
         raise ValueError(f"held_out_every {held_out_every} must be at least 2, to leave something.")
     if tokenizer is None:
         check_vocab_size(vocab_size)
+        if eos_token != END_OF_TEXT:
+            raise ValueError(
+                f"eos_token is {brief(eos_token)}; a tokenizer that is trained here closes "
+                f'documents with "{END_OF_TEXT}" alone. Leave eos_token out, or pass a tokenizer.'
+            )
     if not isinstance(filters or {}, Mapping):
         raise TypeError(f"filters is {brief(filters)}; pass functions by name: {{name: keeps}}.")
     out = path_of("out", out)
+    if re.search("[\ud800-\udfff]", str(out)):
+        raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
     documents = _documents(source)
     learned = "" if tokenizer is None else load_tokenizer(tokenizer).to_str()
     settings = f"{vocab_size} {held_out_every} {eos_token} {sample_bytes} {shard_tokens} {learned}"

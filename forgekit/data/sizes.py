@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from forgekit.inputs import check_integers
+
 __all__ = ["count_micro_batches"]
 
 
@@ -23,6 +25,8 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
         >>> count_micro_batches(64, batch_size=8, world=4)
         2
     """
+    anything = -(2**63)
+    check_integers(global_batch_size=(global_batch_size, anything))
     at_once = batch_size * world
     if global_batch_size < 1 or global_batch_size % at_once:
         lower = max(global_batch_size, 0) // at_once * at_once

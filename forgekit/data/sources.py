@@ -20,6 +20,7 @@ import attrs
 
 from forgekit.data.corpus.readers import Raw, reader_of
 from forgekit.data.documents import Errors, Record
+from forgekit.inputs import brief, path_of
 
 __all__ = ["TextDocuments", "stdlib_documents", "text_documents"]
 
@@ -67,6 +68,8 @@ def text_documents(
     """
     if errors not in ("raise", "skip"):
         raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
+    if not isinstance(text_key, str):
+        raise TypeError(f"text_key is {brief(text_key)}, a {type(text_key).__name__}; pass text.")
     return TextDocuments(tuple(_text_files(paths)), text_key, errors)
 
 
@@ -163,14 +166,13 @@ def no_text(files: Iterable[Path], broken: Iterable[str] = ()) -> ValueError:
 
 def _text_files(paths: Paths) -> list[Path]:
     """List the files to read, each once, in a fixed order."""
-    named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    is_one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
+    named = [paths] if is_one else list(paths)
     if not named:
         raise ValueError("no paths were given; name at least one file or folder.")
-    if "" in named:
-        raise ValueError('a path is empty; name a file or folder. "." is the current folder.')
     unique: dict[Path, Path] = {}
     for path in named:
-        for file in _files_of(Path(path)):
+        for file in _files_of(path_of("a path", path)):
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
@@ -180,6 +182,8 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; name an existing file or folder.")
+    if not path.is_dir():
+        raise ValueError(f"{path} is neither a file nor a folder, but a pipe or a device; save it.")
     found = sorted(file.relative_to(path) for file in path.rglob("*"))
     files = [path / file for file in found if _is_wanted(path / file, file)]
     if not files:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from forgekit.data.optional import require
-from forgekit.inputs import brief, check_integers, path_of
+from forgekit.inputs import SHOWN, brief, check_integers, path_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -161,15 +161,17 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
     Raises:
         TypeError: If the token is no text.
-        ValueError: If the tokenizer has no such token; names those that it has.
+        ValueError: If the tokenizer has no such special token; names those that it has. One that
+            texts are made of would end documents in their middle.
     """
     if not isinstance(token, str):
         raise TypeError(f"eos_token is {brief(token)}, a {type(token).__name__}; pass its text.")
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        special = [f'"{entry.content}"' for entry in tokenizer.get_added_tokens_decoder().values()]
-        raise ValueError(
-            f'the tokenizer has no token "{token}"; its special tokens are '
-            f"{', '.join(special) or 'none'}. Name the one that closes a document: eos_token."
-        )
-    return found
+    added = {entry.content: id for id, entry in tokenizer.get_added_tokens_decoder().items()}
+    if token in added:
+        return added[token]
+    shown = token if len(token) <= SHOWN else f"{token[:SHOWN]}..."
+    special = ", ".join(f'"{content}"' for content in added) or "none"
+    raise ValueError(
+        f'the tokenizer has no token "{shown}"; its special tokens are {special}. '
+        "Name the one that closes a document: eos_token."
+    )

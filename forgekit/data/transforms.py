@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from forgekit.data.batch import IGNORED, PADDING
+from forgekit.inputs import check_integers
 
 __all__ = ["apply_transforms", "mask_prompts", "pad_places"]
 
@@ -41,6 +42,7 @@ def mask_prompts(batch: TensorDict, start: int, stop: int | None = None) -> Tens
         tensor([-100,    5,    2, -100])
     """
     _check_has(batch, ("input_ids", "labels"), "mask_prompts")
+    check_integers(start=(start, 0), stop=(0 if stop is None else stop, 0))
     if start == stop:
         raise ValueError(f"start and stop are both {start}; an answer ends with another token.")
     ids = batch["input_ids"]
@@ -83,6 +85,9 @@ def pad_places(
         tensor([   6,    7, -100])
     """
     _check_has(batch, ("input_ids", "labels"), "pad_places")
+    check_integers(
+        places=(0 if places is None else places, 0), multiple=(multiple, 1), token=(token, 0)
+    )
     shape = batch["input_ids"].shape
     wanted = -(-shape[-1] // multiple) * multiple if places is None else places
     if wanted % multiple:

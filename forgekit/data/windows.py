@@ -16,8 +16,12 @@ from tensordict import TensorDict
 from forgekit.data.batch import IGNORED
 from forgekit.data.facts import state_facts, tokenizer_of
 from forgekit.data.tokens import TokenFile, open_tokens
+from forgekit.inputs import check_integers
 
 __all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
+
+LONGEST = 2**31
+"""Places in a row, at most: a row is an array in memory."""
 
 
 def token_dataset(
@@ -51,10 +55,7 @@ def token_dataset(
         ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
         [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
     """
-    if not hasattr(seq_len, "__index__"):
-        raise TypeError(f"seq_len is {seq_len!r}, a {type(seq_len).__name__}; pass an integer.")
-    if seq_len < 1:
-        raise ValueError(f"seq_len {seq_len} must be at least 1.")
+    check_integers(seq_len=(seq_len, 1, LONGEST))
     file = path if isinstance(path, TokenFile) else open_tokens(path)
     if file.tokens < 2:
         raise ValueError(
@@ -73,6 +74,7 @@ def check_vocabulary(dataset: Any, vocab_size: int) -> None:
     Raises:
         ValueError: If the dataset may hold larger ids: an embedding would fail on the first one.
     """
+    check_integers(vocab_size=(vocab_size, 1))
     for part in getattr(dataset, "datasets", (dataset,)):
         if vocab_size < part.vocab_size:
             file = getattr(part, "file", None)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from forgekit.inputs import check_integers
+
 __all__ = ["init_weights"]
 
 
@@ -35,6 +37,7 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
         ValueError: If a parameter belongs to a module that has neither ``initial_std`` above it
             nor ``reset_parameters``.
     """
+    check_integers(seed=(seed, -(2**63)))
     # A shared parameter is listed, and filled, under the first of its names only.
     names = {name for name, _ in model.named_parameters() if only is None or name in only}
     for name, parameter, full in _initial_values(model, "", seed, None):

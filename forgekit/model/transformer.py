@@ -16,12 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgekit.inputs import brief, is_integer, is_number
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
 
 __all__ = ["Transformer", "TransformerSpec", "locate_all"]
 
 INITIAL_STD = 0.02
+
+LARGEST_SIZE = 2**31
+"""No size of a model is near it; more fails while memory is reserved, or does not end."""
+
+MOST_LAYERS = 100_000
 
 
 @attrs.frozen(kw_only=True)
@@ -58,10 +64,16 @@ class TransformerSpec:
 
     def __attrs_post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
-            if not hasattr(getattr(self, name), "__index__"):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be an integer.")
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+            value = getattr(self, name)
+            if not is_integer(value):
+                raise TypeError(f"{name} is {brief(value)}; it must be an integer.")
+            if value < 1:
+                raise ValueError(f"{name} is {brief(value)}; it must be at least 1.")
+            if value > (most := MOST_LAYERS if name == "layers" else LARGEST_SIZE):
+                raise ValueError(f"{name} is {brief(value)}; it must be at most {most:,}.")
+        for name in ("dropout", "rope_theta", "norm_eps"):
+            if not is_number(getattr(self, name)):
+                raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be a number.")
         if self.dim % (2 * self.heads):
             step = 2 * self.heads
             lower = max(self.dim // step * step, step)
@@ -106,6 +118,8 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: TransformerSpec, seed: int = 0) -> None:
         super().__init__()
+        if not isinstance(spec, TransformerSpec):
+            raise TypeError(f"spec is {brief(spec)}; pass a forgekit.TransformerSpec.")
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = nn.Dropout(spec.dropout)

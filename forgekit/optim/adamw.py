@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from forgekit.inputs import brief, check_numbers
 from forgekit.optim.groups import decay_groups
 
 __all__ = ["adamw"]
@@ -33,5 +34,8 @@ def adamw(
     References:
         https://arxiv.org/abs/1711.05101
     """
+    check_numbers(lr=(lr, 0), eps=(eps, 0))
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas are {brief(betas)}; each of the two is at least 0 and below 1.")
     groups = decay_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

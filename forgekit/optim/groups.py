@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from forgekit.inputs import check_numbers
+
 __all__ = ["decay_groups"]
 
 
@@ -23,15 +25,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         Parameter groups for any ``torch.optim.Optimizer``; groups without parameters are left out.
 
     Raises:
-        ValueError: If ``weight_decay`` is negative or nothing is trainable.
+        ValueError: If ``weight_decay`` is negative or not finite, or nothing is trainable.
 
     Examples:
         >>> groups = decay_groups(nn.Linear(2, 2), weight_decay=0.1)
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(1, 0.1), (1, 0.0)]
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay is {weight_decay}; it must not be negative.")
+    check_numbers(weight_decay=(weight_decay, 0))
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:

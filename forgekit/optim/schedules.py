@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 
 import attrs
 
-from forgekit.inputs import check_numbers
+from forgekit.inputs import brief, check_integers, check_numbers
 
 __all__ = [
     "Decay",
@@ -98,6 +98,7 @@ def wsd(
     References:
         MiniCPM, https://arxiv.org/abs/2404.06395; the sqrt decay, https://arxiv.org/abs/2405.18392
     """
+    _check_steps(warmup=warmup, decay=decay, total=total)
     if decay < 1 or warmup + decay > total:
         raise ValueError(
             f"warmup {warmup} + decay {decay} = {warmup + decay} must fit into total {total}, with "
@@ -121,6 +122,12 @@ def warmup(schedule: Schedule, steps: int) -> Schedule:
         >>> [schedule(step) for step in (0, 3, 9)]
         [0.25, 1.0, 1.0]
     """
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule is {brief(schedule)}, a {type(schedule).__name__}; pass a function of the "
+            "step, such as forgekit.constant(3e-4)."
+        )
+    _check_steps(warmup=steps)
     return _warmed(lambda step: schedule(max(step - steps, 0)), steps)
 
 
@@ -129,6 +136,7 @@ def warmup_linear(peak: float, *, warmup: int, total: int, final: float = 0.0) -
 
     A run that is shorter than its warm-up ends while the rate still rises.
     """
+    _check_steps(warmup=warmup, total=total)
     return _warmed(
         _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="linear"), warmup
     )
@@ -144,6 +152,7 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -
         >>> [round(schedule(step), 3) for step in (0, 1, 2, 4, 6, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
+    _check_steps(warmup=warmup, total=total)
     return _warmed(
         _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="cosine"), warmup
     )
@@ -242,8 +251,9 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
 
 def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
     check_numbers(peak=(peak, 0), final=(final, 0))
-    if shape not in _SHAPES:
-        raise ValueError(f"shape is {shape!r}; it is one of {', '.join(get_args(Decay))}.")
+    _check_steps(total=total)
+    if shape not in get_args(Decay):
+        raise ValueError(f"shape is {brief(shape)}; it is one of {', '.join(get_args(Decay))}.")
     if start < 0:
         raise ValueError(f"warmup is {start} steps; it must not be negative.")
     if start >= total:
@@ -254,6 +264,11 @@ def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -
         return final + (peak - final) * _SHAPES[shape](progress)
 
     return schedule
+
+
+def _check_steps(**steps: int) -> None:
+    """Refuse counts of steps that are no integers, such as a warm-up of 0.1 of the run."""
+    check_integers(**{name: (value, -(2**63)) for name, value in steps.items()})
 
 
 def _warmed(schedule: Schedule, steps: int) -> Schedule:

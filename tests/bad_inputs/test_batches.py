@@ -84,6 +84,35 @@ BATCHES = {
         TypeError,
         '^"a" of sample 1 holds torch.float32, of sample 0 torch.int64; stacking would cast one. G',
     ),
+    **{
+        f"padding with {name} of {value!r}": (
+            partial(fk.pad_places, batch_of(), **{name: value}),
+            TypeError,
+            rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for name in ("places", "multiple", "token")
+        for value in (4.0, "4")
+    },
+    "rows padded to a multiple of nothing": (
+        lambda: fk.pad_places(batch_of(), multiple=0),
+        ValueError,
+        "^multiple 0 must be at least 1",
+    ),
+    "an answer that starts with a text": (
+        lambda: fk.mask_prompts(batch_of(), "<|assistant|>"),
+        TypeError,
+        "^start is '<.assistant.>', a str; pass an integer",
+    ),
+    "an answer that starts below zero": (
+        lambda: fk.mask_prompts(batch_of(), -1),
+        ValueError,
+        "^start -1 must be at least 0",
+    ),
+    "an answer that ends with a truth": (
+        lambda: fk.mask_prompts(batch_of(), 1, True),
+        TypeError,
+        "^stop is True, a bool; pass an integer",
+    ),
     "rows padded to nothing": (
         lambda: fk.pad_places(batch_of(), 0),
         ValueError,
@@ -124,6 +153,53 @@ LOADING = {
         )
         for name, value in (("batch_size", 2.5), ("start", 0.5), ("epochs", 1.5), ("workers", "2"))
     },
+    **{
+        f"{name} of {value!r}": (
+            partial(loader, **{name: value}),
+            TypeError,
+            rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for name in ("batch_size", "seed", "start", "rank", "world", "workers", "epochs", "ahead")
+        for value in (True, "1", 1.0)
+    },
+    **{
+        f"{name} beyond int64": (
+            partial(loader, **{name: 10**30}),
+            ValueError,
+            rf"^{name} {10**30} must be at most ",
+        )
+        for name in ("batch_size", "seed", "start", "workers", "epochs", "ahead")
+    },
+    "rows for which there is no memory": (
+        lambda: loader(batch_size=2**40),
+        ValueError,
+        "^batch_size 1099511627776 must be at most 2,147,483,648",
+    ),
+    "a million workers": (
+        lambda: loader(workers=10**6),
+        ValueError,
+        "^workers 1000000 must be at most 1,024",
+    ),
+    "a rank of the next world": (
+        lambda: loader(rank=4, world=4),
+        ValueError,
+        r"^rank 4 must lie in range\(world=4\)\. rank, world = forgekit\.data_ranks\(mesh\) gives",
+    ),
+    "a global batch of text": (
+        lambda: loader().micro_batches("8"),
+        TypeError,
+        "^global_batch_size is '8', a str; pass an integer",
+    ),
+    "a place of a fraction": (
+        lambda: loader().seek(1.5),
+        TypeError,
+        "^start is 1.5, a float; pass an integer",
+    ),
+    "groups of a truth": (
+        lambda: fk.groups(ROWS, True),
+        TypeError,
+        "^micro_batches is True, a bool; pass an integer: loader.micro_batches",
+    ),
     "groups of a fraction": (
         lambda: fk.groups(ROWS, 1.5),
         TypeError,
@@ -200,6 +276,33 @@ STREAMS = {
         lambda: stream(eos_id=1.5),
         ValueError,
         "^eos_id 1.5 must be a token id, an integer of at least 0",
+    ),
+    **{
+        f"{name} of {value!r}": (
+            partial(stream, **{name: value}),
+            TypeError,
+            rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for name in ("seq_len", "batch_size", "epochs", "rank", "world", "workers")
+        for value in (True, "1", 1.0)
+    },
+    **{
+        f"an end of {value!r}": (
+            partial(stream, eos_id=value),
+            ValueError,
+            rf"^eos_id {value!r} must be a token id, an integer of at least 0",
+        )
+        for value in (True, "0", 2**32)
+    },
+    "rows without end": (
+        lambda: stream(seq_len=2**40),
+        ValueError,
+        "^seq_len 1099511627776 must be at most 2,147,483,648",
+    ),
+    "a tokenizer that is a name": (
+        lambda: stream(["to be"], tokenizer="gpt2"),
+        TypeError,
+        r"^tokenizer is a str; pass what forgekit\.load_tokenizer\(path\) returns, or the backend_",
     ),
     "no documents": (
         lambda: stream(None),

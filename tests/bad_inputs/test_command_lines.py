@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "a vocabulary of letters": (
         ["prepare", "a.txt", "--out", "o", "--vocab", "x"],
-        "argument --vocab: invalid int value: 'x'",
+        "argument --vocab: 'x' is not a whole number of at most 18 digits",
     ),
     "a vocabulary that is too small": (
         ["prepare", "a.txt", "--out", "o", "--vocab", "10"],
@@ -65,6 +65,122 @@ COMMANDS = {
     "all held out": (
         ["prepare", "a.txt", "--out", "o", "--held-out-every", "1"],
         "held_out_every 1 must be at least 2, to leave something.",
+    ),
+    **{
+        f"a {'vocabulary' if option == '--vocab' else 'held-out part'} of {name}": (
+            ["prepare", "a.txt", "--out", "o", option, text],
+            f"argument {option}: {shown} is not a whole number of at most 18 digits",
+        )
+        for option in ("--vocab", "--held-out-every")
+        for name, text, shown in (
+            ("nothing", "", "''"),
+            ("a fraction", "2.5", "'2.5'"),
+            ("a power", "1e4", "'1e4'"),
+            ("not a number", "nan", "'nan'"),
+            ("5,000 digits", "9" * 5000, f"'{'9' * 56}..."),
+            ("an escape", "\x1b[2J", "'\\x1b[2J'"),
+        )
+    },
+    "a vocabulary of a billion": (
+        ["prepare", "a.txt", "--out", "o", "--vocab", f"{10**12}"],
+        "vocab_size 1000000000000 must be at most 4,194,304.",
+    ),
+    "a negative vocabulary": (
+        ["prepare", "a.txt", "--out", "o", "--vocab", "-300"],
+        "vocab_size -300 must be at least 257: 256 bytes and <|endoftext|>.",
+    ),
+    **{
+        f"a source of {name}": (["prepare", source, "--out", "o"], message)
+        for name, source, message in (
+            ("nothing", "", 'a path is empty; name a file or folder. "." is the current folder.'),
+            ("nobody's home", "~nosuchuser", "~nosuchuser does not exist; name an existing file"),
+            ("zeros without end", "/dev/zero", "is neither a file nor a folder, but a pipe or a d"),
+            ("escapes", "\x1b[31m", "\\x1b[31m does not exist; name an existing file or folder."),
+            ("bytes", "\udcff", "\\udcff does not exist; name an existing file or folder."),
+            ("too long a name", "x" * 300, "has a name of 300 bytes; a file system takes 255."),
+            ("too long a path", "x/" * 3000, "is a path of 6,000 characters; a system takes 4,095"),
+            ("a part of a file", "a.txt/b", "a.txt/b does not exist; name an existing file or fo"),
+            ("a dataset without a name", "hf:", "the dataset's name is empty; name a file or fol"),
+        )
+    },
+    **{
+        f"a target that is {name}": (["prepare", "a.txt", "--out", out], message)
+        for name, out, message in (
+            (
+                "this folder",
+                ".",
+                "is the folder that this runs in and cannot be replaced",
+            ),
+            (
+                "nothing",
+                "",
+                "is the folder that this runs in and cannot be replaced",
+            ),
+            ("above this folder", "..", "is the folder that this runs in and cannot be replaced"),
+            (
+                "the root",
+                "/",
+                "/ is a mount point and cannot be replaced; name a folder",
+            ),
+            (
+                "a mount",
+                "/proc",
+                "/proc is a mount point and cannot be replaced; name a fo",
+            ),
+            ("a device", "/dev/null", "/dev/null is a file; name a directory that does not exist"),
+            ("below a file", "a.txt/o", "File exists: "),
+            ("of bytes", "\udcff", "out '\\udcff' is not UTF-8; choose another name."),
+            ("too long a name", "x" * 300, "has a name of 300 bytes; a file system takes 255."),
+            ("too long a path", "x/" * 3000, "is a path of 5,999 characters; a system takes 4,095"),
+        )
+    },
+    **{
+        f"a tokenizer that is {name}": (
+            ["prepare", "a.txt", "--out", "o", "--tokenizer", file],
+            message,
+        )
+        for name, file, message in (
+            ("not there", "gone.json", "gone.json does not exist. `forgekit prepare` writes one"),
+            ("a text", "a.txt", "a.txt is not a tokenizer: expected "),
+            ("a device", "/dev/zero", "/dev/zero does not exist. `forgekit prepare` writes one be"),
+            (
+                "a folder",
+                ".",
+                "tokenizer.json does not exist. `forgekit prepare` writes one",
+            ),
+            ("an escape", "\x1b[2J", "\\x1b[2J does not exist. `forgekit prepare` writes one"),
+            ("too long", "x" * 300, "has a name of 300 bytes; a file system takes 255."),
+        )
+    },
+    **{
+        f"a closing token that is {name}": (
+            ["prepare", "a.txt", "--out", "o", "--eos-token", token],
+            f"eos_token is {shown}; a tokenizer that is trained here closes documents with",
+        )
+        for name, token, shown in (
+            ("none", "", "''"),
+            ("a letter", "x", "'x'"),
+            ("another one", "</s>", "'</s>'"),
+            ("an escape", "\x1b[31m", "'\\x1b[31m'"),
+            ("long", "x" * 5000, f"'{'x' * 56}..."),
+        )
+    },
+    "an option of escapes": (
+        ["prepare", "a.txt", "--out", "o", "--\x1b[31m=1"],
+        "unrecognized arguments: '--\\x1b[31m=1'",
+    ),
+    "an option without its value": (
+        ["prepare", "a.txt", "--out", "o", "--vocab"],
+        "argument --vocab: expected one argument",
+    ),
+    "a value for a switch": (
+        ["prepare", "a.txt", "--out", "o", "--skip-broken=1"],
+        "argument --skip-broken: ignored explicit argument '1'",
+    ),
+    "a command of escapes": (["\x1b]0;a\x07"], "invalid choice: '\\x1b]0;a\\x07' (choose from "),
+    "files beside a dataset": (
+        ["prepare", "hf:a", "a.txt", "--out", "o"],
+        "hf:a is given beside other sources. Prepare each into a folder of its own, and mix them",
     ),
     "a run that is not there": (
         ["replay", "gone"],
@@ -92,6 +208,8 @@ def test_a_command_that_cannot_be_ends_with_code_2(
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.out == ""
+    assert len(shown.err) < 900
+    assert shown.err.replace("\n", "").isprintable()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.txt"]
 
 
@@ -129,7 +247,7 @@ FILES = {
         b"steps = 9223372036854775808",
         "steps: read 9223372036854775808; the largest integer is 2**63 - 1",
     ),
-    "a NUL in a path": (b'out = "a\\u0000b"', 'out: "a\\u0000b" holds a NUL character, which'),
+    "a NUL in a path": (b'out = "a\\u0000b"', "out: the path 'a\\x00b' holds a NUL character"),
     "a half of a pair": (
         b'out = "\\uD800"',
         "is not valid TOML: Escaped character is not a Unicode",
@@ -210,10 +328,16 @@ SETTINGS = {
     "text before a rate": ("optim.lr=1e-4x", 'optim.lr: expected float, read "1e-4x" (str).'),
     "a comma in a rate": ("optim.lr=0,1", 'optim.lr: expected float, read "0,1" (str).'),
     "a home of nobody": ("out=~nosuchuser/a", 'out: "~nosuchuser" has no home folder here; write'),
-    "nowhere": ("out=", 'out: expected Path, read ""; name a file or folder. "." is the current'),
-    "data from nowhere": ("data.path=", 'data.path: expected Path, read ""; name a file or folder'),
-    "a name too long": (f"out=a/{'x' * 256}", "(str) is a name of 256 bytes; a file system takes"),
-    "a long name of two bytes each": (f"out={'é' * 128}", "is a name of 256 bytes; a file system"),
+    "nowhere": (
+        "out=",
+        'out: the path is empty; name a file or folder. "." is the current folder.',
+    ),
+    "data from nowhere": ("data.path=", "data.path: the path is empty; name a file or folder."),
+    "a name too long": (
+        f"out=a/{'x' * 256}",
+        "has a name of 256 bytes; a file system takes 255. Choose",
+    ),
+    "a long name of two bytes each": (f"out={'é' * 128}", "has a name of 256 bytes; a file system"),
     "a colour": ("steps=\x1b[31m", 'steps: expected int, read "\\u001b[31m" (str).'),
     "a colour of one byte": ("steps=\x9b31m", 'steps: expected int, read "\\x9b31m" (str).'),
     "writing from right to left": ("steps=\u202e1", 'steps: expected int, read "\\u202e1" (str).'),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -57,6 +59,15 @@ NUMBERS = {
     "no vocabulary": ({"vocab_size": 0}, r"^vocab_size 0 must be 1 to 2\*\*32: ids take four byte"),
     "a negative vocabulary": ({"vocab_size": -7}, r"^vocab_size -7 must be 1 to 2\*\*32: ids take"),
     "a negative end": ({"eos_id": -1}, "^eos_id -1 must be 0 to vocab_size - 1 = 99"),
+    "an end beyond the vocabulary": ({"eos_id": 100}, "^eos_id 100 must be 0 to vocab_size - 1 ="),
+    "a vocabulary of a trillion": (
+        {"vocab_size": 10**12},
+        r"^vocab_size 1000000000000 must be 1 to 2\*\*32: ids take four bytes at most",
+    ),
+    **{
+        f"{name} beyond int64": ({name: 2**63}, rf"^{name} {2**63} must be at most 2\*\*63 - 1")
+        for name in ("vocab_size", "eos_id", "shard_tokens")
+    },
     "negative shards": ({"shard_tokens": -1}, "^shard_tokens -1 must be at least 1"),
 }
 
@@ -66,6 +77,81 @@ def test_numbers_that_no_token_file_has_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         write(tmp_path, **options)
     assert not list(tmp_path.iterdir())
+
+
+KINDS = {
+    f"{name} {value!r}": (name, value)
+    for name in ("vocab_size", "eos_id", "shard_tokens")
+    for value in (7.0, "7", True, None)
+}
+
+
+@pytest.mark.parametrize(("name", "value"), KINDS.values(), ids=KINDS)
+def test_numbers_of_a_token_file_are_integers(tmp_path, name, value):
+    message = rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$"
+    with pytest.raises(TypeError, match=message):
+        write(tmp_path, **{name: value})
+    assert not list(tmp_path.iterdir())
+
+
+DAMAGE = {
+    **{
+        f"{name} {value!r}": (
+            {name: value},
+            rf'index\.json has {re.escape(repr(value))} as "{name}"; it must ',
+        )
+        for name, values in {
+            "vocab_size": (None, "9", True, 9.5, 0, -1, 10**30),
+            "eos_id": (None, "0", True, -1, 10**30),
+            "tokens": (None, "7", 7.5, 0, -7, 10**30),
+            "documents": (None, "2", 2.5, 0, -2, 10**30),
+            "shards": (None, 7, {}, [7.0], ["7"], [None], [True], [-7], [0, 7], [[7]]),
+            "fingerprint": (None, 7, []),
+            "metadata": (None, [], "a"),
+            "checksums": ([], 3, "a"),
+            "dtype": (None, 2, ["uint16"]),
+        }.items()
+        for value in values
+    },
+    "an end beyond the vocabulary": ({"eos_id": 100}, "the vocabulary has 100 ids. Write"),
+    "another kind of number": ({"dtype": "int8"}, "has dtype 'int8'; token ids are uint16 or"),
+    "a byte order": ({"dtype": ">u2"}, "has dtype '>u2'; token ids are uint16 or uint32. Write"),
+    "more tokens": ({"tokens": 8}, "names 8 tokens and shards of 7 in all. Write the token file"),
+    "more documents": ({"documents": 3}, r"offsets\.bin is 56 bytes; expected .* It is truncated"),
+    "more of both": ({"tokens": 9, "shards": [9]}, r"shard_00000\.bin is 46 bytes; expected"),
+    "no magic": ({"magic": None}, "has magic None, not "),
+    "magic of escapes": ({"magic": "\x1b[2J"}, r"has magic '.x1b\[2J', not "),
+    "no version": ({"version": None}, "is version None; this forgekit reads version 1"),
+    "a version of text": ({"version": "1"}, "is version '1'; this forgekit reads version 1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_an_index_that_is_damaged_in_any_field_is_refused(tmp_path, changes, message):
+    file = write(tmp_path).path / "index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        fk.open_tokens(tmp_path / "a")
+
+
+INDEX = {
+    "a list": (b"[]", "has magic None, not "),
+    "nothing": (b"", r"is not JSON \(Expecting value.*\)\. Write the token file again"),
+    "3,000 lists": (b"[" * 3000, r"is not JSON \(brackets are nested too deeply\)\. Write"),
+    "5,000 digits": (
+        b'{"tokens": ' + b"9" * 5000,
+        r"\(an integer has more than 4,300 digits\)\. W",
+    ),
+    "bytes": (b"\xff\xfe", r"is not JSON \('utf-8' codec can't decode byte 0xff.*\)\. Write"),
+    "a key given twice": (b'{"a": 1, "a": 2}', r'\(the key "a" stands twice in one object\)\. Wr'),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), INDEX.values(), ids=INDEX)
+def test_an_index_that_is_no_json_is_refused(tmp_path, content, message):
+    (write(tmp_path).path / "index.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        fk.open_tokens(tmp_path / "a")
 
 
 NOT_TOKENS = r"is not a token file: it has no index\.json\. forgekit\.write_tokens and `forgekit pr"
@@ -111,6 +197,29 @@ READ = {
         ValueError,
         "^seq_len -3 must be at least 1",
     ),
+    **{
+        f"rows of {value!r}": (
+            lambda folder, value=value: fk.token_dataset(write(folder), seq_len=value),
+            TypeError,
+            rf"^seq_len is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for value in (True, "3", None)
+    },
+    "rows for which there is no memory": (
+        lambda folder: fk.token_dataset(write(folder), seq_len=2**40),
+        ValueError,
+        "^seq_len 1099511627776 must be at most 2,147,483,648",
+    ),
+    "a model that knows nothing": (
+        lambda folder: fk.check_vocabulary(fk.token_dataset(write(folder), 3), 0),
+        ValueError,
+        "^vocab_size 0 must be at least 1",
+    ),
+    "a model that knows a text": (
+        lambda folder: fk.check_vocabulary(fk.token_dataset(write(folder), 3), "100"),
+        TypeError,
+        "^vocab_size is '100', a str; pass an integer",
+    ),
     "a model that knows too few": (
         lambda folder: fk.check_vocabulary(fk.token_dataset(write(folder), 3), 99),
         ValueError,
@@ -126,6 +235,75 @@ def test_what_is_no_token_file_or_outside_of_it_is_refused(tmp_path, call, error
 
 
 ARRAYS = {
+    **{
+        f"packing with {name} of {value!r}": (
+            lambda name=name, value=value: fk.pack([3], **{"capacity": 8, name: value}),
+            TypeError,
+            rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for name in ("capacity", "align")
+        for value in (8.0, "8", True, None)
+    },
+    "no capacity": (lambda: fk.pack([3], 0), ValueError, "^capacity 0 must be at least 1"),
+    **{
+        f"random documents with {name} of {value!r}": (
+            lambda name=name, value=value: fk.random_documents(
+                **{"vocab_size": 9, "count": 2, name: value}
+            ),
+            TypeError,
+            rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for name in ("vocab_size", "count", "longest", "shortest", "seed")
+        for value in (2.5, "2", True)
+    },
+    "a tokenizer of a fraction": (
+        lambda: fk.train_tokenizer(["to be"], 300.5),
+        TypeError,
+        "^vocab_size is 300.5, a float; pass an integer",
+    ),
+    "a tokenizer of a trillion": (
+        lambda: fk.train_tokenizer(["to be"], 10**12),
+        ValueError,
+        "^vocab_size 1000000000000 must be at most 4,194,304",
+    ),
+    "a text that is a number": (
+        lambda: fk.train_tokenizer(["to be", 3], 300),
+        TypeError,
+        "^text 1 is 3, a int; pass an iterable of texts",
+    ),
+    "a text that is missing": (
+        lambda: fk.train_tokenizer([None], 300),
+        TypeError,
+        "^text 0 is None, a NoneType; pass an iterable of texts",
+    ),
+    "a key that is a number": (
+        lambda: fk.text_documents(__file__, text_key=3),
+        TypeError,
+        "^text_key is 3, a int; pass text",
+    ),
+    "a way of errors that is none": (
+        lambda: fk.text_documents(__file__, errors="ignore"),
+        ValueError,
+        """^errors 'ignore' must be "raise" or "skip".""",
+    ),
+    "paths in a dict of numbers": (
+        lambda: fk.text_documents({3: "a"}),
+        TypeError,
+        "^a path is 3, a int; pass a path",
+    ),
+    **{
+        f"a Hugging Face dataset that is {value!r}": (
+            lambda value=value: fk.huggingface_documents(value),
+            TypeError,
+            rf"^dataset is {re.escape(repr(value))}, a {type(value).__name__}; pass a Dataset",
+        )
+        for value in (3, None, ["a"], b"a")
+    },
+    "a split that is none": (
+        lambda: fk.huggingface_documents("gone", split=None),
+        TypeError,
+        "^split None and text_key 'text' must be text",
+    ),
     "no permutation": (
         lambda: fk.permute(0, -5, 1),
         ValueError,

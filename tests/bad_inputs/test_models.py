@@ -93,6 +93,45 @@ SPECS = {
         for name, values in {"rope_theta": (0, math.nan), "norm_eps": (-1.0, math.nan)}.items()
         for value in values
     },
+    **{
+        f"{name} {value!r}": (
+            partial(attrs.evolve, SPEC, **{name: value}),
+            TypeError,
+            rf"^{name} is {value!r}; it must be an integer\.$",
+        )
+        for name in SIZES
+        for value in (True, "8", None)
+    },
+    **{
+        f"{name} of a trillion": (
+            partial(attrs.evolve, SPEC, **{name: 10**12}),
+            ValueError,
+            rf"^{name} is 1000000000000; it must be at most (100,000|2,147,483,648)\.$",
+        )
+        for name in SIZES
+    },
+    **{
+        f"{name} of {value!r}": (
+            partial(attrs.evolve, SPEC, **{name: value}),
+            TypeError,
+            rf"^{name} is {value!r}; it must be a number\.$",
+        )
+        for name in ("dropout", "rope_theta", "norm_eps")
+        for value in ("0.1", None, True)
+    },
+    "no sizes": (
+        lambda: fk.Transformer({"dim": 8}),
+        TypeError,
+        r"^spec is \{'dim': 8\}; pass a forgekit\.TransformerSpec",
+    ),
+    **{
+        f"a seed of {value!r}": (
+            partial(fk.Transformer, SPEC, seed=value),
+            TypeError,
+            rf"^seed is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for value in (0.5, "0", None, True)
+    },
     "heads that nothing divides": (
         partial(attrs.evolve, SPEC, kv_heads=7),
         ValueError,
@@ -109,11 +148,120 @@ SPECS = {
         r"^dp_replicate and tp are both -1; only one can be what is left\.$",
     ),
 }
+RATES = {
+    "constant": lambda **given: fk.constant(given.get("peak", 0.1)),
+    "linear": lambda **given: fk.linear(**{"peak": 0.1, "total": 8, **given}),
+    "cosine": lambda **given: fk.cosine(**{"peak": 0.1, "total": 8, **given}),
+    "wsd": lambda **given: fk.wsd(**{"peak": 0.1, "warmup": 1, "decay": 2, "total": 8, **given}),
+    "warmup_linear": lambda **given: fk.warmup_linear(
+        **{"peak": 0.1, "warmup": 1, "total": 8, **given}
+    ),
+    "warmup_cosine": lambda **given: fk.warmup_cosine(
+        **{"peak": 0.1, "warmup": 1, "total": 8, **given}
+    ),
+}
 SETTINGS = {
+    **{
+        f"{schedule} with a peak of {value!r}": (
+            partial(RATES[schedule], peak=value),
+            TypeError,
+            rf"^peak is {value!r}, a {type(value).__name__}; pass a number\.$",
+        )
+        for schedule in RATES
+        for value in ("3e-4", None, True)
+    },
+    **{
+        f"{schedule} with a peak of {value!r}": (
+            partial(RATES[schedule], peak=value),
+            ValueError,
+            rf"^peak is {value!r}; it must be finite and not negative\.$",
+        )
+        for schedule in RATES
+        for value in (-0.1, math.nan, math.inf)
+    },
+    **{
+        f"{schedule} that ends at {value!r}": (
+            partial(RATES[schedule], final=value),
+            ValueError,
+            rf"^final is {value!r}; it must be finite and not negative\.$",
+        )
+        for schedule in list(RATES)[1:]
+        for value in (-0.1, math.nan)
+    },
+    **{
+        f"{schedule} of {value!r} steps": (
+            partial(RATES[schedule], total=value),
+            TypeError,
+            rf"^total is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for schedule in list(RATES)[1:]
+        for value in ("8", 8.0, None)
+    },
+    **{
+        f"{schedule} warmed up for {value!r} steps": (
+            partial(RATES[schedule], warmup=value),
+            TypeError,
+            rf"^warmup is {value!r}, a {type(value).__name__}; pass an integer\.$",
+        )
+        for schedule in list(RATES)[3:]
+        for value in ("1", 0.1, True)
+    },
+    "a warm-up of a rate": (
+        lambda: fk.warmup(0.1, 4),
+        TypeError,
+        r"^schedule is 0\.1, a float; pass a function of the step, such as forgekit\.constant",
+    ),
+    "a warm-up of 0.1 steps": (
+        lambda: fk.warmup(fk.constant(1.0), 0.1),
+        TypeError,
+        "^warmup is 0.1, a float; pass an integer",
+    ),
+    "a decay of half a step": (
+        lambda: fk.wsd(1.0, warmup=0, decay=0.5, total=4),
+        TypeError,
+        "^decay is 0.5, a float; pass an integer",
+    ),
+    **{
+        f"a weight decay of {value!r}": (
+            lambda value=value: fk.decay_groups(fk.Transformer(SPEC), value),
+            error,
+            message,
+        )
+        for value, error, message in (
+            ("0.1", TypeError, "^weight_decay is '0.1', a str; pass a number"),
+            (None, TypeError, "^weight_decay is None, a NoneType; pass a number"),
+            (math.nan, ValueError, "^weight_decay is nan; it must be finite"),
+            (math.inf, ValueError, "^weight_decay is inf; it must be finite"),
+        )
+    },
+    **{
+        f"adamw with {name} of {value!r}": (
+            lambda name=name, value=value: fk.adamw(
+                fk.Transformer(SPEC), **{"lr": 0.1, "weight_decay": 0.0, name: value}
+            ),
+            error,
+            rf"^{name} is {value!r}{message}",
+        )
+        for name in ("lr", "eps")
+        for value, error, message in (
+            ("0.1", TypeError, ", a str; pass a number"),
+            (-1.0, ValueError, "; it must be finite and not negative"),
+            (math.nan, ValueError, "; it must be finite and not negative"),
+            (math.inf, ValueError, "; it must be finite and not negative"),
+        )
+    },
+    **{
+        f"adamw with betas {value!r}": (
+            lambda value=value: fk.adamw(fk.Transformer(SPEC), betas=value),
+            ValueError,
+            r"^betas are .*; each of the two is at least 0 and below 1\.$",
+        )
+        for value in ((0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), (0.9, 0.95, 0.99))
+    },
     "a decay that grows": (
         lambda: fk.adamw(fk.Transformer(SPEC), weight_decay=-1.0),
         ValueError,
-        r"^weight_decay is -1\.0; it must not be negative\.$",
+        r"^weight_decay is -1\.0; it must be finite and not negative\.$",
     ),
     "a decay after its end": (
         lambda: fk.cosine(1.0, 0),
@@ -268,7 +416,7 @@ STEPS = {
     "labels that were cast": (
         partial(accumulate, batches=[batch_of(labels=IDS.bfloat16())]),
         TypeError,
-        r"^labels hold torch\.bfloat16; they must hold integers\. Move a batch with \.to\(device\)",
+        r"^labels hold torch\.bfloat16; they must hold signed integers\. Move a batch with",
     ),
     "one source for many": (
         lambda: fk.losses_by_source(loss_fn, "code"),

@@ -84,7 +84,9 @@ def test_a_group_without_parameters_is_left_out():
 @pytest.mark.bad_input
 @pytest.mark.parametrize("weight_decay", [-0.1, float("nan")])
 def test_a_negative_decay_is_refused(weight_decay):
-    with pytest.raises(ValueError, match=rf"weight_decay is {weight_decay}; it must not be neg"):
+    with pytest.raises(
+        ValueError, match=rf"weight_decay is {weight_decay}; it must be finite and not neg"
+    ):
         fk.decay_groups(nn.Linear(2, 2), weight_decay)
 
 

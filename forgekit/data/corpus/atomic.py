@@ -52,6 +52,8 @@ def atomic_directory(
             another process is at the same work.
     """
     path = Path(os.path.realpath(path_of("the path", path)))  # a link keeps pointing as it does
+    if path.is_symlink():  # realpath has followed all others
+        raise FileExistsError(f"{path} is a link that leads to itself; name another directory.")
     if path.exists():
         _check_replaceable(path, is_replaceable)
     path.parent.mkdir(parents=True, exist_ok=True)
