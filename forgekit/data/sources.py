@@ -166,8 +166,7 @@ def no_text(files: Iterable[Path], broken: Iterable[str] = ()) -> ValueError:
 
 def _text_files(paths: Paths) -> list[Path]:
     """List the files to read, each once, in a fixed order."""
-    is_one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
-    named = [paths] if is_one else list(paths)
+    named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
         raise ValueError("no paths were given; name at least one file or folder.")
     unique: dict[Path, Path] = {}
