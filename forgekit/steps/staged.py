@@ -16,7 +16,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.parallel.fsdp import Sync, fsdp_modules, reset_iteration, sum_gradients
+from forgekit.parallel.fsdp import (
+    Sync,
+    fsdp_modules,
+    reset_iteration,
+    sum_gradients,
+    widen_accumulators,
+)
 from forgekit.parallel.pipeline import Stages
 from forgekit.state import TrainState
 from forgekit.steps.calls import Call, note_call, once
@@ -185,6 +191,8 @@ class _Work:
                 "to one length, or pack them."
             )
         out = self.compute(stage, micro_batch, received)
+        if self._size is not None and 0 < micro_batch == self._size - 1:
+            widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1
         return (out[0] * self._loss_scale.to(out[0].dtype),) if is_last else out
 

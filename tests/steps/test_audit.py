@@ -265,6 +265,58 @@ def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(
         assert all(found[name].any() == expected[name].any() for name in expected)
 
 
+class _Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, use):
+        return self.a(x).tanh() + (self.b(x) * use if use else 0)
+
+
+class _Stack(nn.Module):
+    """Branches in a row, for stages of a pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([_Branch() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, use):
+        for layer in self.layers:
+            x = layer(x, use)
+        return self.head(x)
+
+
+def _mixed_stages(rank, world, schedule, uses):
+    state = _state(_Stack(), sizes={"pp": 2}, precision="bf16", pipeline_schedule=schedule)
+    at = fk.data_ranks(state.mesh)[0]
+    batches = [b.apply(_single) for b in _with_use(_batches(at, 4), USES_OF_FOUR[uses][at])]
+    return _gradients(state, batches, _branch_loss)
+
+
+USES_OF_FOUR = {
+    "in the last": {0: (0, 0, 0, 2), 1: (0, 0, 0, 2)},
+    "by data": {0: (0, 2, 0, 0), 1: (0, 0, 0, 2)},
+    "never": {0: (0,) * 4, 1: (0,) * 4},
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("uses", USES_OF_FOUR)
+def test_stages_reduce_in_16_bits_what_is_used_late_or_never(uses, schedule, world):
+    each = range(world // 2)
+    batches = [b for at in each for b in _with_use(_batches(at, 4), USES_OF_FOUR[uses][at])]
+    expected = _expected(_Stack().double(), batches, _branch_loss)
+    found: dict[str, torch.Tensor] = {}
+    for gradients in run_ranks(_mixed_stages, world, schedule, uses):
+        found |= gradients
+    assert relative_error(found, expected) < 3e-2
+    assert all(found[name].any() == expected[name].any() for name in expected)
+
+
 def _differing_replica(rank, world, sizes, what):
     plan = {"body": "colwise", "head": "rowwise"} if "tp" in sizes else None
     state = _state(_Model().double(), sizes=sizes, plan=plan)
