@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -54,6 +55,8 @@ class Layout:
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
         stages: This rank's pipeline stages; None where it holds the whole model.
+        styles: The tensor-parallel plan: style by module name; empty without one.
+        logits: Modules of the plan whose output stays sharded by the vocabulary.
         loss_scale: The loss scale to start from.
         dynamic_loss_scale: Whether the loss scale follows overflows (float16).
     """
@@ -66,6 +69,8 @@ class Layout:
     longest: int | None = None
     owns_loss: bool = True
     stages: Any = None
+    styles: Mapping[str, Any] = attrs.field(factory=dict)
+    logits: frozenset[str] = frozenset()
     loss_scale: float = DEFAULT_LOSS_SCALE
     dynamic_loss_scale: bool = False
 

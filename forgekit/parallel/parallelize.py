@@ -34,7 +34,7 @@ from forgekit.parallel.recompute import (
 )
 from forgekit.parallel.relay import Absent
 from forgekit.parallel.schedules import PipelineSchedule
-from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, read_plan
+from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, logit_modules, read_plan
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, set_layout
 
 __all__ = ["parallelize"]
@@ -134,8 +134,7 @@ def parallelize(
         _check_shared_by_blocks(layers)
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     # Arranging makes process groups, so what can be refused is, before and on all ranks alike.
-    if size_of(mesh, "tp") > 1:
-        read_plan(model, size_of(mesh, "tp"), plan)
+    styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
     data, tensor = arrange(mesh)
     view = expert_mesh(mesh)
     experts = [] if view is None else find_experts(model, _expert_patterns(model, plan))
@@ -184,6 +183,8 @@ def parallelize(
         owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
         stages=stages,
         loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
+        styles=styles,
+        logits=frozenset(logit_modules(styles)),
         dynamic_loss_scale=precision == "fp16",
     )
     set_layout(model, layout)

@@ -22,7 +22,7 @@ Plan = Mapping[str, str | ParallelStyle]
 EXPERT = "expert"
 """The style of expert layers, which are spread over another mesh."""
 
-STYLES = ("colwise", "rowwise", "embedding", "sequence", "heads", "replicate", EXPERT)
+STYLES = ("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate", EXPERT)
 EXAMPLE = (
     'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
     '"head": "colwise"}'
@@ -108,7 +108,14 @@ KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
         lambda m: isinstance(m, nn.Embedding) and _is_plain(m),
     ),
     "sequence": ("norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)),
-    "heads": ("norms of a head's channels", lambda m: _is_norm(m)),
+    "heads": (
+        "norms of a head's channels and activations with one weight",
+        lambda m: _is_norm(m),
+    ),
+    "channels": (
+        "modules of parameters [channels ...] that are no norms",
+        lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
+    ),
 }
 
 
@@ -158,6 +165,10 @@ def _check_sizes(
             _check_divides(f"out_features of {name!r}", _int(module, "out_features"), size)
         elif style == "rowwise":
             _check_divides(f"in_features of {name!r}", _int(module, "in_features"), size)
+        elif style == "channels":
+            for leaf, parameter in module.named_parameters(recurse=False):
+                size_here = parameter.shape[0] if parameter.ndim else 1
+                _check_divides(f"the first dimension of '{name}.{leaf}'", size_here, size)
         elif style == "embedding":
             _check_divides(f"the vocabulary of {name!r}", _int(module, "num_embeddings"), size)
 

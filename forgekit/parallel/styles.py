@@ -23,6 +23,7 @@ from torch.distributed.tensor import distribute_tensor as distribute
 
 __all__ = [
     "apply_alike",
+    "apply_channels",
     "apply_colwise",
     "apply_dropout",
     "apply_embedding",
@@ -80,12 +81,23 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
 
 
 def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a norm over the channels of a head work on this rank's heads, in place.
+    """Let a norm of a head, or an activation with one weight, work on this rank's part, in place.
 
-    Its weight is the same on all ranks and its gradient the sum of theirs.
+    Its parameters are the same on all ranks and their gradient the sum of theirs.
     """
     _place(module, mesh, Replicate())
     module.forward = partial(_local, [module], Partial(), module.forward)
+
+
+def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a module's own parameters like the channels or heads that they multiply, in place.
+
+    Args:
+        module: Treats each channel, or head, by itself; its parameters' first dimension is theirs.
+        mesh: The ranks, a mesh of one dimension whose size divides that dimension.
+    """
+    _place(module, mesh, Shard(0))
+    module.forward = partial(_local, [module], Shard(0), module.forward)
 
 
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -8,7 +8,9 @@ A plan maps patterns of module names to styles:
 | ``rowwise`` | ``nn.Linear`` | columns of the weight | this rank's channels in, sums out |
 | ``embedding`` | ``nn.Embedding`` | rows of the vocabulary | sums out |
 | ``sequence`` | norms, ``nn.Dropout`` | on every rank | this rank's places |
-| ``heads`` | norms of a head's channels | on every rank | this rank's heads |
+| ``heads`` | norms of a head's channels, an activation with one weight | on every rank, \
+gradients summed | this rank's heads or channels |
+| ``channels`` | a factor or bias for each channel or head | sharded like them | this rank's |
 | ``replicate`` | any module | on every rank | all of them, computed alike |
 
 With a ``sequence`` entry the residual stream is spread over places: sums over ranks are scattered
@@ -34,7 +36,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from forgekit.parallel import styles
 from forgekit.parallel.plans import EXPERT, Plan, read_plan
 
-__all__ = ["EXPERT", "Plan", "apply_plan", "read_plan"]
+__all__ = ["EXPERT", "Plan", "apply_plan", "logit_modules", "read_plan"]
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> int:
@@ -64,7 +66,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
     """
     chosen = read_plan(model, mesh.size(), plan)
     sequence = "sequence" in chosen.values()
-    heads = _logit_modules(chosen)
+    heads = logit_modules(chosen)
     shared = _shared_parameters(model)
     # Children first: what torch's styles do to a whole module leaves out what is spread already.
     for name, style in reversed(chosen.items()):
@@ -75,7 +77,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
     return mesh.size() if sequence else 1
 
 
-def _logit_modules(chosen: Mapping[str, str | ParallelStyle]) -> set[str]:
+def logit_modules(chosen: Mapping[str, str | ParallelStyle]) -> set[str]:
     """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
     rowwise = [name for name, style in chosen.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
@@ -105,6 +107,7 @@ def _apply(
         if isinstance(module, nn.Dropout)
         else styles.apply_sequence,
         "heads": styles.apply_heads,
+        "channels": styles.apply_channels,
         "replicate": styles.apply_alike,
     }[style]
     apply(module, mesh)

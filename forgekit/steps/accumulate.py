@@ -29,6 +29,7 @@ from forgekit.parallel.fsdp import (
     widen_accumulators,
 )
 from forgekit.parallel.layout import size_of
+from forgekit.parallel.regions import proving_plan
 from forgekit.state import TrainState
 from forgekit.steps.forward import (
     LossFn,
@@ -93,7 +94,9 @@ def accumulate(
     _seed(state)
     run = _run_whole if layout.stages is None else accumulate_staged
     try:
-        with mixing_tensors(layout):
+        # At a run's first step, before anything is updated.
+        is_first = state.agreed is None
+        with mixing_tensors(layout), proving_plan(state.model, layout, is_due=is_first):
             sums = run(state, batches, loss_fn, sync, sharded)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")

@@ -264,7 +264,8 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         2,
         {"body.*.up": "columns"},
         r"^the plan gives 'body.\*.up' the style 'columns'; it is one of 'colwise', 'rowwise', 'emb"
-        r"edding', 'sequence', 'heads', 'replicate', 'expert', or a ParallelStyle of torch\.$",
+        r"edding', 'sequence', 'heads', 'channels', 'replicate', 'expert', or a ParallelStyle of to"
+        r"rch\.$",
     ),
     (Foreign, 2, {"last": "colwise"}, r"^style 'colwise' is for nn.Linear; 'last' is LayerNorm\("),
     (Foreign, 2, {"body": "rowwise"}, r"^style 'rowwise' is for nn.Linear; 'body' is <class"),
@@ -276,7 +277,7 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         r"12, 4, max_norm=1.0\)\. Narrow the pattern or choose another style\.$",
     ),
     (Foreign, 2, {"head": "sequence"}, r"^style 'sequence' is for norms and nn.Dropout; 'head' is"),
-    (Foreign, 2, {"body.0": "heads"}, r"^style 'heads' is for norms of a head's channels; 'body.0"),
+    (Foreign, 2, {"body.0": "heads"}, r"^style 'heads' is for norms of a head's channels and act"),
     (
         Foreign,
         2,
