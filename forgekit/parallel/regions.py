@@ -68,9 +68,9 @@ class _Walk:
     uses: dict[Tensor, tuple[str, Any]] = attrs.field(factory=dict)
     problems: list[str] = attrs.field(factory=list)
 
-    def note(self, name: str, style: Any, _module: nn.Module, args: Any, output: Any) -> None:
-        """Remember a module's border, after its forward pass."""
-        kinds = self._kinds(name, style)
+    def note(self, name: str, style: Any, module: nn.Module, args: Any, output: Any) -> None:
+        """Remember a module's border, after its forward pass; dropout changes no kind."""
+        kinds = None if isinstance(module, nn.Dropout) else self._kinds(name, style)
         if kinds is not None and isinstance(output, Tensor) and output.requires_grad:
             given = next((value for value in args if isinstance(value, Tensor)), None)
             edge = None if given is None or not given.requires_grad else get_gradient_edge(given)
@@ -229,6 +229,6 @@ def _values(output: Any) -> Any:
 def _edges(node: Any, number: int) -> list[Any]:
     """Where a node's gradient goes: of FSDP's, which hands tensors through, the one that it is."""
     edges = node.next_functions
-    if node.name().startswith("RegisterPostBackwardFunction"):
+    if type(node).__name__.startswith("RegisterPostBackwardFunction"):
         edges = edges[number : number + 1]
     return [edge for edge in edges if edge[0] is not None]
