@@ -75,7 +75,8 @@ def waits(tokens, mixed, tmp_path_factory, one_thread) -> Waits:
     recipe = _pretrain()
     data = recipe.Data(path=tokens.path)
     config = recipe.Config(out=tmp_path_factory.mktemp("run"), data=data, device="cpu")
-    state, step, ahead, _, _ = recipe.setup(config)
+    built = recipe.setup(config)
+    state, step, ahead = built.state, built.step, built.loader
     asked = fk.make_loader(ahead.dataset, config.batch_size, seed=1)
     packed = fk.make_loader(mixed(config.data.seq_len), config.batch_size, workers=2)
     waited: Times = {ASKED: [], AHEAD: [], MIXED: []}

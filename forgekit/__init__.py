@@ -95,6 +95,7 @@ from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.run.evaluate import evaluate
 from forgekit.run.generate import generate, write_sample
 from forgekit.run.report import plot_losses, wrap_up
+from forgekit.run.verify import VerifyReport, verify
 
 __version__ = _version("forgekit")
 
@@ -220,4 +221,6 @@ __all__ = [
     "write_sample",
     "plot_losses",
     "wrap_up",
+    "VerifyReport",
+    "verify",
 ]

@@ -1,4 +1,4 @@
-"""``forgekit ls | cp | run | prepare | replay``: recipes, data for them, and a second look.
+"""``forgekit ls | cp | run | verify | prepare | replay``: recipes, their data, a second look.
 
 A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
 one function below; a mistake of the caller is one sentence on stderr and exit code 2, and whatever
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -37,6 +38,7 @@ from forgekit.terminal import printable, steady_streams, tell
 
 if TYPE_CHECKING:
     from forgekit.data.documents import Documents
+    from forgekit.mesh import MeshSpec
     from forgekit.run.replay import Replay
 
 __all__ = ["main", "recipes_folder"]
@@ -127,6 +129,29 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a recipe as it is; further arguments are its own")
     run.add_argument("name", metavar="NAME", help="a recipe that `forgekit ls` shows")
     run.set_defaults(command=_run)
+
+    verify = commands.add_parser(
+        "verify",
+        help="compare a recipe's layout with one process, in float64 on this machine",
+        usage="forgekit verify [OPTIONS] RECIPE [--config FILE] [KEY=VALUE ...] [mesh.tp=2 ...]",
+    )
+    verify.add_argument("recipe", metavar="RECIPE", help="a .py file, or a name of `forgekit ls`")
+    verify.add_argument(
+        "--tolerance", metavar="E", type=float, default=1e-8, help="relative error allowed (1e-8)"
+    )
+    verify.add_argument(
+        "--timeout", metavar="S", type=float, default=300.0, help="seconds for each run (300)"
+    )
+    verify.add_argument(
+        "--keep-labels", action="store_true", help="mask no labels (a part is, in each batch)"
+    )
+    verify.add_argument(
+        "--keep-split",
+        action="store_true",
+        help="let the gradient depend on the split into micro-batches",
+    )
+    verify.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    verify.set_defaults(command=_verify)
 
     prepare = commands.add_parser("prepare", help="make token files and a tokenizer from text")
     prepare.add_argument(
@@ -316,6 +341,118 @@ def _exit_code(code: object) -> int:
     return 1
 
 
+# verify
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from forgekit.config import load_config
+    from forgekit.run.verify import verify_setup
+    from forgekit.run.verify_text import show_report
+
+    path = Path(options.recipe)
+    script = path if path.suffix == ".py" else _recipe(options.recipes, options.recipe)
+    if not script.is_file():
+        raise _UsageError(f"{script} is not there; name a recipe's file, or one of `forgekit ls`.")
+    recipe = _names_of(script, "verified")
+    try:
+        config = load_config(recipe["Config"], options.settings, program=f"verify {script}")
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    if not hasattr(config, "mesh"):
+        raise _UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
+    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory() as out:
+        settings = {**_sizes(config, options.settings), **_exact(config, out)}
+        shown = {name: value for name, value in settings.items() if name != "out"}
+        progress.print(
+            "float64 on the CPU:",
+            *(f"{name}={value}" for name, value in shown.items()),
+            markup=False,
+            soft_wrap=True,
+        )
+        try:
+            report = verify_setup(
+                partial(_set_up, str(script.resolve()), _tree(config, settings)),
+                config.mesh,
+                mask=not options.keep_labels,
+                split=not options.keep_split,
+                tolerance=options.tolerance,
+                timeout_s=options.timeout,
+                progress=partial(progress.print, "[dim]...[/]"),
+            )
+        except ValueError as error:
+            raise _UsageError(str(error)) from None
+    show_report(report, console)
+    return 0 if report.equal else 1
+
+
+def _names_of(script: Path, run_name: str) -> dict[str, Any]:
+    """The names of a recipe that can be set up; modules beside it are found."""
+    sys.path.insert(0, str(script.resolve().parent))
+    recipe = runpy.run_path(str(script), run_name=run_name)
+    if missing := [name for name in ("Config", "setup") if name not in recipe]:
+        raise _UsageError(
+            f"{script} has no {', '.join(missing)}; a recipe that can be set up from outside has "
+            "Config and setup(config), as pretrain.py does. In a script of its own: fk.verify."
+        )
+    return recipe
+
+
+def _exact(config: Any, out: str) -> dict[str, Any]:
+    """Settings under which numbers can be compared, of those that a recipe has."""
+    wanted = {"out": out, "device": "cpu", "precision": "fp32", "compile": False}
+    if getattr(config, "activation_checkpoint", None) == "budget":  # which the compiler keeps
+        wanted["activation_checkpoint"] = "none"
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
+    """Sizes of batches that a layout can share, where the user gave none and those there do not."""
+    names = ("global_batch_size", "batch_size")
+    given = {word.lstrip("-").partition("=")[0] for word in settings}
+    if not all(hasattr(config, name) for name in names) or given & set(names):
+        return {}
+    mesh = config.mesh
+    ranks = max(mesh.dp_replicate, 1) * max(mesh.dp_shard, 1)
+    least = 2 * mesh.pp if mesh.pp > 1 else 1
+    count, rest = divmod(config.global_batch_size, config.batch_size * ranks)
+    if not rest and count >= least and count * ranks > 1:
+        return {}
+    rows = min(config.batch_size, 2)
+    return {"global_batch_size": max(2, least) * rows * ranks, "batch_size": rows}
+
+
+def _tree(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as plain values, with some of them replaced."""
+    from forgekit.config import to_dict
+
+    return to_dict(config) | settings
+
+
+def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
+    """Run a recipe's setup with another mesh; what each rank of a layout calls."""
+    from forgekit.config.strict import structure
+
+    recipe = _names_of(Path(script), "verified")
+    config = structure(recipe["Config"], tree | {"mesh": attrs.asdict(mesh)})
+    built = _named(recipe, recipe["setup"](config))
+    if (count := _micro_batches(built, config)) is None:
+        return built
+    names = ("state", "loader", "loss_fn")
+    found = {name: getattr(built, name) for name in names if hasattr(built, name)}
+    return SimpleNamespace(**found, micro_batches=count)
+
+
+def _micro_batches(built: Any, config: Any) -> int | None:
+    """How many micro-batches make a step; None if the record says it, or nothing does."""
+    if hasattr(built, "micro_batches"):
+        return None
+    count = getattr(getattr(built, "loader", None), "micro_batches", None)
+    if callable(count) and hasattr(config, "global_batch_size"):
+        return count(config.global_batch_size)  # pyright: ignore[reportReturnType]
+    return getattr(config, "micro_batches", None)
+
+
 # prepare
 
 
@@ -447,15 +584,25 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
     with ExitStack() as stack:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _link_checkpoints(options.run, before=step, out=out)
-        state, take, loader, *others = recipe["setup"](attrs.evolve(config, out=out))
-        for part in (loader, *others):
+        built = _named(recipe, recipe["setup"](attrs.evolve(config, out=out)))
+        state, take, loader = built.state, built.step, built.loader
+        parts: list[Any] = [loader, getattr(built, "stop", None)]
+        for part in parts:
             if hasattr(part, "__exit__"):
                 stack.enter_context(part)
         loader.seek(state.samples, skip=bad.get("skips", state.skips))
         batches = groups(loader, loader.micro_batches(config.global_batch_size))
         while state.step < step - 1:
             state, _ = take(state, next(batches))
-        return replay_step(state, next(batches), recipe["loss_fn"])
+        return replay_step(state, next(batches), built.loss_fn)
+
+
+def _named(recipe: dict[str, Any], built: Any) -> Any:
+    """What ``setup`` returned, by name; copies of older recipes return a tuple."""
+    if type(built) is not tuple:
+        return built
+    names = ("state", "step", "loader")
+    return SimpleNamespace(**dict(zip(names, built, strict=False)), loss_fn=recipe["loss_fn"])
 
 
 def _ask_for_script(options: argparse.Namespace, noted: object) -> str:

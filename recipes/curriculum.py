@@ -10,9 +10,11 @@ torchrun --nproc-per-node 4 curriculum.py mesh.tp=2 precision=bf16
 """
 
 import sysconfig
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -97,6 +99,17 @@ def build_dataset(data, phases, seed):
     return fk.mixture_dataset(rows, fk.make_order(sizes, data.weights, **options))
 
 
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What a run works with; `forgekit verify` and `forgekit replay` read it too."""
+
+    state: fk.TrainState
+    step: Callable[..., Any]
+    loader: Any
+    loss_fn: Callable[..., fk.Loss]
+    stop: fk.StopSignal
+
+
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
     if fk.process_rank() == 0:  # the others wait for it in build_mesh
@@ -120,14 +133,15 @@ def setup(config):
     load = partial(fk.make_loader, batch_size=config.batch_size, rank=rank, world=world)
     ahead = {"workers": config.data.workers, "device": mesh.device_type}
     loader = load(dataset, start=state.samples, skip=state.skips, **ahead)
-    return state, step, loader, stop
+    return Setup(state=state, step=step, loader=loader, loss_fn=by_source, stop=stop)
 
 
 def main():
     """Train and save; stop cleanly when asked to."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
-        state, step, loader, stop = setup(config)
+        built = setup(config)
+        state, step, loader, stop = built.state, built.step, built.loader, built.stop
         groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
         save = partial(fk.checkpoint_save, fingerprint=loader.dataset.fingerprint_at)
         check = fk.bad_step_policy("raise")

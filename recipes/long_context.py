@@ -10,8 +10,10 @@ torchrun --nproc-per-node 2 long_context.py seq_len=4096
 torchrun --nproc-per-node 4 long_context.py context_parallel=both seq_len=8192
 """
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count, islice
+from typing import Any
 
 import attrs
 import torch
@@ -64,8 +66,18 @@ def loss_fn(model, batch):
     )
 
 
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What a run works with; `forgekit verify` reads it too."""
+
+    state: fk.TrainState
+    step: Callable[..., Any]
+    loader: Iterable[TensorDict]
+    loss_fn: Callable[..., fk.Loss]
+
+
 def setup(config):
-    """Build the state and the step."""
+    """Build the state, the step and the data."""
     mesh = fk.build_mesh(config.mesh)
     spec = fk.TransformerSpec(
         vocab_size=config.vocab_size,
@@ -88,14 +100,17 @@ def setup(config):
     )
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
     schedule = fk.warmup_cosine(config.lr, warmup=20, total=config.steps)
-    return state, fk.make_step(loss_fn, schedule=schedule)
+    step = fk.make_step(loss_fn, schedule=schedule)
+    loader = (micro_batch(config, number) for number in count())
+    return Setup(state=state, step=step, loader=loader, loss_fn=loss_fn)
 
 
 def main():
     """Train, and print the loss of the copied halves; guessing costs log(vocab_size)."""
     config = load_config(Config)
-    state, step = setup(config)
-    for batches in islice(([micro_batch(config, i)] for i in count()), config.steps):
+    built = setup(config)
+    state, step = built.state, built.step
+    for batches in islice(fk.groups(built.loader, 1), config.steps):
         state, metrics = step(state, batches)
         if fk.process_rank() == 0 and fk.every(config.log_every, state):
             print(f"step {state.step}  loss {metrics['loss']:.4f}")

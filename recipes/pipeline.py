@@ -10,6 +10,10 @@ torchrun --nproc-per-node 2 pipeline.py
 torchrun --nproc-per-node 4 pipeline.py pipeline_schedule=zbv micro_batches=16 layers=8
 """
 
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
 import attrs
 import torch
 from tensordict import TensorDict
@@ -37,17 +41,15 @@ class Config:
 VOCAB = 64
 
 
-def micro_batches(config, state):
-    """Counting sequences; the list says how many there are, which a schedule has to know."""
-    rank, _ = fk.data_ranks(state.mesh)
-    generator = torch.Generator().manual_seed(state.step * 1_000_003 + rank)
-    shape = (config.micro_batches, config.batch_size, 1)
-    start = torch.randint(VOCAB, shape, generator=generator)
-    tokens = (start + torch.arange(config.seq_len + 1)) % VOCAB
-    return [
-        TensorDict({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}, [config.batch_size])
-        for rows in tokens
-    ]
+def micro_batches(config, mesh):
+    """Counting sequences without end, others on each data-parallel rank."""
+    rank, world = fk.data_ranks(mesh)
+    for number in count(rank, world):
+        generator = torch.Generator().manual_seed(number)
+        start = torch.randint(VOCAB, (config.batch_size, 1), generator=generator)
+        tokens = (start + torch.arange(config.seq_len + 1)) % VOCAB
+        rows = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        yield TensorDict(rows, [config.batch_size])
 
 
 def loss_fn(model, batch):
@@ -55,8 +57,18 @@ def loss_fn(model, batch):
     return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What a run works with; `forgekit verify` reads it too."""
+
+    state: fk.TrainState
+    step: Callable[..., Any]
+    loader: Iterable[TensorDict]
+    loss_fn: Callable[..., fk.Loss]
+
+
 def setup(config):
-    """Build this rank's part of the model and the step."""
+    """Build this rank's part of the model, the step and the data."""
     mesh = fk.build_mesh(config.mesh)
     spec = fk.TransformerSpec(
         vocab_size=VOCAB,
@@ -74,17 +86,21 @@ def setup(config):
     )
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
     schedule = fk.warmup_cosine(config.lr, warmup=10, total=config.steps)
-    return state, fk.make_step(loss_fn, schedule=schedule)
+    step = fk.make_step(loss_fn, schedule=schedule)
+    loader = micro_batches(config, mesh)
+    return Setup(state=state, step=step, loader=loader, loss_fn=loss_fn)
 
 
 def main():
     """Say what each rank holds and what the schedule costs, then train."""
     config = load_config(Config)
-    state, step = setup(config)
+    built = setup(config)
+    state, step = built.state, built.step
+    groups = fk.groups(built.loader, config.micro_batches)  # a schedule has to know how many
     held = [name for name, _ in state.model.named_parameters()]
     print(f"rank {fk.process_rank()} holds {len(held)} parameters: {held[0]} .. {held[-1]}")
     while state.step < config.steps:
-        state, metrics = step(state, micro_batches(config, state))
+        state, metrics = step(state, next(groups))
         if fk.process_rank() == 0 and fk.every(config.log_every, state):
             print(f"step {state.step}  loss {metrics['loss']:.4f}")
     fk.shutdown()

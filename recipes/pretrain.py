@@ -5,9 +5,10 @@ python pretrain.py
 torchrun --nproc-per-node 8 pretrain.py mesh.tp=2 mesh.cp=2 model.dim=1024 precision=bf16
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -81,6 +82,18 @@ def loss_fn(model, batch):
     return model(batch["input_ids"], **where, head=head)
 
 
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What a run works with; `forgekit verify` and `forgekit replay` read it too."""
+
+    state: fk.TrainState
+    step: Callable[..., Any]
+    loader: Any
+    loss_fn: Callable[..., fk.Loss]
+    held_out: Any
+    stop: fk.StopSignal
+
+
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
@@ -108,14 +121,17 @@ def setup(config):
     loader = load(dataset, **place, workers=config.data.workers)
     held = dataset.held_out()
     held_out = load(held, shuffle=False, epochs=1) if held else None
-    return state, step, loader, held_out, stop
+    data = {"loader": loader, "held_out": held_out}
+    return Setup(state=state, step=step, loss_fn=loss_fn, stop=stop, **data)
 
 
 def main():
     """Train, evaluate, save; stop cleanly when asked to."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
-        state, step, loader, held_out, stop = setup(config)
+        built = setup(config)
+        state, step, stop = built.state, built.step, built.stop
+        loader, held_out = built.loader, built.held_out
         groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
         save = partial(fk.checkpoint_save, keep=config.keep, fingerprint=loader.dataset.fingerprint)
         evaluate = partial(fk.evaluate, loss_fn=loss_fn, name="heldout", stop=stop)

@@ -186,6 +186,42 @@ COMMANDS = {
         ["replay", "gone"],
         "gone has no bad_steps.jsonl, so no step had to be left out. --step N looks at another one",
     ),
+    "no recipe to verify": (
+        ["verify", "gone.py", "mesh.tp=2"],
+        "gone.py is not there; name a recipe's file, or one of `forgekit ls`.",
+    ),
+    "a recipe to verify that has no name": (
+        ["verify", "pretrian"],
+        "no recipe 'pretrian'; the nearest is 'pretrain'. ",
+    ),
+    "a recipe without a set-up": (
+        ["verify", "minimal"],
+        "minimal.py has no Config, setup; a recipe that can be set up from outside has Config",
+    ),
+    "an unknown dimension": (
+        ["verify", "pretrain", "mesh.tq=2"],
+        "mesh.tq: unknown key; the nearest is mesh.tp",
+    ),
+    "two dimensions without a size": (
+        ["verify", "pretrain", "mesh.tp=-1"],
+        "mesh: dp_shard and tp are both -1; only one can be what is left",
+    ),
+    "experts beyond the ranks": (
+        ["verify", "pretrain", "mesh.ep=2"],
+        "ep 2 does not divide dp_shard * cp = 1; it can be one of [1].",
+    ),
+    "a tolerance of nothing": (
+        ["verify", "--tolerance", "0", "pretrain", "mesh.tp=2"],
+        "tolerance is 0.0; it is a relative error between 0 and 1.",
+    ),
+    "a tolerance that is no number": (
+        ["verify", "--tolerance", "x", "pretrain"],
+        "argument --tolerance: invalid float value: 'x'",
+    ),
+    "no time": (
+        ["verify", "--timeout", "inf", "pretrain", "mesh.tp=2"],
+        "timeout_s is inf; it is a number of seconds above 0.",
+    ),
     "a step before the first": (
         ["replay", "gone", "--step", "0"],
         "--step 0: steps are counted from 1, as in metrics.jsonl.",

@@ -89,15 +89,15 @@ def _watch(recipe: Recipe, after: Callable[[_Now], None] = lambda now: None) -> 
     now, setup = _Now(), recipe.setup
 
     def watched(config: Any) -> Any:
-        state, step, *rest = setup(config)
+        built = setup(config)
 
         def watched_step(state: Any, batches: Any) -> Any:
             now.step, now.has_skips = state.step + 1, bool(state.skips)
-            answer = step(state, _Group(batches, now))
+            answer = built.step(state, _Group(batches, now))
             after(now)
             return answer
 
-        return state, watched_step, *rest
+        return attrs.evolve(built, step=watched_step)
 
     recipe.setup = watched
     return now
@@ -252,9 +252,9 @@ def leave_out(recipe: Recipe, given: tuple[int, int]) -> None:
     setup = recipe.setup
 
     def changed(config: Any) -> Any:
-        answer = setup(config)
-        answer[2].seek(answer[0].samples, skip=[tuple(given)])
-        return answer
+        built = setup(config)
+        built.loader.seek(built.state.samples, skip=[tuple(given)])
+        return built
 
     recipe.setup = changed
 
@@ -276,8 +276,8 @@ def signal_in_read(recipe: Recipe, given: tuple[int, str]) -> None:
     now, setup, sent = _watch(recipe), recipe.setup, [False]
 
     def watched(config: Any) -> Any:
-        answer = setup(config)
-        dataset = answer[2].dataset
+        built = setup(config)
+        dataset = built.loader.dataset
         read = type(dataset).__getitems__
 
         def reading(self: Any, rows: Any) -> Any:
@@ -287,7 +287,7 @@ def signal_in_read(recipe: Recipe, given: tuple[int, str]) -> None:
             return read(self, rows)
 
         type(dataset).__getitems__ = reading
-        return answer
+        return built
 
     recipe.setup = watched
 
@@ -297,8 +297,8 @@ def stuck_read(recipe: Recipe, given: tuple[int, str]) -> None:
     (number, mark), setup, reads = given, recipe.setup, [0]
 
     def watched(config: Any) -> Any:
-        answer = setup(config)
-        dataset = answer[2].dataset
+        built = setup(config)
+        dataset = built.loader.dataset
         read = type(dataset).__getitems__
 
         def reading(self: Any, rows: Any) -> Any:
@@ -309,7 +309,7 @@ def stuck_read(recipe: Recipe, given: tuple[int, str]) -> None:
             return read(self, rows)
 
         type(dataset).__getitems__ = reading
-        return answer
+        return built
 
     recipe.setup = watched
 

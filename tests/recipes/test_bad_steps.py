@@ -125,6 +125,19 @@ def test_a_good_step_is_replayed_bitwise(runs):
     assert found["bad_parameters"] == []
 
 
+def test_a_recipe_whose_setup_returns_a_tuple_is_replayed(runs, tmp_path):
+    text = (runs / "breaks.py").read_text()
+    end = "\nif __name__"
+    returned = "(lambda built: (built.state, built.step, built.loader))(_setup(config))"
+    old = f"\n_setup = setup\n\n\ndef setup(config):\n    return {returned}\n{end}"
+    (tmp_path / "old.py").write_text(text.replace(end, old))
+    script = ["--script", str(tmp_path / "old.py")]
+    assert main(["replay", str(runs / "knows"), "--step", "4", *script]) == 0
+    found = json.loads((runs / "knows" / "replay_step_4.json").read_text())
+    rows = {row["step"]: row for row in fk.read_metrics(runs / "knows" / "metrics.jsonl")}
+    assert found["loss"] == rows[4]["train/loss"]
+
+
 def test_more_ways_back_than_allowed_end_the_run(tokens, tmp_path):
     folder = copies(tokens, tmp_path)
     text = (folder / "breaks.py").read_text()

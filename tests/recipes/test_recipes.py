@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+import attrs
 import pytest
-from runs import arguments, launch, rows_of, status_of
+from runs import arguments, launch, load_recipe, rows_of, status_of
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -113,6 +114,12 @@ RECIPES = {
 
 def test_each_recipe_has_a_row():
     assert {path.stem for path in recipes_folder().glob("*.py")} == RECIPES.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES.keys() - {"minimal"})
+def test_what_setup_returns_is_alike_in_all_recipes(name):
+    names = list(attrs.fields_dict(load_recipe(name).Setup))
+    assert names[:4] == ["state", "step", "loader", "loss_fn"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

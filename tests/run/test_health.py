@@ -408,7 +408,8 @@ steps, recipe_loss = [0], recipe.loss_fn
 recipe.loss_fn = hang_here
 config = load_config(recipe.Config)
 with fk.open_run(config.out, to_dict(config)) as run:
-    state, step, loader, _, stop = recipe.setup(config)
+    built = recipe.setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
     log = run.start(state, every=1, loader=loader)
     with log, loader, stop, Health(run.out, state.mesh, timeout_s=2, loader=loader) as health:
         for batches in fk.groups(loader, loader.micro_batches(config.global_batch_size)):

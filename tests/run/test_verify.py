@@ -1,0 +1,157 @@
+"""Layouts against one process: what is right is equal to 1e-13, what is wrong is named."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import verified
+
+import forgekit as fk
+
+EXACT = 1e-12
+UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
+COPIES = ("forgekit.steps.agreement:_check_fingerprints", None)
+NO_MESH = ("forgekit.state:_check_parameters", None)
+GATHERED = ("forgekit.steps.vocab:TENSOR", "dp_shard")
+FIRST = ("forgekit.parallel.relay:Relay._sent", verified.first_alone)
+TERM = ("forgekit.steps.calls:_PARAMETERS", ())
+READS = ("forgekit.parallel.rehearsal:Trace._check_operation", None)
+PLANNED = ("forgekit.parallel.regions:_hooks", ())
+WRONG = {
+    "a mean per micro-batch": ({"dp_shard": 2}, "micro-batches", ()),
+    "opaque": ({"dp_shard": 2}, "dp_shard", (UNREDUCED, COPIES)),
+    "a forgotten mesh": ({"dp_replicate": 2}, "dp_replicate", (NO_MESH,)),
+    "weight read before the call": ({"dp_shard": 2}, "dp_shard", (GATHERED,)),
+    "unnamed weight": ({"tp": 2}, "tp", (PLANNED, COPIES)),
+    "own positions": ({"cp": 2}, "cp", ()),
+    "x0": ({"pp": 2}, "pp", (FIRST,)),
+    "skips": ({"pp": 2}, "pp", (FIRST,)),
+    "aux": ({"pp": 2}, "pp", (FIRST,)),
+    "a term over parameters": ({"pp": 2}, "pp", (TERM, READS)),
+}
+
+
+REFUSED = {
+    "opaque": "UnreducedError: ",
+    "a forgotten mesh": "ValueError: there are 2 ranks and the state got no mesh",
+    "weight read before the call": "ValueError: weight is a DTensor over the mesh dimensions",
+    "unnamed weight": "ValueError: the tensor-parallel plan leaves something out: ",
+    "a term over parameters": "ValueError: Model.parameters: loss_fn reads a parameter of the",
+}
+FAILED = {
+    "raises": (verified.raises, "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full\n"),
+    "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 8 s.*verified.py.* in hangs"),
+    "dies": (verified.dies, r"rank 1 of 2 died without a word of its own\."),
+    "no loader": (verified.no_loader, "setup returned a SimpleNamespace without 'loader'; verify"),
+    "another mesh": (
+        verified.another_mesh,
+        r"setup built a mesh of .* and was asked for .*'tp': 2",
+    ),
+    "no targets": (verified.no_targets, r"the gradient of the first step has norm (0|nan)"),
+    "16 bits": (verified.in_16_bits, r"asks parallelize to compute in torch.bfloat16, and verify"),
+    "few batches": (verified.few_batches, "the loader has micro-batches for 2 steps and verify"),
+    "other rows": (
+        verified.other_rows,
+        "ValueError: ranks 0 and 1 hold parts of one model and have to read the same rows",
+    ),
+}
+
+
+def layout(**sizes):
+    return fk.MeshSpec(**{"dp_shard": 1, **sizes})
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_wrong_is_found_and_its_dimension_named(kind):
+    sizes, dimension, off = WRONG[kind]
+    report = fk.verify(partial(verified.build, kind, off), layout(**sizes))
+    assert report.failure is None, report
+    assert report.broken == (dimension,)
+    assert not report.equal
+    assert max(report.error, *(check.error for check in report.checks)) > 1e-3, report
+    assert re.search(rf"^different: {dimension} breaks?; ", str(report), re.M)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_the_library_refuses_is_reported_as_its_rank_said_it(kind):
+    sizes, _, off = WRONG[kind]
+    assert off
+    report = fk.verify(partial(verified.build, kind, ()), layout(**sizes))
+    assert not report.equal
+    assert re.search(rf"^rank \d of 2 raised .*{re.escape(REFUSED[kind])}", report.failure)
+
+
+@pytest.mark.parametrize("kind", ["x0", "skips", "aux"])
+def test_what_travels_between_stages_is_equal(kind):
+    report = fk.verify(partial(verified.build, kind, ()), layout(pp=2))
+    assert report.equal, report
+    assert report.error < EXACT
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_a_rank_that_fails_is_reported_with_its_message(name):
+    build, message = FAILED[name]
+    report = fk.verify(build, layout(tp=2), timeout_s=8 if name == "hangs" else 60)
+    assert not report.equal
+    assert report.rows == report.broken == ()
+    assert re.search(message, report.failure, re.S), report.failure
+    assert str(report).startswith("failed: tp=2: ")
+
+
+def test_one_dimension_of_two_is_named_where_only_it_breaks():
+    said = []
+    build = partial(verified.build, "unnamed weight", (PLANNED, COPIES))
+    report = fk.verify(build, layout(tp=2, dp_shard=2), progress=said.append)
+    assert report.broken == ("tp",)
+    equal = {check.name: check.error < EXACT for check in report.checks}
+    assert equal == {
+        "dp_shard=2 tp=2": False,
+        "micro-batches": True,
+        "one process": True,
+        "dp_shard=2": True,
+        "tp=2": False,
+    }
+    assert re.fullmatch(r"layers\.\d\.act\.weight", report.rows[0].name)
+    assert len(said) == 5
+    assert "looking for what breaks: tp=2 on 2 ranks" in said
+
+
+def test_float32_dropout_and_weights_of_chance_are_no_difference():
+    report = fk.verify(verified.in_float32, layout(dp_shard=2))
+    assert report.equal, report
+    assert 0 < report.error < EXACT
+    assert any("other initial values in one process" in note for note in report.notes)
+    assert len(report.rows) == 18
+
+
+def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
+    build = partial(verified.build, "a mean per micro-batch", ())
+    report = fk.verify(build, layout(dp_shard=2), split=False)
+    assert report.equal, report
+    assert [check.name for check in report.checks] == ["dp_shard=2"]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("build", "sizes", "options", "message"),
+    [
+        (lambda mesh: None, {}, {}, "lambda.*Define it at the top level of a file"),
+        (verified.raises, {"ep": 2}, {}, "ep 2 does not divide dp_shard . cp = 1"),
+        (verified.raises, {}, {"tolerance": 0.0}, "tolerance is 0.0; it is a relative error"),
+        (verified.raises, {}, {"tolerance": float("nan")}, "tolerance is nan; it is a relative"),
+        (verified.raises, {}, {"timeout_s": 0}, "timeout_s is 0; it is a number of seconds above"),
+    ],
+    ids=["lambda", "experts", "tolerance 0", "tolerance nan", "no time"],
+)
+def test_what_cannot_be_verified_is_refused(build, sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        fk.verify(build, layout(**sizes), **options)
+
+
+@pytest.mark.bad_input
+def test_a_rank_of_a_launcher_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="this is one of 4 ranks; verify starts its ranks by"):
+        fk.verify(verified.raises, layout(tp=2))

@@ -1,0 +1,270 @@
+"""Small models and losses, right and wrong, that processes of ``verify`` build for themselves.
+
+Each mistake trains without complaint once the library's own check of it is switched off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from oracle import SPEC
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import forgekit as fk
+
+VOCAB, WIDTH, PLACES, ROWS = 36, 12, 8, 2
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Layer(nn.Module):
+    """A residual branch; it may take the embedding, or have an activation with a weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        self.act = nn.PReLU() if kind == "unnamed weight" else nn.GELU()
+
+    def forward(self, x: Tensor, x0: Tensor | None = None) -> Tensor:
+        return x + self.down(self.act(self.up(x if x0 is None else x + x0)))
+
+
+class Model(nn.Module):
+    """Four layers, whose outputs go the ways that ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = x0 = self.embed(ids)
+        sums, saved = 0.0, []
+        for number, layer in enumerate(self.layers):
+            if self.kind == "skips" and number > 1:
+                x = x + saved.pop()
+            x = layer(x, x0) if self.kind == "x0" else layer(x)
+            if number < 2:
+                saved.append(x)
+            sums = sums + x.square().mean(-1).sum()
+        logits = self.head(x)
+        return (logits, sums) if self.kind == "aux" else logits
+
+
+class Opaque(nn.Module):
+    """Returns what FSDP cannot look into; no block in it could call FSDP's attention to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.embed(ids)))
+
+
+class OwnPositions(fk.Transformer):
+    """Counts the positions of what it is given, which is a slice under context parallelism."""
+
+    def forward(self, input_ids: Tensor, **keywords: Any) -> Tensor:
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return super().forward(input_ids, position_ids=places, **keywords)
+
+
+def batches(mesh: Any, places: int = PLACES) -> Any:
+    """Random rows without end, others on each data-parallel rank."""
+    rank, world = fk.data_ranks(mesh)
+    for number in count(rank, world):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, VOCAB, (ROWS, places + 1), generator=generator)
+        yield TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [ROWS])
+
+
+def loss_fn(kind: str, model: Any, batch: Any) -> fk.Loss:
+    """Cross-entropy, with the mistake that ``kind`` says."""
+    if kind == "weight read before the call":
+        weight = model.head.weight
+        return fk.linear_cross_entropy(hidden(model, batch), weight, batch["labels"])
+    output = model(batch["input_ids"])
+    logits = output.logits if kind == "opaque" else output[0] if kind == "aux" else output
+    loss = fk.cross_entropy(logits, batch["labels"])
+    if kind == "a mean per micro-batch":
+        return fk.Loss(loss.sum / loss.count, 1)
+    if kind == "aux":
+        return fk.Loss(loss.sum + output[1], loss.count)
+    if kind == "a term over parameters":
+        term = sum(p.square().sum() for p in model.parameters())
+        return fk.Loss(loss.sum + 0.1 * term * loss.count, loss.count)
+    return loss
+
+
+def hidden(model: Any, batch: Any) -> Tensor:
+    """What the head gets, read by a hook."""
+    found: list[Tensor] = []
+    hook = model.head.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    model(batch["input_ids"])
+    hook.remove()
+    return found[0]
+
+
+def build(kind: str, off: Sequence[tuple[str, Any]], mesh: Any) -> Any:
+    """A record for ``verify``, with some functions of the library switched off.
+
+    Args:
+        kind: Which mistake, or ``"right"``.
+        off: Functions as ``module:name``, each with what it returns instead.
+        mesh: The mesh.
+    """
+    for path, answer in off:
+        switch_off(path, answer)
+    torch.manual_seed(0)
+    model = make_model(kind)
+    state_mesh = None if kind == "a forgotten mesh" else mesh
+    if state_mesh is not None:
+        model = fk.parallelize(model, mesh, plan=PLAN if isinstance(model, Model) else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = fk.TrainState.create(model, optimizer, mesh=state_mesh)
+    loss = partial(loss_fn, kind)
+    return SimpleNamespace(state=state, loss_fn=loss, loader=batches(mesh), micro_batches=4)
+
+
+def make_model(kind: str) -> nn.Module:
+    """The model that has the mistake, or is right."""
+    if kind == "own positions":
+        return OwnPositions(SPEC)
+    return Opaque() if kind == "opaque" else Model(kind)
+
+
+def switch_off(path: str, answer: Any) -> None:
+    """Let a function return ``answer`` and do nothing; a constant becomes it.
+
+    An answer that is a function takes the original, and returns what stands in for it.
+    """
+    module, names = path.split(":")
+    *classes, name = names.split(".")
+    there: Any = importlib.import_module(module)
+    for part in classes:
+        there = getattr(there, part)
+    original = getattr(there, name)
+    if callable(answer):
+        answer = answer(original)
+    elif callable(original):
+        answer = partial(answer_always, answer)
+    setattr(there, name, answer)
+
+
+def answer_always(answer: Any, *_args: Any, **_keywords: Any) -> Any:
+    """Whatever is asked."""
+    return answer
+
+
+def first_alone(send: Any) -> Any:
+    """Let only the first tensor that travels between stages bring a gradient back."""
+
+    def sent(relay: Any) -> tuple[Tensor, ...]:
+        first, *others = send(relay) or (None,)
+        return tuple([] if first is None else [first, *(t.detach() + 0 * t for t in others)])
+
+    return sent
+
+
+def other_rows(mesh: Any) -> Any:
+    """Rows by the process's rank, on ranks that share a model."""
+    record = build("right", (), mesh)
+    number = fk.process_rank()
+    record.loader = batches(None, PLACES + 2 * number)
+    return record
+
+
+def raises(mesh: Any) -> Any:
+    """An error on rank 1 alone."""
+    if fk.process_rank() == 1:
+        raise RuntimeError("the disk of rank 1 is full")
+    return build("right", (), mesh)
+
+
+def hangs(mesh: Any) -> Any:
+    """Rank 1 never comes."""
+    while fk.process_rank() == 1:
+        time.sleep(0.1)
+    return build("right", (), mesh)
+
+
+def dies(mesh: Any) -> Any:
+    """Rank 1 ends without a word."""
+    if fk.process_rank() == 1:
+        os._exit(7)
+    return build("right", (), mesh)
+
+
+def no_loader(mesh: Any) -> Any:
+    """A record without data."""
+    record = build("right", (), mesh)
+    return SimpleNamespace(state=record.state, loss_fn=record.loss_fn)
+
+
+def another_mesh(mesh: Any) -> Any:
+    """A mesh of its own, not the one that was asked for."""
+    own = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
+    return build("right", (), own)
+
+
+def no_targets(mesh: Any) -> Any:
+    """Batches in which nothing is to be learnt."""
+    record = build("right", (), mesh)
+    record.loader = (fk.mask_batch(batch) for batch in batches(mesh))
+    return record
+
+
+def in_16_bits(mesh: Any) -> Any:
+    """A precision that is not taken from anywhere."""
+    record = build("right", (), mesh)
+    model = fk.parallelize(Model("right"), mesh, plan=PLAN, blocks="layers", precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record.state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    return record
+
+
+def few_batches(mesh: Any) -> Any:
+    """Micro-batches for two steps."""
+    record = build("right", (), mesh)
+    stream = batches(mesh)
+    record.loader = [next(stream) for _ in range(8)]
+    return record
+
+
+def in_float32(mesh: Any) -> Any:
+    """A model in float32 with dropout, one that draws its own weights in each process."""
+    model = nn.Module.float(Dropped())
+    model = fk.parallelize(model, mesh, plan=PLAN, blocks="layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    loss = partial(loss_fn, "right")
+    return SimpleNamespace(state=state, loss_fn=loss, loader=batches(mesh), micro_batches=2)
+
+
+class Dropped(Model):
+    """Dropout of both kinds, and initial weights that nobody has seeded."""
+
+    def __init__(self) -> None:
+        torch.seed()
+        super().__init__("right")
+        self.attention_dropout = 0.3
+        for layer in self.layers:
+            layer.act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        x = nn.functional.dropout(x, self.attention_dropout)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
