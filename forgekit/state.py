@@ -52,6 +52,7 @@ class Layout:
         tensor: Ranks that share each matrix.
         sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
         longest: Most places of a whole sequence that the model takes; None if it does not say.
+        locates: Whether a module of the model has a ``locate`` socket for positions.
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
         stages: This rank's pipeline stages; None where it holds the whole model.
@@ -67,6 +68,7 @@ class Layout:
     tensor: int = 1
     sequence: int = 1
     longest: int | None = None
+    locates: bool = False
     owns_loss: bool = True
     stages: Any = None
     styles: Mapping[str, Any] = attrs.field(factory=dict)

@@ -136,6 +136,7 @@ def parallelize(
     # Arranging makes process groups, so what can be refused is, before and on all ranks alike.
     styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
     data, tensor = arrange(mesh)
+    locates = any(hasattr(module, "locate") for module in model.modules())
     view = expert_mesh(mesh)
     experts = [] if view is None else find_experts(model, _expert_patterns(model, plan))
     ring, ulysses, place = apply_context(model, mesh, context_parallel, tensor=size_of(mesh, "tp"))
@@ -180,6 +181,7 @@ def parallelize(
         tensor=size_of(mesh, "tp"),
         sequence=sequence,
         longest=getattr(getattr(model, "spec", None), "max_seq_len", None),
+        locates=locates,
         owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
         stages=stages,
         loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
 
-from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.run.resilience import StopSignal
-from forgekit.state import Layout, TrainState
-from forgekit.steps.forward import LossFn, compute_loss, mixing_tensors, take_part
+from forgekit.state import TrainState
+from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.staged import evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
-__all__ = ["evaluate", "evaluating"]
+__all__ = ["evaluate"]
 
 
 @torch.no_grad()
@@ -99,17 +96,3 @@ def _run_whole(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: Lo
         loss = compute_loss(state.model, take_part(batch, state.layout, device), loss_fn)
         sums.add(loss, rows=batch.batch_size[0])
     return sums
-
-
-@contextmanager
-def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Switch a model to evaluation, and each module back to what it was, whatever is raised."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
-            module.training = True
-        for module in fsdp_modules(*layout.roots(model)):
-            module.reshard()  # a forward without a backward leaves the root gathered

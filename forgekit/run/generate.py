@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import process_rank
 from forgekit.parallel.context import whole_sequences
-from forgekit.run.evaluate import evaluating
 from forgekit.run.resilience import write_atomic
 from forgekit.state import TrainState, layout_of
+from forgekit.steps.forward import evaluating
 
 __all__ = ["generate", "write_sample"]
 

@@ -39,6 +39,7 @@ from forgekit.steps.forward import (
     mixing_tensors,
     take_part,
 )
+from forgekit.steps.position_proof import check_positions
 from forgekit.steps.staged import accumulate_staged
 from forgekit.steps.totals import LossSums, Totals
 
@@ -51,6 +52,7 @@ def accumulate(
     loss_fn: LossFn,
     *,
     sync: Sync = "last",
+    audit: bool = True,
 ) -> Totals:
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
@@ -71,6 +73,8 @@ def accumulate(
             ``"every"`` one (less memory, more communication), or ``"hsdp_last"``: scattered after
             every one, summed across replicas after the last. All give the same gradient. A
             pipeline always waits for the last.
+        audit: Whether a run's first step proves the tensor-parallel plan, and that positions under
+            context parallelism are those of whole sequences.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, and the samples consumed globally.
@@ -95,9 +99,9 @@ def accumulate(
     run = _run_whole if layout.stages is None else accumulate_staged
     try:
         # At a run's first step, before anything is updated.
-        is_first = state.agreed is None
+        is_first = audit and state.agreed is None
         with mixing_tensors(layout), proving_plan(state.model, layout, is_due=is_first):
-            sums = run(state, batches, loss_fn, sync, sharded)
+            sums = run(state, batches, loss_fn, sync, sharded, is_first=is_first)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         # Before zeros are filled in: what was never reduced must not pass for unused.
@@ -123,6 +127,8 @@ def _run_whole(
     loss_fn: LossFn,
     sync: Sync,
     sharded: list[Any],
+    *,
+    is_first: bool,
 ) -> LossSums:
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device = state.targets.device
@@ -133,6 +139,8 @@ def _run_whole(
             if index == 0 or is_last:
                 set_sync(sharded, sync, is_last)
             part = take_part(batch, state.layout, device)
+            if is_first and index == 0 and state.layout.context > 1:
+                check_positions(state, part, loss_fn)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             if is_last and index:

@@ -8,8 +8,8 @@ spread over the vocabulary; a loss function may mix them with plain tensors, whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.slices import shard_sequence
+from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.state import Layout
 from forgekit.steps.losses import Loss
 
@@ -108,6 +109,20 @@ def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
+
+
+@contextmanager
+def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """Switch a model to evaluation, and each module back to what it was, whatever is raised."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
+            module.training = True
+        for module in fsdp_modules(*layout.roots(model)):
+            module.reshard()  # a forward without a backward leaves the root gathered
 
 
 def _is_spread(loss: Loss) -> bool:

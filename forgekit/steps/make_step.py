@@ -61,7 +61,8 @@ def make_step(
         end: A ``DataEnd``, the one that ``groups`` has; its vote travels there too.
         spikes: Leave out steps whose loss or norm stands out from ``state.recent``; the metrics
             then have ``spikes``, 1 for such a step. None leaves out none.
-        audit: Whether the first step compares replicas and options over the ranks.
+        audit: Whether the first step compares replicas and options over the ranks, and proves the
+            tensor-parallel plan and positions under context parallelism.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -76,7 +77,7 @@ def make_step(
     }
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
-        totals = accumulate(state, batches, loss_fn, sync=sync)
+        totals = accumulate(state, batches, loss_fn, sync=sync, audit=audit)
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
         lr = _rate(schedule, state, totals.samples)

@@ -39,6 +39,8 @@ def accumulate_staged(
     loss_fn: LossFn,
     sync: Sync,  # noqa: ARG001 (a schedule reduces each stage's gradients once, after the last)
     sharded: list[Any],
+    *,
+    is_first: bool = False,
 ) -> LossSums:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
@@ -48,6 +50,7 @@ def accumulate_staged(
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
         sync: Without effect: gradients are reduced after the last micro-batch.
         sharded: The FSDP modules of all stages.
+        is_first: Whether it is a run's first step, which checks where positions come from.
 
     Returns:
         The losses on the rank of the last stage, zeros on the others; all count rows.
@@ -70,6 +73,8 @@ def accumulate_staged(
         sum_gradients(module)
     work = _Work(state, batches, size, loss_fn)
     shape = work.start()
+    if is_first and size:
+        work.check_positions()
     if size:
         work.stages.run(size, shape, work.train)
     return work.sums
@@ -175,6 +180,21 @@ class _Work:
     def shape(self, micro_batch: int) -> torch.Size:
         """Shape of what the first stage is given."""
         return self._calls[micro_batch].first.shape
+
+    def check_positions(self) -> None:
+        """Raise if nothing tells the stages where their slices of a sequence are.
+
+        Raises:
+            ValueError: On every rank alike.
+        """
+        layout = self.layout
+        if layout.context > 1 and not layout.locates and "position_ids" not in self._calls[0].batch:
+            raise ValueError(
+                f"{type(self.model).__name__} has no locate socket and the batch no position_ids, "
+                f"so the ranks that share a sequence (cp {layout.context}) would count positions "
+                "inside their slices. Use self.locate(s, device) in the model, or pass "
+                "position_ids."
+            )
 
     def train(
         self, stage: int, micro_batch: int, received: tuple[Tensor, ...]

@@ -1,0 +1,189 @@
+"""Under context parallelism a model that makes its own positions is refused, others are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+from forgekit.model.attention import attend_causal
+from forgekit.model.transformer import locate_all
+
+VOCAB, DIM, HEADS, LONGEST = 22, 12, 2, 16
+
+
+def _shift(x):
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+class _Attention(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.attend = attend_causal
+        self.own = own
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in self.qkv(x).chunk(3, -1))
+        if self.own:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            mixed = self.attend(q, k, v, doc_ids=None)
+        return self.out(mixed.flatten(2))
+
+
+class _Block(nn.Module):
+    def __init__(self, kind, index):
+        super().__init__()
+        self.kind = kind if index else "plain"
+        self.attention = _Attention(own=kind == "own attention" and index == 1)
+        self.feed = nn.Linear(DIM, DIM)
+        if kind == "convolution" and index:
+            self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
+
+    def forward(self, x):
+        if self.kind == "token shift":
+            x = x + 0.5 * _shift(x)
+        if self.kind == "cumulative mean":
+            x = x + x.cumsum(1) / x.shape[1]
+        if self.kind == "convolution":
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.attention(x)
+        return x + self.feed(x).tanh()
+
+
+class _Model(nn.Module):
+    """Learned positions, from one source or another."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(4)
+        self.kind = kind
+        self.embedding, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LONGEST, DIM)
+        self.layers = nn.ModuleList([_Block(kind, index) for index in range(2)])
+        self.output = nn.Linear(DIM, VOCAB)
+        if kind != "arange":
+            self.locate = locate_all
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embedding(input_ids)
+        if position_ids is None and self.kind == "arange":
+            position_ids = torch.arange(input_ids.shape[1])
+        elif position_ids is None and self.kind != "none":
+            position_ids = self.locate(input_ids.shape[1], input_ids.device)
+        if position_ids is not None:
+            x = x + self.place(position_ids)
+        for layer in self.layers:
+            x = layer(x)
+        if self.kind == "shifted at the end":
+            x = x + 0.5 * _shift(x)
+        return self.output(x)
+
+
+def _loss(model, batch):
+    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    return fk.cross_entropy(model(batch["input_ids"], **positions), batch["labels"])
+
+
+def _batch(*, given=False):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (3, LONGEST), generator=generator)
+    labels = torch.randint(VOCAB, (3, LONGEST), generator=generator)
+    labels[0, :5] = -100
+    items = {"input_ids": ids, "labels": labels}
+    if given:
+        items["position_ids"] = torch.arange(LONGEST).expand(3, -1).clone()
+    return TensorDict(items, [3])
+
+
+def _gradients(state, batch):
+    totals = fk.reduce_totals(fk.accumulate(state, [batch], _loss), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _state(kind, method, precision="fp32"):
+    mesh = fk.build_mesh(fk.MeshSpec(cp=2), device="cpu")
+    model = _Model(kind)
+    model = model.double() if precision == "fp32" else model
+    model = fk.parallelize(model, mesh, context_parallel=method, precision=precision)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def _exact(rank, world, kind, method, given):
+    state = _state(kind, method)
+    return _gradients(state, _batch(given=given))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("kind", "given"), [("locate", False), ("locate", True), ("arange", True), ("none", False)]
+)
+def test_positions_of_whole_sequences_are_exact(kind, given, method):
+    model = _Model(kind).double()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    expected = _gradients(state, _batch(given=given))
+    used = [name for name in expected if kind != "none" or not name.startswith("place")]
+    for found in run_ranks(_exact, 2, kind, method, given):
+        assert relative_error(found, expected) < 1e-10
+        assert all(found[name].any() for name in used)
+
+
+INSIDE = r"what attention 'layers\.{}\.attention' is given at a position depends on other"
+WRONG = {
+    "arange": INSIDE.format(0),
+    "token shift": INSIDE.format(1),
+    "cumulative mean": INSIDE.format(1),
+    "convolution": INSIDE.format(1),
+    "own attention": "the loss at a position depends on other positions, past the attend",
+    "shifted at the end": "the loss at a position depends on other positions, past the attend",
+}
+
+
+def _refused(rank, world, kind, method, precision):
+    state = _state(kind, method, precision)
+    before = full_tensors(state.model)
+    step = fk.make_step(_loss, schedule=fk.constant(0.1))
+    with pytest.raises(ValueError, match=WRONG[kind]) as caught:
+        step(state, [_batch()])
+    after = full_tensors(state.model)
+    assert "take positions from the batch (position_ids) or a socket" in str(caught.value)
+    return all(torch.equal(before[name], after[name]) for name in before) and state.model.training
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("method", "precision"), [("ring", "fp32"), ("ulysses", "bf16")])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_model_that_makes_its_own_positions_is_refused(kind, method, precision):
+    assert run_ranks(_refused, 2, kind, method, precision) == [True, True]
+
+
+def _unchecked(rank, world):
+    state = _state("arange", "ring")
+    step = fk.make_step(_loss, schedule=fk.constant(0.1), audit=False)
+    return float(step(state, [_batch()])[1]["skipped"])
+
+
+def test_the_proof_can_be_left_out():
+    assert run_ranks(_unchecked, 2) == [0.0, 0.0]
+
+
+def _refused_by_stages(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(cp=2, pp=2), device="cpu")
+    model = fk.parallelize(_Model("arange").double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(_loss, schedule=fk.constant(0.1))
+    with pytest.raises(ValueError, match=r"no locate socket and the batch no position_ids"):
+        step(state, [_batch(), _batch()])
+    return True
+
+
+@pytest.mark.bad_input
+def test_stages_without_positions_are_refused():
+    assert run_ranks(_refused_by_stages, 4) == [True] * 4
