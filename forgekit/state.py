@@ -238,6 +238,7 @@ class TrainState:
                 "others round the gradients that they scale. Use for example 2.0**-12."
             )
         check_dense(model)
+        _check_layout(model, mesh)
         _check_parameters(model, optimizer, mesh)
         device = _device_of(model, mesh)
         return cls(
@@ -360,6 +361,19 @@ def check_dense(model: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is an embedding with sparse=True, whose gradients are sparse; a step "
                 "adds up dense ones. Build it with sparse=False."
+            )
+
+
+def _check_layout(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Raise if ranks share a model and it does not say how."""
+    if mesh is None or getattr(model, _ATTRIBUTE, None) is not None:
+        return
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        if name in ("pp", "cp", "tp") and size > 1:
+            raise ValueError(
+                f"{type(model).__name__} is not what forgekit.parallelize returned, and the mesh "
+                f"has {name} of {size}: losses would be counted once for each of these ranks. Pass "
+                "what parallelize returned; give it the wrapper in place of what it wraps."
             )
 
 

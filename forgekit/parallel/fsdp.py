@@ -29,8 +29,11 @@ __all__ = [
     "Precision",
     "Sync",
     "clear_gradients",
+    "find_hooked",
     "find_unreduced",
     "fsdp_modules",
+    "gather_skipped",
+    "release",
     "reset_iteration",
     "set_sync",
     "shard",
@@ -199,6 +202,43 @@ def widen_accumulators(modules: list[Any]) -> None:
             )
 
 
+def gather_skipped(modules: list[Any]) -> None:
+    """Gather, once, what no forward has used yet and mixed precision is about to look at.
+
+    Call it between forward and backward. FSDP widens the gathered gradients of all modules after
+    a backward that reduces nothing, and stumbles over a module that was never gathered: a block
+    that all ranks skip in a run's first micro-batches.
+
+    Args:
+        modules: The model's FSDP modules; changed in place.
+    """
+    for module in modules:
+        records = _parameters([module])
+        if any(p.reduce_dtype and not hasattr(p, "_unsharded_param") for p in records):
+            module.unshard()
+            module.reshard()
+
+
+def release(modules: list[Any]) -> None:
+    """Let gathered parameters go, in place.
+
+    A forward without a backward leaves those of a root gathered: with the values of then, even
+    if their shards change, and as the parameters that the model names.
+    """
+    for module in modules:
+        module.reshard()
+
+
+def find_hooked(model: nn.Module, modules: list[Any]) -> list[str]:
+    """Name the sharded parameters that have a gradient hook, which FSDP never calls.
+
+    Args:
+        model: The model.
+        modules: Its FSDP modules.
+    """
+    return _names(model, [p for p in _parameters(modules) if p.sharded_param._backward_hooks])
+
+
 def find_unreduced(model: nn.Module, modules: list[Any]) -> list[str]:
     """Name the parameters whose gradients FSDP still holds back, after a step's last backward.
 
@@ -217,9 +257,14 @@ def find_unreduced(model: nn.Module, modules: list[Any]) -> list[str]:
     waiting = [m for m in modules for g in _groups(m) if g._partial_reduce_output is not None]
     if not left and not waiting:
         return []
+    return _names(model, left + [p for p in _parameters(waiting) if p not in left])
+
+
+def _names(model: nn.Module, records: list[Any]) -> list[str]:
+    if not records:
+        return []
     names = {module: name for name, module in model.named_modules()}
-    left += [p for p in _parameters(waiting) if p not in left]
-    found = [(p._module_info.module, p._module_info.param_name) for p in left]
+    found = [(p._module_info.module, p._module_info.param_name) for p in records]
     return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in found]
 
 

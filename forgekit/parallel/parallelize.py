@@ -127,6 +127,7 @@ def parallelize(
             f"of repeated layers with blocks=; {_lists(model)}"
         )
     check_dense(model)
+    _check_hooks(model)
     _check_buffers(model)
     _check_shared(model)
     is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
@@ -260,6 +261,16 @@ def _check_buffers(model: nn.Module) -> None:
             f"the buffers {lost} are on meta and only their modules know their values. Build the "
             "model on the CPU, or compute them in forward."
         )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name!r} has a gradient hook, and parallelize puts another parameter, without "
+                "it, in its place. Change gradients after it: parameter.grad between accumulate "
+                "and reduce_totals."
+            )
 
 
 def _check_shared(model: nn.Module) -> None:

@@ -16,14 +16,18 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
     Sync,
     clear_gradients,
+    find_hooked,
     find_unreduced,
     fsdp_modules,
+    gather_skipped,
+    release,
     reset_iteration,
     set_sync,
     widen_accumulators,
@@ -82,7 +86,8 @@ def accumulate(
     Raises:
         TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
             ``Loss``.
-        ValueError: If there is no micro-batch, or the loss does not depend on the parameters.
+        ValueError: If there is no micro-batch, the loss does not depend on the parameters, a
+            sharded parameter has a gradient hook, or the optimizer holds one that is not sharded.
             Whatever is raised, no gradient is left behind and the step can be tried again.
     """
     if isinstance(batches, TensorDictBase):
@@ -94,6 +99,9 @@ def accumulate(
         raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
     layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
+    release(sharded)
+    _check_hooks(state.model, sharded)
+    _check_added(state)
     clear_gradients(state.model, sharded)
     _seed(state)
     run = _run_whole if layout.stages is None else accumulate_staged
@@ -143,6 +151,7 @@ def _run_whole(
                 check_positions(state, part, loss_fn)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
+            gather_skipped(sharded)
             if is_last and index:
                 widen_accumulators(sharded)
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
@@ -230,6 +239,29 @@ def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
         raise TypeError(
             f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
             "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
+        )
+
+
+def _check_hooks(model: nn.Module, sharded: list[Any]) -> None:
+    if names := find_hooked(model, sharded):
+        raise ValueError(
+            f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
+            "shards by itself. Remove the hook, and change parameter.grad between accumulate and "
+            "reduce_totals."
+        )
+
+
+def _check_added(state: TrainState) -> None:
+    """Raise if the optimizer has got parameters that nothing adds up over the ranks."""
+    if state.mesh is None or state.mesh.size() == 1:
+        return
+    held = (p for group in state.optimizer.param_groups for p in group["params"])
+    plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
+    if plain:
+        raise ValueError(
+            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not sharded "
+            f"on a mesh of {state.mesh.size()} ranks, so their gradients would not be reduced. Add "
+            "them to the model before forgekit.parallelize(model, mesh)."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.totals import Totals
@@ -51,6 +52,7 @@ def gradients(state: TrainState, totals: Totals, *, pattern: str = "*") -> dict[
         tensor([[3.]])
     """
     unit = _unit(totals)
+    release(fsdp_modules(*state.layout.roots(state.model)))
     return {
         name: parameter.grad.detach() * unit.to(parameter.grad.device)
         for name, parameter in state.model.named_parameters()
@@ -81,6 +83,7 @@ def grad_norms(
         ValueError: If a pattern matches no parameter.
     """
     unit = _unit(totals)
+    release(fsdp_modules(*state.layout.roots(state.model)))
     names = _names(state, totals)
     groups = {name: [name] for name in names} if patterns is None else _matches(names, patterns)
     squares = _squares(state, names)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.optim.chain import Chained
+from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.totals import Totals
@@ -72,6 +73,7 @@ def update(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
+    release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
     trained = torch.where(correction.finite, totals["targets"], 0.0).to(torch.int64)
     return donate(
         state,

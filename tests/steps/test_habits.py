@@ -1,0 +1,229 @@
+"""Habits between steps: looks at the model, hooks, wrappers, new parameters, skipped blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import full, full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+
+WIDTH, WORDS = 8, 10
+PLAN = {"embed": "embedding", "layers.*.0": "colwise", "layers.*.2": "rowwise", "top": "colwise"}
+LAYOUTS = {
+    "fsdp": {"sizes": {}},
+    "hsdp": {"sizes": {"dp_replicate": 2, "dp_shard": 1}},
+    "tp": {"sizes": {"tp": 2, "dp_shard": 1}, "plan": PLAN},
+}
+
+
+class _Model(nn.Module):
+    def __init__(self, skips=()):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(self._block() for _ in range(2))
+        self.top = nn.Linear(WIDTH, WORDS)
+        self.skips, self.calls = skips, 0
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    @staticmethod
+    def _block():
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, ids):
+        x, call = self.embed(ids), self.calls
+        self.calls += 1
+        for number, layer in enumerate(self.layers):
+            if (number, call) not in self.skips:
+                x = x + layer(x)
+        return self.top(x)
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def _loss(model, batch):
+    return fk.cross_entropy(model(batch["ids"]), batch["labels"])
+
+
+def _batches(at, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + at)
+    draw = [torch.randint(WORDS, (2, 5), generator=generator) for _ in range(6)]
+    return [
+        TensorDict({"ids": a, "labels": b}, [2]) for a, b in zip(draw[:3], draw[3:], strict=True)
+    ]
+
+
+def _all_batches(state, seed=0, ranks=2):
+    """This rank's micro-batches; in one process those of all data-parallel ranks."""
+    at, _ = fk.data_ranks(state.mesh)
+    return (
+        _batches(at, seed) if state.mesh else [b for r in range(ranks) for b in _batches(r, seed)]
+    )
+
+
+def _state(layout, model=None, **options):
+    given = dict(LAYOUTS[layout])
+    mesh = fk.build_mesh(fk.MeshSpec(**given.pop("sizes")), device="cpu")
+    model = fk.parallelize(model or _Model().double(), mesh, **given, **options)
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+
+
+def _alone(model=None):
+    model = model or _Model().double()
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+
+
+def _peek(state):
+    with torch.no_grad():
+        state.model(_batches(9)[0]["ids"])
+
+
+def _gradients(state, ranks=2):
+    totals = fk.accumulate(state, _all_batches(state, ranks=ranks), _loss)
+    totals = fk.reduce_totals(totals, state)
+    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
+
+
+def _look_before_the_update(state, ranks):
+    totals = fk.accumulate(state, _all_batches(state, 1, ranks), _loss)
+    totals = fk.reduce_totals(totals, state)
+    _peek(state)
+    return fk.update(state, fk.clip(totals), lr=0.3, totals=totals)
+
+
+def _look_and_edit(state, ranks):
+    _peek(state)
+    with torch.no_grad():
+        for parameter in state.optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+    return state
+
+
+HABITS = {"look, update": _look_before_the_update, "look, edit": _look_and_edit}
+
+
+def _after_a_look(rank, world, layout, habit):
+    return _gradients(HABITS[habit](_state(layout), 2))
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_after_a_look_uses_the_weights_of_now(layout, habit):
+    """A forward without a backward leaves FSDP's root gathered, with the weights of then."""
+    ranks = 1 if layout == "tp" else 2
+    expected = _gradients(HABITS[habit](_alone(), ranks), ranks)
+    for found in run_ranks(_after_a_look, 2, layout, habit):
+        assert relative_error(found, expected) < 1e-10
+
+
+def _norms_after_a_look(rank, world):
+    state = _state("fsdp")
+    totals = fk.reduce_totals(fk.accumulate(state, _all_batches(state), _loss), state)
+    _peek(state)
+    norms = fk.grad_norms(state, totals)
+    _peek(state)
+    return {n: full(g).norm() for n, g in fk.gradients(state, totals).items()}, norms
+
+
+def test_norms_and_gradients_after_a_look_are_those_of_all_parameters():
+    expected = {name: gradient.norm() for name, gradient in _gradients(_alone()).items()}
+    for gradients, norms in run_ranks(_norms_after_a_look, 2):
+        assert relative_error(gradients, expected) < 1e-10
+        assert relative_error(norms, expected) < 1e-10
+
+
+def _hooked_before(rank, world, layout, kind):
+    model = _Model().double()
+    getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
+    with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient hook, .* after it"):
+        _state(layout, model)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_that_sharding_would_lose_are_refused(layout, kind):
+    run_ranks(_hooked_before, 2, layout, kind)
+
+
+def _hooked_after(rank, world, layout, name):
+    state = _state(layout)
+    handle = state.model.get_parameter(name).register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ValueError, match=rf"'{name}' has a gradient hook, which FSDP never calls"):
+        _gradients(state)
+    handle.remove()
+    return _gradients(state)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["layers.0.0.weight", "top.weight"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_that_fsdp_never_calls_are_refused(layout, name):
+    ranks = 1 if layout == "tp" else 2
+    for found in run_ranks(_hooked_after, 2, layout, name):
+        assert relative_error(found, _gradients(_alone(), ranks)) < 1e-10
+
+
+def _wrapped(rank, world, sizes, options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = _Wrapper(fk.parallelize(_Model().double(), mesh, **options))
+    with pytest.raises(
+        ValueError, match=r"_Wrapper is not what forgekit.parallelize .* [tp]p of 2"
+    ):
+        fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("sizes", "options"), [({"tp": 2}, {"plan": PLAN}), ({"pp": 2}, {})], ids=["tp", "pp"]
+)
+def test_a_wrapper_around_a_model_that_ranks_share_is_refused(sizes, options):
+    run_ranks(_wrapped, 2, {"dp_shard": 1, **sizes}, options)
+
+
+def _grown(rank, world, layout):
+    state = _state(layout)
+    before = full_tensors(state.model)
+    added = nn.Linear(WIDTH, WORDS).double()
+    state.optimizer.add_param_group({"params": list(added.parameters())})
+    with pytest.raises(ValueError, match=r"optimizer holds 2 parameters .*\(10, 8\).* not sharded"):
+        _gradients(state)
+    after = full_tensors(state.model)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_that_are_added_later_and_not_sharded_are_refused(layout):
+    assert run_ranks(_grown, 2, layout) == [True, True]
+
+
+SKIPS = {"all but the last": [(1, 0), (1, 1)], "the first": [(0, 0)], "the last": [(1, 2)]}
+
+
+def _skipping(rank, world, skips, precision):
+    return _gradients(_state("fsdp", _Model(SKIPS[skips]), precision=precision))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("skips", SKIPS)
+def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
+    """Stochastic depth, drawn alike on all ranks."""
+    twice = [*SKIPS[skips], *((number, call + 3) for number, call in SKIPS[skips])]
+    expected = _gradients(_alone(_Model(twice).double()))
+    for found in run_ranks(_skipping, 2, skips, precision):
+        assert (
+            relative_error(found, expected) < {"fp32": 1e-6, "bf16": 3e-2, "fp16": 3e-3}[precision]
+        )
