@@ -127,6 +127,12 @@ def _check_kind(name: str, module: nn.Module, style: str | ParallelStyle) -> Non
             f"style {style!r} is for {kind}; {name!r} is {module if is_leaf else type(module)}. "
             "Narrow the pattern or choose another style."
         )
+    if style in ("colwise", "rowwise", "embedding") and "weight" not in module._parameters:
+        raise ValueError(
+            f"{name!r} computes its weight (weight norm, a parametrization), so style {style!r} "
+            "has none to shard, and each rank would add up the whole product. Bake the weight in "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or leave tp at 1."
+        )
 
 
 def _is_plain(module: nn.Embedding) -> bool:

@@ -309,13 +309,17 @@ def restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None]
                 _restore(noted)
 
 
-_Before = tuple[nn.Module, dict[str, tuple[Tensor, Tensor]], dict[str, Any]]
+_Before = tuple[nn.Module, dict[str, tuple[Tensor, Tensor]], dict[str, Any], frozenset[str]]
 
 
 def _note(module: nn.Module) -> _Before:
     buffers = {name: (b, b.clone()) for name, b in module._buffers.items() if b is not None}
-    plain = {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float)}
-    return module, buffers, plain
+    plain = {n: v for n, v in vars(module).items() if _is_plain(v)}
+    return module, buffers, plain, frozenset(vars(module))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
 
 
 def _changed(before: _Before) -> list[str]:
@@ -330,7 +334,9 @@ def _equal(now: Tensor | None, buffer: Tensor, was: Tensor) -> bool:
 
 
 def _restore(before: _Before) -> None:
-    module, buffers, plain = before
+    module, buffers, plain, names = before
+    for name in [n for n, v in vars(module).items() if n not in names and _is_plain(v)]:
+        delattr(module, name)  # a counter that forward begins
     vars(module).update(plain)
     for name in _changed(before):
         buffer, was = buffers[name]

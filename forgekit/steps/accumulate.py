@@ -32,7 +32,7 @@ from forgekit.parallel.fsdp import (
     set_sync,
     widen_accumulators,
 )
-from forgekit.parallel.layout import size_of
+from forgekit.parallel.layout import size_of, world_of
 from forgekit.parallel.regions import proving_plan
 from forgekit.state import TrainState
 from forgekit.steps.forward import (
@@ -122,7 +122,7 @@ def accumulate(
         if samples is None:
             samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
         totals = sums.totals(state.loss_scale, samples)
-        return attrs.evolve(totals, rows=rows, unreduced=unreduced)
+        return attrs.evolve(totals, rows=rows, digest=sums.digest, unreduced=unreduced)
     except BaseException:
         reset_iteration(sharded)
         clear_gradients(state.model, sharded)
@@ -146,6 +146,8 @@ def _run_whole(
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
                 set_sync(sharded, sync, is_last)
+            if is_first and index == 0 and world_of(state.mesh) > 1:
+                sums.note(batch)
             part = take_part(batch, state.layout, device)
             if is_first and index == 0 and state.layout.context > 1:
                 check_positions(state, part, loss_fn)

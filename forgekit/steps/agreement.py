@@ -8,6 +8,7 @@ together.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgekit.mesh import DATA_DIMENSIONS
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 
@@ -28,6 +31,7 @@ __all__ = [
     "check_replicas",
     "compare_sums",
     "difference",
+    "digest_rows",
 ]
 
 DRIFT, NOISE = 1e-6, 1e-3
@@ -71,6 +75,7 @@ class Claim:
         unreduced: Parameters whose gradients FSDP holds back.
         parameters: Names of its parameters; empty where another rank has the same.
         position: Its coordinate on each dimension of the mesh.
+        rows: Digest of the first micro-batch; ranks that share rows must bring the same.
         replicas: Fingerprints of the shards that other ranks hold too.
     """
 
@@ -81,6 +86,7 @@ class Claim:
     unreduced: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     position: Mapping[str, int] = {}
+    rows: str = ""
     replicas: Mapping[tuple[Any, ...], Fingerprint] = {}
 
 
@@ -113,6 +119,8 @@ def agree(
     everyone = _exchange(claim, world)
     _check_reduced(everyone)
     _check_settings(everyone)
+    if audit:
+        _check_rows(everyone)
     sums = _check_sums(everyone)
     _check_fingerprints([(c.position, c.replicas) for c in everyone])
     every_name = dict.fromkeys(name for theirs in everyone for name in theirs.parameters)
@@ -186,6 +194,33 @@ def _check_sums(everyone: list[Claim]) -> list[Any]:
                 "whose labels are -100."
             )
     return expected
+
+
+def digest_rows(batch: TensorDictBase) -> str:
+    """Digest a micro-batch, so that ranks can tell whether they have the same; reads all of it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for key, value in sorted(batch.items(), key=lambda item: str(item[0])):
+        if isinstance(value, Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_rows(everyone: list[Claim]) -> None:
+    """Raise if ranks that share rows, by their data-parallel rank, brought different ones."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank, theirs in enumerate(everyone):
+        shared = tuple(theirs.position.get(name, 0) for name in DATA_DIMENSIONS)
+        other = first.setdefault(shared, rank)
+        if theirs.rows != everyone[other].rows:
+            here, there = everyone[other].position, theirs.position
+            dimensions = [name for name in here if here[name] != there[name]]
+            raise ValueError(
+                f"ranks {other} and {rank} differ along {' and '.join(dimensions)} only, so they "
+                "share rows, and they brought different ones. Choose rows by data-parallel rank: "
+                "rank, world = forgekit.data_ranks(mesh)."
+            )
 
 
 def _position(state: TrainState) -> dict[str, int]:

@@ -71,7 +71,7 @@ def accumulate_staged(
         )
     for module in sharded:
         sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn)
+    work = _Work(state, batches, size, loss_fn, is_first=is_first)
     shape = work.start()
     if is_first and size:
         work.check_positions()
@@ -123,7 +123,10 @@ class _Work:
         batches: Iterable[TensorDictBase],
         size: int | None,
         loss_fn: LossFn,
+        *,
+        is_first: bool = False,
     ) -> None:
+        self._is_first = is_first
         self.model: nn.Module = state.model
         self.layout = state.layout
         assert self.layout.stages is not None
@@ -172,6 +175,8 @@ class _Work:
                     f"{self._pulled}; len() must count the micro-batches that are yielded."
                 )
             else:
+                if self._is_first and self._pulled == 0:
+                    self.sums.note(batch)
                 part = take_part(batch, self.layout, self.stages.device)
                 self._calls[self._pulled] = note_call(self.model, part, self._loss_fn)
                 self._pulled += 1

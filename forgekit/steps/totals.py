@@ -13,7 +13,14 @@ from torch import Tensor
 
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
-from forgekit.steps.agreement import Claim, UnreducedError, agree, compare_sums, difference
+from forgekit.steps.agreement import (
+    Claim,
+    UnreducedError,
+    agree,
+    compare_sums,
+    difference,
+    digest_rows,
+)
 from forgekit.steps.losses import Loss
 
 __all__ = ["LossSums", "Totals", "mean_metrics", "reduce_losses", "reduce_totals"]
@@ -29,6 +36,7 @@ class Totals:
             ``grad_sq``, the squared norm of the raw gradient.
         samples: Rows consumed globally in this step; padding does not count.
         rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
+        digest: Of the rows of a run's first micro-batch, for the ranks to compare.
         unreduced: Names of parameters whose gradients FSDP holds back on this rank; refused by
             ``reduce_totals``, on all ranks together.
         agreed: What the ranks agreed to add up, once reduced; ``update`` keeps it in the state.
@@ -37,6 +45,7 @@ class Totals:
     sums: TensorDictBase
     samples: int = 0
     rows: int = 0
+    digest: str = ""
     unreduced: tuple[str, ...] = ()
     agreed: Agreement | None = None
 
@@ -76,9 +85,14 @@ class LossSums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rows = 0
+        self.digest = ""
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
         self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
+
+    def note(self, batch: TensorDictBase) -> None:
+        """Digest the first micro-batch of a run, as whole sequences, for the ranks to compare."""
+        self.digest = digest_rows(batch)
 
     def add(self, loss: Loss, *, rows: int) -> None:
         """Take one micro-batch's loss; nothing is computed yet."""
@@ -248,6 +262,7 @@ def _claim(totals: Totals, state: TrainState) -> Claim:
         samples=totals.samples,
         knows_names=_knows_names(state),
         unreduced=totals.unreduced,
+        rows=totals.digest,
     )
 
 

@@ -198,3 +198,17 @@ def test_parameters_that_a_step_cannot_add_up_are_refused(name):
     model = build()
     with pytest.raises(ValueError, match=message):
         fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+
+
+def _refuse_computed_weights(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
+        model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4, bias=False)))
+        with pytest.raises(ValueError, match=r"'1' computes its weight .* 'rowwise' has none to"):
+            fk.parallelize(model, mesh, plan={"0": "colwise", "1": "rowwise"})
+    return True
+
+
+@pytest.mark.bad_input
+def test_a_weight_that_a_module_computes_cannot_be_sharded_by_a_plan():
+    assert run_ranks(_refuse_computed_weights, 2) == [True, True]

@@ -284,6 +284,7 @@ def test_a_rehearsal_leaves_buffers_and_numbers_as_they_were():
             self.steps += 1
             self.last = x.detach()[0, 0, :2]
             self.calls += 1
+            self.begun = getattr(self, "begun", 0) + 1
             return super().forward(self.norm(x.mT).mT)
 
     model = form(Form.forward, block=Counting)(4)
@@ -293,6 +294,7 @@ def test_a_rehearsal_leaves_buffers_and_numbers_as_they_were():
     _rehearse(model)
     for layer in held:
         assert layer.calls == 3
+        assert not hasattr(layer, "begun")
     after = {f"layers.{n}.{b}": t for n, layer in enumerate(held) for b, t in layer.named_buffers()}
     assert after.keys() == before.keys()
     for name, buffer in after.items():

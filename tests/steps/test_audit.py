@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from oracle import full_tensors, relative_error
+from oracle import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -411,6 +411,32 @@ def _rows_later(rank, world):
 
 def test_rows_that_differ_after_the_first_step_make_a_bad_step_on_every_rank():
     assert run_ranks(_rows_later, 2) == [(0.0, 1.0, True)] * 2
+
+
+def _rows_by_rank(rank, world, name):
+    spec = attrs.evolve(SPEC, vocab_size=38)
+    mesh = fk.build_mesh(fk.MeshSpec(**{name: 2}), device="cpu")
+    model = fk.parallelize(fk.Transformer(spec).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
+    before = full_tensors(state.model)
+    with pytest.raises(ValueError, match=rf"along {name} only, .* forgekit.data_ranks\(mesh\)"):
+        step(state, [_tokens(rank), _tokens(2)])
+    after = full_tensors(state.model)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    state, metrics = step(state, [_tokens(2), _tokens(3)])
+    return float(metrics["skipped"])
+
+
+def _tokens(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(38, (2, 17), generator=generator)
+    return TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}, [2])
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_ranks_that_share_rows_and_bring_different_ones_are_refused(name):
+    assert run_ranks(_rows_by_rank, 2, name) == [0.0, 0.0]
 
 
 def _forgotten(rank, world):
