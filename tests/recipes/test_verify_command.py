@@ -22,6 +22,8 @@ LAYOUTS = {
     "8 ranks, pipelined": ["mesh.pp=2", "mesh.dp_replicate=2", "mesh.tp=2", UNTIED],
     "one process": ["model.dropout=0.1", "precision=bf16", "compile=true"],
 }
+LONG = ("cp", "dp_shard", "8 ranks", "8 ranks, pipelined")
+"""Part of `make oracle`; the others cover each kind of run."""
 BREAKS = """    loss = model(batch["input_ids"], **where, head=head)
     return fk.Loss(loss.sum / loss.count, 1)
 """
@@ -34,7 +36,9 @@ def command(tokens, *settings, recipe="pretrain"):
     return ["verify", str(recipe), f"data.path={tokens}", "out=run", *small, *settings]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.oracle] * (name in LONG)) for name in LAYOUTS]
+)
 def test_the_recipe_is_exact_in_every_layout(name, tokens, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = main(command(tokens, *LAYOUTS[name]))

@@ -19,13 +19,14 @@ FIRST = ("forgekit.parallel.relay:Relay._sent", verified.first_alone)
 TERM = ("forgekit.steps.calls:_PARAMETERS", ())
 READS = ("forgekit.parallel.rehearsal:Trace._check_operation", None)
 PLANNED = ("forgekit.parallel.regions:_hooks", ())
+POSITIONS = ("forgekit.steps.accumulate:check_positions", None)
 WRONG = {
     "a mean per micro-batch": ({"dp_shard": 2}, "micro-batches", ()),
     "opaque": ({"dp_shard": 2}, "dp_shard", (UNREDUCED, COPIES)),
     "a forgotten mesh": ({"dp_replicate": 2}, "dp_replicate", (NO_MESH,)),
     "weight read before the call": ({"dp_shard": 2}, "dp_shard", (GATHERED,)),
     "unnamed weight": ({"tp": 2}, "tp", (PLANNED, COPIES)),
-    "own positions": ({"cp": 2}, "cp", ()),
+    "own positions": ({"cp": 2}, "cp", (POSITIONS,)),
     "x0": ({"pp": 2}, "pp", (FIRST,)),
     "skips": ({"pp": 2}, "pp", (FIRST,)),
     "aux": ({"pp": 2}, "pp", (FIRST,)),
@@ -38,6 +39,7 @@ REFUSED = {
     "a forgotten mesh": "ValueError: there are 2 ranks and the state got no mesh",
     "weight read before the call": "ValueError: weight is a DTensor over the mesh dimensions",
     "unnamed weight": "ValueError: the tensor-parallel plan leaves something out: ",
+    "own positions": "ValueError: what attention 'layers.0.attention' is given",
     "a term over parameters": "ValueError: Model.parameters: loss_fn reads a parameter of the",
 }
 FAILED = {
