@@ -22,7 +22,7 @@ test: .venv/dev ## run every test, those on several ranks included (ARGS="-k wor
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
-	$(BIN)/pytest -m oracle tests/distributed $(ARGS)
+	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # A short form of most cases is in `make test`.
 chaos: .venv/dev ## kill, stop and starve runs in every way; write what they lose into the docs (long)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 import forgekit as fk
+from forgekit.state import Layout, set_layout
 
 
 def build_model():
@@ -217,6 +218,7 @@ def _stage(rank, world, directory, kind):
     model = nn.Sequential()
     model.add_module(str(rank), nn.Linear(3, 3))
     fully_shard(model, mesh=mesh["dp"])
+    set_layout(model, Layout())
     state = fk.TrainState.create(model, kind(model.parameters()), mesh=mesh)
     if rank == 0:
         for parameter in model.parameters():

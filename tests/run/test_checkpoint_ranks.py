@@ -20,7 +20,7 @@ import forgekit as fk
 from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
 from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
 from forgekit.run.checkpoints.contents import model_tensors
-from forgekit.state import TrainState, donate
+from forgekit.state import Layout, TrainState, donate, set_layout
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -229,6 +229,7 @@ def _stages(rank, world, directory):
     model = nn.Sequential()
     model.add_module(str(rank), nn.Linear(4, 4))
     fully_shard(model, mesh=mesh["dp"])
+    set_layout(model, Layout())
     state = TrainState.create(model, OPTIMIZERS["fused adamw"](model.parameters()), mesh=mesh)
     state.model(torch.ones(1, 4)).sum().backward()
     state.optimizer.step()
