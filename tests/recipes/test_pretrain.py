@@ -96,6 +96,7 @@ def test_one_process_resumes_bitwise_after_each_signal(tmp_path, tokens, undistu
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.timeout(600)  # five launches, each half a minute on a busy machine
 def test_two_ranks_resume_bitwise_after_each_signal(tmp_path, tokens, undisturbed_pair):
     out, log = tmp_path / "run", tmp_path / "log"
     start = 0
