@@ -117,7 +117,7 @@ def test_each_recipe_has_a_row():
     assert {path.stem for path in recipes_folder().glob("*.py")} == RECIPES.keys()
 
 
-@pytest.mark.parametrize("name", RECIPES.keys() - {"minimal"})
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "minimal"])
 def test_what_setup_returns_is_alike_in_all_recipes(name):
     names = list(attrs.fields_dict(load_recipe(name).Setup))
     assert names[:4] == ["state", "step", "loader", "loss_fn"]
