@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import forgekit as fk
-from forgekit.parallel.exchange import Members
-from forgekit.parallel.ring import ring_attention
+from forgekit.parallel.context.ring_attention import ring_attention
+from forgekit.parallel.context.sequence_exchange import Members
 
 ONE, AGAIN, RING = "one process", "one process again", "ring of 2 ranks"
 BESIDE = "one process beside another"

@@ -19,15 +19,15 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from forgekit.data.mixture import make_order
-from forgekit.data.packed import packed_dataset
-from forgekit.data.packing import pack
-from forgekit.data.phases import Phase
-from forgekit.data.shares import BLOCK
-from forgekit.data.slices import slice_places
+from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.data.mixture.interleave import BLOCK
+from forgekit.data.mixture.order import make_order
+from forgekit.data.mixture.phases import Phase
+from forgekit.data.packing.pack import pack
+from forgekit.data.packing.packed_dataset import packed_dataset
 from forgekit.model.attention import document_mask
-from forgekit.parallel.areas import areas_seen
-from forgekit.parallel.schedules import PipelineSchedule, timeline
+from forgekit.parallel.context.attention_areas import areas_seen
+from forgekit.parallel.pipeline.schedule import PipelineSchedule, timeline
 
 HERE = Path(__file__).parent
 RANKS = ("#4878b8", "#e0893b", "#5a9e6f", "#b05a8f")

@@ -13,35 +13,36 @@ from forgekit.mesh import (
     process_rank,
     shutdown,
 )
-from forgekit.data.sources import stdlib_documents, text_documents
-from forgekit.data.huggingface import huggingface_documents
-from forgekit.data.id_documents import random_documents, token_documents
-from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
-from forgekit.data.prepare import prepare
-from forgekit.data.tokens import open_tokens, write_tokens
-from forgekit.data.windows import check_vocabulary, token_dataset
-from forgekit.data.bins import Bins
-from forgekit.data.packing import LongDocuments, PackingMethod, pack
-from forgekit.data.bins_cache import cached_bins
-from forgekit.data.packed import packed_dataset
-from forgekit.data.order import permute, sample_rows
-from forgekit.data.phases import Phase
-from forgekit.data.mixture import Order, make_order
-from forgekit.data.mixed import mixture_dataset
-from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
-from forgekit.data.transforms import mask_prompts, pad_places
-from forgekit.data.slices import shard_sequence, unshard_sequence
-from forgekit.data.loader import make_loader
-from forgekit.data.document_stream import DocumentStream, stream_documents
-from forgekit.data.groups import groups
+from forgekit.data.documents.text_files import stdlib_documents, text_documents
+from forgekit.data.documents.huggingface_datasets import huggingface_documents
+from forgekit.data.corpus.id_documents import random_documents, token_documents
+from forgekit.data.corpus.tokenizer import load_tokenizer, train_tokenizer
+from forgekit.data.corpus.prepare import prepare
+from forgekit.data.corpus.token_files import open_tokens, write_tokens
+from forgekit.data.packing.token_dataset import check_vocabulary, token_dataset
+from forgekit.data.packing.bins import Bins
+from forgekit.data.packing.pack import LongDocuments, PackingMethod, pack
+from forgekit.data.packing.cached_bins import cached_bins
+from forgekit.data.packing.packed_dataset import packed_dataset
+from forgekit.data.mixture.permutation import permute, sample_rows
+from forgekit.data.mixture.phases import Phase
+from forgekit.data.mixture.order import Order, make_order
+from forgekit.data.mixture.mixture_dataset import mixture_dataset
+from forgekit.data.batches.batch import check_batch, mask_batch, shift_labels
+from forgekit.data.samples import collate
+from forgekit.data.batches.transforms import mask_prompts, pad_places
+from forgekit.data.batches.sequence_slices import shard_sequence, unshard_sequence
+from forgekit.data.loading.loader import make_loader
+from forgekit.data.loading.document_stream import DocumentStream, stream_documents
+from forgekit.data.loading.groups import groups
 from forgekit.model.attention import attend_causal, document_mask
 from forgekit.model.dispatch import dispatch_local
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
-from forgekit.optim.groups import decay_groups
+from forgekit.optim.parameter_groups import decay_groups
 from forgekit.optim.adamw import adamw
 from forgekit.optim.chain import chain_optimizers
-from forgekit.optim.schedules import (
+from forgekit.optim.lr_schedules import (
     Schedule,
     constant,
     cosine,
@@ -53,49 +54,42 @@ from forgekit.optim.schedules import (
     wsd,
 )
 from forgekit.parallel.fsdp import Precision
-from forgekit.parallel.recompute import ActivationCheckpoint
-from forgekit.parallel.schedules import PipelineSchedule
-from forgekit.parallel.context import ContextParallel
+from forgekit.parallel.activation_checkpoint import ActivationCheckpoint
+from forgekit.parallel.pipeline.schedule import PipelineSchedule
+from forgekit.parallel.context.context_parallel import ContextParallel
 from forgekit.parallel.parallelize import parallelize
 from forgekit.state import DonatedStateError, TrainState, donate
 from forgekit.steps.losses import Loss, cross_entropy
-from forgekit.steps.chunked import linear_cross_entropy
-from forgekit.steps.sources import losses_by_source
+from forgekit.steps.linear_cross_entropy import linear_cross_entropy
+from forgekit.steps.per_source_loss import losses_by_source
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
-from forgekit.steps.agreement import UnreducedError
+from forgekit.steps.consistency import UnreducedError
 from forgekit.steps.gradients import grad_norms, gradients
 from forgekit.steps.clip import Correction, clip
 from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.update import update
 from forgekit.steps.make_step import make_step, step_metrics
-from forgekit.run.directory import Run, every, open_run
-from forgekit.run.checkpoint import (
-    PendingSave,
-    checkpoint_load,
-    checkpoint_save,
-    wait_for_saves,
-)
-from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
-from forgekit.run.checkpoints.migrate import SavedState, SavedValue
+from forgekit.run.run_directory import Run, every, open_run
+from forgekit.run.checkpoints.save import PendingSave, checkpoint_save, wait_for_saves
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.storage import latest_checkpoint
+from forgekit.run.checkpoints.migration import SavedState, SavedValue
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.bad_steps import BadStepError, BadSteps, bad_step_policy, roll_back
-from forgekit.run.bad_records import read_bad_steps
-from forgekit.run.resilience import (
-    RunLockedError,
-    StopSignal,
-    lock_run,
-    write_status,
-)
+from forgekit.run.bad_step_records import read_bad_steps
+from forgekit.run.run_status import RunLockedError, lock_run, write_status
+from forgekit.run.stop_signal import StopSignal
 from forgekit.run.data_end import DataEnd
-from forgekit.run.meeting import HangError, barrier
-from forgekit.run.health import Health
-from forgekit.run.memory import live_tensors, periodic_collection, report_out_of_memory
+from forgekit.run.health.rendezvous import HangError, barrier
+from forgekit.run.health.health import Health
+from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.run.evaluate import evaluate
 from forgekit.run.generate import generate, write_sample
 from forgekit.run.report import plot_losses, wrap_up
-from forgekit.run.verify import VerifyReport, verify
+from forgekit.run.verification.verify import VerifyReport, verify
 
 __version__ = _version("forgekit")
 
@@ -131,9 +125,9 @@ __all__ = [
     "make_order",
     "mixture_dataset",
     "check_batch",
-    "collate",
     "mask_batch",
     "shift_labels",
+    "collate",
     "mask_prompts",
     "pad_places",
     "shard_sequence",
@@ -190,9 +184,9 @@ __all__ = [
     "every",
     "open_run",
     "PendingSave",
-    "checkpoint_load",
     "checkpoint_save",
     "wait_for_saves",
+    "checkpoint_load",
     "CheckpointError",
     "latest_checkpoint",
     "SavedState",
@@ -204,9 +198,9 @@ __all__ = [
     "roll_back",
     "read_bad_steps",
     "RunLockedError",
-    "StopSignal",
     "lock_run",
     "write_status",
+    "StopSignal",
     "DataEnd",
     "HangError",
     "barrier",

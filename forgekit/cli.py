@@ -37,7 +37,7 @@ from forgekit.inputs import brief
 from forgekit.terminal import printable, steady_streams, tell
 
 if TYPE_CHECKING:
-    from forgekit.data.documents import Documents
+    from forgekit.data.documents.protocol import Documents
     from forgekit.mesh import MeshSpec
     from forgekit.run.replay import Replay
 
@@ -346,8 +346,8 @@ def _exit_code(code: object) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from forgekit.config import load_config
-    from forgekit.run.verify import verify_setup
-    from forgekit.run.verify_text import show_report
+    from forgekit.run.verification.result_text import show_report
+    from forgekit.run.verification.verify import verify_setup
 
     path = Path(options.recipe)
     script = path if path.suffix == ".py" else _recipe(options.recipes, options.recipe)
@@ -457,7 +457,7 @@ def _micro_batches(built: Any, config: Any) -> int | None:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from forgekit.data.prepare import prepare
+    from forgekit.data.corpus.prepare import prepare
 
     try:
         with _progress() as progress:
@@ -490,8 +490,8 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _documents(options: argparse.Namespace) -> Documents:
-    from forgekit.data.huggingface import huggingface_documents
-    from forgekit.data.sources import stdlib_documents, text_documents
+    from forgekit.data.documents.huggingface_datasets import huggingface_documents
+    from forgekit.data.documents.text_files import stdlib_documents, text_documents
 
     sources: list[str] = options.sources
     if sources == ["stdlib"]:
@@ -542,8 +542,8 @@ def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from forgekit.run.bad_records import read_bad_steps
-    from forgekit.run.resilience import write_atomic
+    from forgekit.run.bad_step_records import read_bad_steps
+    from forgekit.run.durable_files import write_atomic
     from forgekit.run.strict_json import finite
 
     if options.step is not None and options.step < 1:
@@ -577,7 +577,7 @@ def _check_logged(run: Path, step: int, known: Iterable[int]) -> None:
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
     """Go from the last checkpoint to the step before, and look at the step."""
-    from forgekit.data.groups import groups
+    from forgekit.data.loading.groups import groups
     from forgekit.run.replay import replay_step
 
     recipe, config = _configured(options, bad)

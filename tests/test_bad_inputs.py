@@ -14,7 +14,7 @@ def test_every_kind_of_input_has_bad_ones(bad_inputs):
     """A kind is a folder or a file of tests, of the library or of ``bad_inputs``."""
     kinds = {
         "configuration": ("test_config", "recipes", "command_lines"),
-        "files": ("data/test_tokens", "data/test_sources", "bad_inputs/test_files"),
+        "files": ("data/test_token_files", "data/test_text_files", "bad_inputs/test_files"),
         "meshes": ("test_mesh", "parallel"),
         "checkpoints": ("checkpoint",),
         "batches": ("data/test_batch", "data/test_loader", "bad_inputs/test_batches"),

@@ -18,7 +18,7 @@ import datasets
 import pytest
 
 from forgekit.cli import main, recipes_folder
-from forgekit.data.tokens import open_tokens
+from forgekit.data.corpus.token_files import open_tokens
 
 VERSION = importlib.metadata.version("forgekit")
 

@@ -7,7 +7,7 @@ skipped: a run that trains for a day on a mistyped key costs more than a refusal
 is named at once, before anything else has started.
 """
 
-from forgekit.config.load import load_config
+from forgekit.config.command_line import load_config
 from forgekit.config.schema import key
 from forgekit.config.strict import ConfigError, structure, to_dict
 

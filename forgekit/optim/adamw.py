@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from forgekit.inputs import brief, check_numbers
-from forgekit.optim.groups import decay_groups
+from forgekit.optim.parameter_groups import decay_groups
 
 __all__ = ["adamw"]
 

@@ -19,22 +19,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import check_dimensions
 from forgekit.model.initial import init_weights
-from forgekit.parallel.alike import check_alike
-from forgekit.parallel.context import ContextParallel, apply_context
-from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
-from forgekit.parallel.fsdp import Precision, shard, shard_experts
-from forgekit.parallel.layout import arrange, size_of
-from forgekit.parallel.logits import share_logits
-from forgekit.parallel.pipeline import split_stages
-from forgekit.parallel.recompute import (
+from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     check_recompute,
     compile_block,
     recompute,
 )
-from forgekit.parallel.relay import Absent
-from forgekit.parallel.schedules import PipelineSchedule
-from forgekit.parallel.tensor import EXPERT, Plan, apply_plan, logit_modules, read_plan
+from forgekit.parallel.context.context_parallel import ContextParallel, apply_context
+from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
+from forgekit.parallel.fsdp import Precision, shard, shard_experts
+from forgekit.parallel.layout import arrange, size_of
+from forgekit.parallel.pipeline.schedule import PipelineSchedule
+from forgekit.parallel.pipeline.stage_tensors import Absent
+from forgekit.parallel.pipeline.stages import split_stages
+from forgekit.parallel.rank_agreement import check_alike
+from forgekit.parallel.tensor.sharded_logits import share_logits
+from forgekit.parallel.tensor.tensor_parallel import (
+    EXPERT,
+    Plan,
+    apply_plan,
+    logit_modules,
+    read_plan,
+)
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, set_layout
 
 __all__ = ["parallelize"]
@@ -77,8 +83,8 @@ def parallelize(
         context_parallel: How ranks share a sequence: ``"ring"``, ``"ulysses"`` or ``"both"``;
             without effect where each rank holds it whole.
         plan: How ranks share each matrix, as patterns of module names to styles: see
-            ``forgekit.parallel.tensor``, and ``"expert"`` for modules of ``[e ...]`` parameters.
-            The model's own ``plan`` if None.
+            ``forgekit.parallel.tensor.tensor_parallel``, and ``"expert"`` for modules of
+            ``[e ...]`` parameters. The model's own ``plan`` if None.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
         reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
             backward; a number keeps them within groups of so many neighbours. Pipeline stages

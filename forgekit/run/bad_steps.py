@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-from forgekit.run.checkpoint import checkpoint_load, wait_for_saves
-from forgekit.run.checkpoints.agree import ranks_of
-from forgekit.run.checkpoints.commit import CheckpointError
 from forgekit.run.checkpoints.contents import saved_fields
-from forgekit.run.checkpoints.migrate import Migration
-from forgekit.run.checkpoints.per_rank import is_per_rank
-from forgekit.run.checkpoints.places import place_of
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.migration import Migration
+from forgekit.run.checkpoints.per_rank_fields import is_per_rank
+from forgekit.run.checkpoints.ranks import ranks_of
+from forgekit.run.checkpoints.save import wait_for_saves
+from forgekit.run.checkpoints.storage import place_of
 from forgekit.state import TrainState, donate
 
 __all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.run.resilience import HostCopy
+from forgekit.run.stop_signal import HostCopy
 
 __all__ = ["DataEnd", "EndPolicy"]
 

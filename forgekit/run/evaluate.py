@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from forgekit.run.resilience import StopSignal
+from forgekit.run.stop_signal import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
-from forgekit.steps.staged import evaluate_staged
+from forgekit.steps.pipelined import evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
 __all__ = ["evaluate"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import process_rank
-from forgekit.parallel.context import whole_sequences
-from forgekit.run.resilience import write_atomic
+from forgekit.parallel.context.context_parallel import whole_sequences
+from forgekit.run.durable_files import write_atomic
 from forgekit.state import TrainState, layout_of
 from forgekit.steps.forward import evaluating
 

@@ -26,8 +26,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import parse_json
-from forgekit.run.bad_records import BadStepRecords
-from forgekit.run.resilience import overwrite, write_atomic
+from forgekit.run.bad_step_records import BadStepRecords
+from forgekit.run.durable_files import overwrite, write_atomic
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forgekit.data.tokenizer import load_tokenizer
+from forgekit.data.corpus.tokenizer import load_tokenizer
 from forgekit.mesh import process_rank
+from forgekit.run.durable_files import write_atomic
 from forgekit.run.generate import write_sample
 from forgekit.run.metrics import read_metrics
-from forgekit.run.resilience import write_atomic
 from forgekit.state import TrainState
 
 if TYPE_CHECKING:

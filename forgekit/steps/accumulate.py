@@ -33,7 +33,7 @@ from forgekit.parallel.fsdp import (
     widen_accumulators,
 )
 from forgekit.parallel.layout import size_of, world_of
-from forgekit.parallel.regions import proving_plan
+from forgekit.parallel.tensor.plan_proof import proving_plan
 from forgekit.state import TrainState
 from forgekit.steps.forward import (
     LossFn,
@@ -43,8 +43,8 @@ from forgekit.steps.forward import (
     mixing_tensors,
     take_part,
 )
+from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.position_proof import check_positions
-from forgekit.steps.staged import accumulate_staged
 from forgekit.steps.totals import LossSums, Totals
 
 __all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]

@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forgekit.data.slices import shard_sequence
+from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.state import Layout
 from forgekit.steps.losses import Loss

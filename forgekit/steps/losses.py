@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgekit.data.batch import IGNORED
-from forgekit.steps.vocab import shared_losses, take_logits
+from forgekit.data.samples import IGNORED
+from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
 
 __all__ = [
     "Loss",

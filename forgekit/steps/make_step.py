@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from forgekit.data.skips import positions
-from forgekit.optim.schedules import PhasedSchedule
+from forgekit.data.loading.skipped_samples import positions
+from forgekit.optim.lr_schedules import PhasedSchedule
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip

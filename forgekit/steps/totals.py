@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
-from forgekit.steps.agreement import (
+from forgekit.steps.consistency import (
     Claim,
     UnreducedError,
     agree,

@@ -26,7 +26,7 @@ import torch
 from runs import load_recipe
 
 import forgekit as fk
-from forgekit.run.checkpoint import wait_for_saves
+from forgekit.run.checkpoints.save import wait_for_saves
 
 Recipe = Any
 """A recipe's module, whose names a fault puts its own functions in the place of."""

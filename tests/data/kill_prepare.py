@@ -15,15 +15,14 @@ import threading
 import time
 from pathlib import Path
 
-from forgekit.data import prepare
-from forgekit.data.corpus import encode, parts
+from forgekit.data.corpus import encode, held_out, prepare
 from forgekit.data.corpus.journal import read_entry
-from forgekit.data.sources import text_documents
+from forgekit.data.documents.text_files import text_documents
 
 
 def small_steps():
     """Many batches, journal entries and reports on little text."""
-    encode.AT_ONCE, encode.PIECE, prepare.ENTRY_BYTES, parts.REPORT_BYTES = 2000, 500, 3000, 1000
+    encode.AT_ONCE, encode.PIECE, prepare.ENTRY_BYTES, held_out.REPORT_BYTES = 2000, 500, 3000, 1000
 
 
 def make(source, out, **options):

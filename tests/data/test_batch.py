@@ -6,7 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
+from forgekit.data.batches.batch import check_batch, mask_batch, shift_labels
+from forgekit.data.samples import collate
 
 IDS = torch.arange(6).reshape(2, 3)
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from forgekit.data.batch import shift_labels
-from forgekit.data.loader import make_loader
-from forgekit.data.order import sample_rows
+from forgekit.data.batches.batch import shift_labels
+from forgekit.data.loading.loader import make_loader
+from forgekit.data.mixture.permutation import sample_rows
 
 
 class Rows:
@@ -193,7 +193,7 @@ def test_waiting_is_measured():
 PREAMBLE = """
 import torch
 from tensordict import TensorDict
-from forgekit.data.loader import make_loader
+from forgekit.data.loading.loader import make_loader
 rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
 """
 

@@ -1,141 +1,379 @@
-"""The order is a permutation, another one for each seed and epoch, and looks like a shuffle."""
+"""Shares are exact, every row has its turn, and only the number of a sample counts."""
 
 from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.order import hash_integers, permute, recall_rows, sample_rows
+import forgekit as fk
+from forgekit.data.mixture.interleave import BLOCK, UNITS, count_dealt, cut_interval, deal_block
 
-SIZES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))
-
-
-@given(n=SIZES, key=st.integers(-(2**63), 2**64))
-@settings(max_examples=40, deadline=None)
-def test_every_index_is_taken_once(n, key):
-    assert sorted(permute(np.arange(n), n, key)) == list(range(n))
+FAR = 2**61
+WEIGHTS = st.one_of(st.integers(1, 9), st.floats(1e-6, 1e6))
 
 
-@given(n=SIZES, key=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_an_index_alone_goes_where_it_goes_among_others(n, key, data):
-    index = data.draw(st.integers(0, n - 1))
-    assert permute(index, n, key) == permute(np.arange(n), n, key)[index]
-
-
-@given(n=st.integers(30, 2000), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
-def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(n, seed, epoch):
-    samples = np.arange(epoch * n, (epoch + 1) * n)
-    orders = [
-        sample_rows(samples, n, seed).tolist(),
-        sample_rows(samples + n, n, seed).tolist(),
-        sample_rows(samples, n, seed + 1).tolist(),
-        list(range(n)),
+@st.composite
+def orders(draw, longest=4):
+    """An order of some sources with some phases; at least the first source always comes."""
+    names = "abcdef"[: draw(st.integers(1, longest))]
+    sizes = {name: draw(st.integers(1, 400)) for name in names}
+    weights = {name: draw(st.one_of(WEIGHTS, st.just(0))) for name in names} | {"a": draw(WEIGHTS)}
+    starts = sorted(draw(st.sets(st.integers(0, 5000), max_size=3)))
+    phases = [
+        fk.Phase(start, draw(st.dictionaries(st.sampled_from(names), WEIGHTS)), 0.5)
+        for start in starts
     ]
-    assert all(sorted(order) == orders[-1] for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
+    seed = draw(st.integers(-(2**40), 2**70))
+    temperature = draw(st.sampled_from([1.0, 0.5, 3.0, float("inf")]))
+    return fk.make_order(sizes, weights, temperature=temperature, seed=seed, phases=phases)
 
 
-@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
-def test_statistics_are_those_of_a_shuffle(n):
-    """Of a random order one place stays and one neighbour follows on average (Poisson, mean 1)."""
-    orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
-    spread = 4 / np.sqrt(300)
-    assert abs((orders == np.arange(n)).sum(1).mean() - 1) < spread
-    assert abs((np.diff(orders, axis=1) == 1).sum(1).mean() - 1) < spread
-    assert abs((np.diff(orders, axis=1) == -1).sum(1).mean() - 1) < spread
-    assert abs((np.diff(orders, axis=1) > 0).mean() - 0.5) < 4 / np.sqrt(12 * n * 300) + 1e-4
-    counts = np.bincount(orders[:, 7] * 16 // n, minlength=16)
-    expected = np.bincount(np.arange(n) * 16 // n) * 300 / n
-    assert ((counts - expected) ** 2 / expected).sum() < 45  # chi-squared of 15: 1e-4 of cases
+def walks(order, start, count):
+    """The rows of each source, in the sequence in which they come."""
+    sources, rows = order.span(start, count)
+    return [rows[sources == source].tolist() for source in range(len(order.sources))]
 
 
-@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
-def test_neighbours_part(n):
-    """Neighbours land at any distance, and a place says nothing of where the next ones go."""
-    orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
-    distances = np.diff(orders, axis=1) % n
-    counts = np.bincount(distances.ravel(), minlength=n)[1:]
-    expected = distances.size / (n - 1)
-    excess = (((counts - expected) ** 2 / expected).sum() - (n - 2)) / np.sqrt(2 * (n - 2))
-    assert abs(excess) < 5
-    centred = orders - (n - 1) / 2
-    for lag in (1, 2, 7):
-        correlations = (centred[lag:] * centred[:-lag]).mean(axis=1) / ((n * n - 1) / 12)
-        assert abs(correlations.mean()) < 5 / np.sqrt(n * (300 - lag))
-        assert abs(correlations.std() * np.sqrt(n - 1) - 1) < 0.2
+@given(order=orders())
+@settings(max_examples=60, deadline=None)
+def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
+    for walk, size in zip(walks(order, 0, 8000), order.sizes, strict=True):
+        epochs = [tuple(walk[at : at + size]) for at in range(0, len(walk), size)]
+        for epoch in epochs:
+            assert len(epoch) == size or epoch == epochs[-1]
+            assert len({row for row in epoch if 0 <= row < size}) == len(epoch)
+        if size > 25:
+            assert len(set(epochs)) == len(epochs)
+            assert tuple(range(size)) not in epochs
 
 
-@given(data=st.data(), seed=st.integers(0, 2**64))
-@settings(max_examples=20, deadline=None)
-def test_ranges_of_several_sizes_at_once_are_those_one_by_one(data, seed):
-    sizes = data.draw(st.lists(st.one_of(SIZES, st.integers(1, 2**62)), min_size=1, max_size=9))
-    samples = [data.draw(st.integers(0, 2**62)) for _ in sizes]
-    seeds = hash_integers(np.arange(len(sizes)), seed)
-    one_by_one = [sample_rows(*each) for each in zip(samples, sizes, seeds, strict=True)]
-    assert sample_rows(samples, sizes, seeds).tolist() == [int(row) for row in one_by_one]
+@pytest.mark.parametrize("start", [10**9, 10**12, FAR])
+def test_epochs_are_whole_at_any_distance(start):
+    order = fk.make_order({"a": 300, "b": 7}, {"a": 0.8, "b": 0.2}, seed=5)
+    gone = order.taken(start).tolist()
+    for walk, size, before in zip(walks(order, start, 5000), order.sizes, gone, strict=True):
+        rest = -before % size
+        epochs = [walk[at : at + size] for at in range(rest, len(walk) - size, size)]
+        assert len(epochs) > 10
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
 @given(
-    samples=st.lists(st.integers(0, 2**62), max_size=9),
-    start=st.integers(0, 2**40),
-    n=SIZES,
-    seed=st.integers(0, 2**64),
+    order=orders(),
+    start=st.one_of(st.integers(0, 9000), st.integers(0, FAR)),
+    count=st.integers(0, 3000),
 )
+@settings(max_examples=60, deadline=None)
+def test_what_is_taken_can_be_counted(order, start, count):
+    sources, _ = order.span(start, count)
+    counts = np.bincount(sources, minlength=len(order.sources))
+    assert (order.taken(start + count) - order.taken(start)).tolist() == counts.tolist()
+    assert order.taken(start).sum() == start
+    if count:
+        assert order.shares(start, count).tolist() == (counts / count).tolist()
+
+
+@given(order=orders(), start=st.integers(0, FAR), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_remembered_rows_are_the_same(samples, start, n, seed):
-    for asked in (samples, range(start, start + 1500), [[start, start]]):
-        asked = np.array(asked, dtype=np.int64)
-        assert recall_rows(asked, n, seed).tolist() == sample_rows(asked, n, seed).tolist()
+def test_a_span_is_its_samples_one_by_one_and_any_span_in_it(order, start, data):
+    count = data.draw(st.integers(1, 2500))
+    sources, rows = order.span(start, count)
+    assert sources.dtype == rows.dtype == np.int64
+    for at in data.draw(st.lists(st.integers(0, count - 1), max_size=5)):
+        assert order(start + at) == (order.sources[sources[at]], rows[at])
+        some_sources, some_rows = order.span(start + at, count - at)
+        assert (some_sources == sources[at:]).all()
+        assert (some_rows == rows[at:]).all()
+    shuffled = np.random.default_rng(0).permutation(count)
+    for found, expected in zip(order.find(start + shuffled), (sources, rows), strict=True):
+        assert (found == expected[shuffled]).all()
 
 
-@pytest.mark.parametrize("n", [2**40, 2**40 + 1, 10**15])
-def test_ranges_too_large_to_hold_are_permuted_too(n):
-    places = np.concatenate([np.arange(50_000), n - 1 - np.arange(50_000)])
-    rows = permute(places, n, 5)
-    assert len(np.unique(rows)) == rows.size
-    assert 0 <= rows.min() <= rows.max() < n
-    counts = np.bincount(rows * 16 // n, minlength=16)
-    assert ((counts - 6250) ** 2 / 6250).sum() < 45  # chi-squared of 15: 1e-4 of cases
+def exact(parts):
+    return [Fraction(part) / sum(map(Fraction, parts)) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[7, 3], [1, 1, 1], [1], [997, 2, 1], [0, 1, 0, 2], [1, 10**5], [10**6, 1, 1], range(1, 40)],
+    ids=str,
+)
+@pytest.mark.parametrize("start", [0, 1024 * 999, 1024 * 10**9])
+def test_shares_are_exact_to_one_sample_in_every_block(parts, start):
+    names = [f"s{number}" for number in range(len(parts))]
+    order = fk.make_order(dict.fromkeys(names, 10), dict(zip(names, parts, strict=True)), seed=1)
+    for block in range(start, start + 1024 * 50, 1024):
+        counts = np.bincount(order.span(block, 1024)[0], minlength=len(parts)).tolist()
+        for count, share in zip(counts, exact(parts), strict=True):
+            assert abs(count - 1024 * share) < 1
+
+
+@pytest.mark.parametrize("blocks", [1, 1000, 1001, 10**6 + 1, 10**9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_does_not_add_up(blocks, seed):
+    """A source of one row in 100,000, or in 10 million, gets just that, not none and not double."""
+    parts = [10**7, 100, 1, 6 * 10**6, 333]
+    sizes = dict.fromkeys("abcde", 10)
+    order = fk.make_order(sizes, dict(zip(sizes, parts, strict=True)), seed=seed)
+    for taken, share in zip(order.taken(blocks * 1024).tolist(), exact(parts), strict=True):
+        assert abs(taken - 1024 * blocks * share) < 12
+
+
+def test_weights_become_units_that_add_up():
+    """Each is rounded to the nearest but at least one unit; the largest takes what that leaves."""
+    for parts in ([1e-300, 1.0], [1.0] + [1e-13] * 9, [9] + [7] * 700, [0.1] * 10, [3e307, 6e307]):
+        units = np.diff(cut_interval(parts)).tolist()
+        assert sum(units) == UNITS
+        largest = parts.index(max(parts))
+        for place, (part, unit) in enumerate(zip(parts, units, strict=True)):
+            nearest = part / sum(parts) * UNITS
+            assert abs(unit - nearest) <= (len(parts) if place == largest else 1 / 2) or unit == 1
+
+
+def test_the_points_of_a_block_fall_into_the_parts_of_the_weights():
+    """By definition, in fractions; cuts and points coincide where the weights are 8192ths."""
+    cuts = np.array([0, 1, 9, 100, 100, 4096, 8191, 8192]) * (UNITS // 8192)
+    edges = [Fraction(int(cut), UNITS) for cut in cuts]
+    total = np.zeros(7, dtype=np.int64)
+    for block in range(16):
+        assert count_dealt(cuts, 0, block).tolist() == total.tolist()
+        offset = sum(Fraction(block >> digit & 1, 2 << digit) for digit in range(30))
+        points = [(number + offset) / 1024 for number in range(1024)]
+        total += np.diff([sum(point < edge for point in points) for edge in edges])
+        sources, _ = deal_block(cuts, block, key=1)
+        dealt = count_dealt(cuts, block, 1)
+        assert np.bincount(sources, minlength=7).tolist() == dealt.tolist()
+        assert count_dealt(cuts, 0, block + 1).tolist() == total.tolist()
+
+
+# Weights 3:1, then 1:1 from 3072 on, then b alone from 5120 on, and a as at first from 7168 on.
+HAND = (
+    fk.Phase(3072, {"a": 1}),
+    fk.Phase(5120, {"a": 0, "b": 0.1}),
+    fk.Phase(7168, {"b": 9}, lr_scale=0.1),
+)
+TAKEN = {
+    0: [0, 0],
+    1024: [768, 256],
+    3072: [2304, 768],
+    4096: [2816, 1280],
+    5120: [3328, 1792],
+    5121: [3328, 1793],
+    7168: [3328, 3840],
+    8192: [3328 + 256, 3840 + 768],
+    7168 + 1024 * 10**6: [3328 + 256 * 10**6, 3840 + 768 * 10**6],
+}
+
+
+@pytest.mark.parametrize("samples", TAKEN)
+def test_phases_take_what_was_worked_out_by_hand(samples):
+    order = fk.make_order({"a": 100, "b": 30}, {"a": 3, "b": 1}, phases=HAND)
+    assert order.taken(samples).tolist() == TAKEN[samples]
+
+
+@pytest.mark.parametrize("start", [0, 1, 999, 1023, 1024, 1500, 50_000])
+def test_a_phase_starts_at_its_sample_even_inside_a_block(start):
+    sizes, weights = {"a": 70, "b": 50, "c": 9}, {"a": 3, "b": 1, "c": 0}
+    plain = fk.make_order(sizes, weights, seed=2)
+    phase = fk.Phase(start, {"a": 0, "c": 3})
+    order = fk.make_order(sizes, weights, seed=2, phases=[phase])
+    for found, expected in zip(order.span(0, start), plain.span(0, start), strict=True):
+        assert (found == expected).all()
+    before, after = order.span(0, start)[0], order.span(start, 4096)[0]
+    assert 2 not in before
+    assert 0 not in after
+    for at in range(0, 4096, 1024):
+        assert np.bincount(after[at : at + 1024]).tolist() == [0, 256, 768]
+
+
+def test_a_phase_inherits_nothing_from_the_one_before():
+    sizes, weights = {"a": 10, "b": 10, "c": 10}, {"a": 1, "b": 2, "c": 1}
+    first, second = fk.Phase(1024, {"a": 6}), fk.Phase(2048, {"b": 6})
+    order = fk.make_order(sizes, weights, phases=[first, second])
+    expected = {0: [1 / 4, 2 / 4, 1 / 4], 1024: [6 / 9, 2 / 9, 1 / 9], 2048: [1 / 8, 6 / 8, 1 / 8]}
+    for start, shares in expected.items():
+        assert order.shares(start, 1024) == pytest.approx(shares, abs=1 / 1024)
+
+
+def test_a_phase_that_changes_no_weight_changes_no_sample():
+    sizes = {"a": 40, "b": 60}
+    plain = fk.make_order(sizes)
+    order = fk.make_order(sizes, phases=[fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})])
+    assert [(order.span(0, 3000)[part] == plain.span(0, 3000)[part]).all() for part in (0, 1)]
+    assert order.fingerprint == plain.fingerprint
+
+
+@given(order=orders())
+@settings(max_examples=30, deadline=None)
+def test_only_the_number_counts(order):
+    """Not what was asked before, by whom, on which thread, in which process."""
+    numbers = [0, 4999, 10**12, 3, 10**9, 1023, 1024, 0, FAR]
+    expected = [order(number) for number in numbers]
+    copy = pickle.loads(pickle.dumps(order))
+    assert [copy(number) for number in reversed(numbers)] == expected[::-1]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(copy, numbers * 5)) == expected * 5
+
+
+def test_by_default_every_row_comes_equally_often():
+    order = fk.make_order({"a": 300, "b": 100, "c": 112})
+    assert order.taken(1024 * 512).tolist() == [300 * 1024, 100 * 1024, 112 * 1024]
+    order = fk.make_order({"a": 300, "b": 100}, phases=[fk.Phase(1024, {"a": 0.25})])
+    assert order.shares(1024, 1024).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "shares"),
+    [(1, [16 / 17, 1 / 17]), (2, [0.8, 0.2]), (0.5, [256 / 257, 1 / 257]), ("inf", [0.5, 0.5])],
+)
+def test_temperature_is_a_root_of_the_weights_in_every_phase(temperature, shares):
+    sizes, phases = {"a": 1600, "b": 100, "c": 50}, [fk.Phase(10_240, {"a": 1, "b": 16})]
+    weights = {"a": 16, "b": 1, "c": 0}
+    order = fk.make_order(sizes, weights, temperature=float(temperature), phases=phases)
+    assert order.shares(0, 10_240) == pytest.approx([*shares, 0], abs=5e-4)
+    later = order.shares(10_240, 1024 * 10**6)
+    assert later == pytest.approx([*reversed(shares), 0], abs=1e-8)
+
+
+def test_sources_follow_each_other_as_at_random():
+    """In blocks of a shuffle: a neighbour of the same source with p = (n_k - 1) / 1023."""
+    order = fk.make_order({"a": 10, "b": 10, "c": 10}, {"a": 2, "b": 1, "c": 1}, seed=3)
+    sources = np.stack([order.span(block * BLOCK, BLOCK)[0] for block in range(400)])
+    same = (np.diff(sources, axis=1) == 0).mean()
+    expected = (512 * 511 + 2 * 256 * 255) / (1024 * 1023)
+    assert abs(same - expected) < 4 * np.sqrt(expected * (1 - expected) / (400 * 1023))
+    at_place = (sources == 0).mean(axis=0)
+    assert abs(at_place - 0.5).max() < 4.5 * 0.5 / np.sqrt(400)
+    assert abs(((sources == 0).mean(axis=0) - 0.5).std() * 2 * np.sqrt(400) - 1) < 0.1
+    assert len({row.tobytes() for row in sources}) == 400
+
+
+def test_seeds_and_names_give_walks_of_their_own():
+    sizes = {"a": 500, "b": 500}
+    first = [walks(fk.make_order(sizes, seed=seed), 0, 1000) for seed in (0, 1)]
+    walked = [tuple(walk[:400]) for order_walks in first for walk in order_walks]
+    assert len(set(walked)) == 4
+    mixes = {fk.make_order(sizes, seed=seed).span(0, 1024)[0].tobytes() for seed in range(9)}
+    assert len(mixes) == 9
+    other = fk.make_order({"new": 9, "b": 500, "a": 500}, {"new": 0, "a": 1, "b": 1})
+    assert tuple(walks(other, 0, 1024)[2][:400]) == walked[0]
 
 
 def test_the_order_is_pinned():
     """A change here would silently change the order of every resumed run."""
-    assert sample_rows(range(6), 10, seed=3).tolist() == [2, 5, 1, 9, 6, 7]
-    far = sample_rows([0, 1, 999_999, 1_000_000, 10**12], 10**6, seed=3)
-    assert far.tolist() == [658298, 109115, 330889, 736272, 825934]
-    assert hash_integers([0, 1, -1]).tolist() == [
-        5197578548964807871,
-        12035550249420947055,
-        17896504823353187392,
+    phases = [fk.Phase(1000, {"b": 2.0})]
+    order = fk.make_order({"a": 1000, "b": 300}, {"a": 0.7, "b": 0.3}, seed=3, phases=phases)
+    found = [order(sample) for sample in (0, 1, 999, 1000, 10**9, 10**12, FAR)]
+    names, rows = zip(*found, strict=True)
+    assert (names, rows) == (tuple("baaaaba"), (52, 845, 574, 46, 984, 126, 770))
+    assert order.fingerprint[:16] == "7885420f2950d6a1"
+
+
+SIZES = {"a": 40, "b": 60}
+CHANGED = {
+    "rows": ({"a": 41, "b": 60}, {}),
+    "name": ({"a": 40, "c": 60}, {}),
+    "sequence": ({"b": 60, "a": 40}, {}),
+    "weights": (SIZES, {"weights": {"a": 1, "b": 1}}),
+    "temperature": (SIZES, {"temperature": 2.0}),
+    "seed": (SIZES, {"seed": 1}),
+    "phase": (SIZES, {"phases": [fk.Phase(10**6, {"a": 1})]}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options"), CHANGED.values(), ids=CHANGED)
+def test_a_fingerprint_tells_orders_apart(sizes, options):
+    assert fk.make_order(sizes, **options).fingerprint != fk.make_order(SIZES).fingerprint
+
+
+def test_a_fingerprint_is_that_of_the_samples_not_of_their_description():
+    described = [
+        fk.make_order(SIZES),
+        fk.make_order(SIZES, {"a": 0.4, "b": 0.6}),
+        fk.make_order(SIZES, {"a": 16, "b": 36}, temperature=2.0, seed=np.int64(0)),
+        fk.make_order(SIZES, {"a": 9, "b": 1}, phases=[fk.Phase(0, {"a": 4, "b": 6})]),
     ]
+    assert len({order.fingerprint for order in described}) == 1
 
 
-def test_one_bit_of_the_input_turns_half_of_the_output():
-    values = np.arange(1000)
-    for bit in (0, 7, 40, 62):
-        turned = hash_integers(values) ^ hash_integers(values ^ (1 << bit))
-        assert abs(np.unpackbits(turned.view(np.uint8)).mean() - 0.5) < 0.01
+def test_a_phase_to_come_may_still_change():
+    plans = [[], [fk.Phase(2000, {"a": 1})], [fk.Phase(2001, {"a": 1})]]
+    orders = [fk.make_order(SIZES, phases=plan) for plan in plans]
+    for samples, kinds in ((0, 1), (2000, 1), (2001, 2), (2002, 3)):
+        assert len({order.fingerprint_at(samples) for order in orders}) == kinds
+        found = {tuple(map(bytes, order.span(0, samples))) for order in orders}
+        assert len(found) == kinds
 
 
-def test_without_shuffle_rows_keep_their_order():
-    assert sample_rows(range(7), 3, seed=5, shuffle=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
+def order_of(**options):
+    return fk.make_order({"a": 5, "b": 5}, **options)
 
 
 BAD = {
-    "n": (lambda: permute(0, 0, 1), ValueError, "n 0 must be positive"),
-    "rows": (lambda: sample_rows(0, 0, 1), ValueError, "n 0 must be positive: there are no rows"),
-    "high": (lambda: permute([0, 5], 5, 1), IndexError, r"index 5 is outside range\(5\)"),
-    "low": (lambda: permute(-1, 5, 1), IndexError, r"index -1 is outside range\(5\)"),
-    "sample": (lambda: sample_rows(-1, 5, 1), ValueError, "sample -1 is negative"),
+    "no sources": (lambda: fk.make_order({}), r'sizes are empty; .*: \{"code": 1000\}'),
+    "no rows": (lambda: fk.make_order({"a": 0}), "source 'a' has 0 rows; it needs at least 1. L"),
+    "unknown": (lambda: order_of(weights={"c": 1}), "^weights name 'c'; the sources are 'a', 'b'"),
+    "missing": (lambda: order_of(weights={"a": 1}), "^weights lack 'b'; give each source a weight"),
+    "negative": (
+        lambda: order_of(weights={"a": -1, "b": 1}),
+        "^weights give 'a' -1; a weight is f",
+    ),
+    "nan": (lambda: order_of(weights={"a": 1, "b": np.nan}), "^weights give 'b' nan; a weight is"),
+    "infinite": (
+        lambda: order_of(weights={"a": 1, "b": np.inf}),
+        "^weights give 'b' inf; a weight",
+    ),
+    "nothing": (lambda: order_of(weights={"a": 0, "b": 0}), "^weights leave every source at 0: .*"),
+    "temperature": (lambda: order_of(temperature=0), "^temperature 0 must be above 0; 1.0 leaves"),
+    "hot": (lambda: order_of(temperature=np.nan), "^temperature nan must be above 0"),
+    "phase": (lambda: fk.Phase(start=-1), "^a phase starts at sample -1; samples are counted from"),
+    "scale": (
+        lambda: fk.Phase(9, lr_scale=-1),
+        "^lr_scale of the phase at sample 9 is -1; it must",
+    ),
+    "nan scale": (
+        lambda: fk.Phase(9, lr_scale=np.nan),
+        "^lr_scale of the phase .* is nan; it must",
+    ),
+    "phase's unknown": (
+        lambda: order_of(phases=[fk.Phase(9, {"c": 1})]),
+        "^weights of the phase at sample 9 name 'c'; the sources are 'a', 'b'",
+    ),
+    "phase's nan": (
+        lambda: order_of(phases=[fk.Phase(9, {"a": np.nan})]),
+        "^weights of the phase at sample 9 give 'a' nan",
+    ),
+    "phase's nothing": (
+        lambda: order_of(weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]),
+        r"^weights of the phase at sample 9 leave every source at 0: \{'a': 0, 'b': 0\}; at least",
+    ),
+    "phases": (
+        lambda: order_of(phases=[fk.Phase(9), fk.Phase(9)]),
+        "^a phase at sample 9 follows one at sample 9; put phases in increasing order",
+    ),
+    "sample": (lambda: order_of()(-1), "^sample -1 must be at least 0; the first sample is numbe"),
+    "span": (lambda: order_of().span(-3, 9), "^sample -3 must be at least 0"),
+    "count": (lambda: order_of().span(0, -1), "^count -1 must be at least 0"),
+    "taken": (lambda: order_of().taken(-1), "^samples -1 must be at least 0"),
+    "shares": (lambda: order_of().shares(0, 0), "^count 0 must be at least 1"),
 }
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_an_order_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_what_is_no_integer_is_refused():
+    with pytest.raises(TypeError, match=r"source 'a' has 2\.5 rows, a float; rows are counted by"):
+        fk.make_order({"a": 2.5})
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        fk.Phase(start=1e5)

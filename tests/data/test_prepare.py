@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data import prepare as preparing
-from forgekit.data.corpus import encode, parts
+from forgekit.data.corpus import encode
+from forgekit.data.corpus import held_out as parts
+from forgekit.data.corpus import prepare as preparing
 from forgekit.data.corpus.encode import encode_texts
+from forgekit.data.corpus.id_documents import random_documents
 from forgekit.data.corpus.journal import JOURNAL
-from forgekit.data.id_documents import random_documents
-from forgekit.data.prepare import prepare
-from forgekit.data.sources import text_documents
-from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
-from forgekit.data.tokens import open_tokens
-from forgekit.data.windows import token_dataset
+from forgekit.data.corpus.prepare import prepare
+from forgekit.data.corpus.token_files import open_tokens
+from forgekit.data.corpus.tokenizer import load_tokenizer, train_tokenizer
+from forgekit.data.documents.text_files import text_documents
+from forgekit.data.packing.token_dataset import token_dataset
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data.sources import text_documents
-from forgekit.data.tokenizer import END_OF_TEXT, cut_words, load_tokenizer, train_tokenizer
+from forgekit.data.corpus.tokenizer import END_OF_TEXT, cut_words, load_tokenizer, train_tokenizer
+from forgekit.data.documents.text_files import text_documents
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]

@@ -12,7 +12,7 @@ from oracle import SPEC
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.data.transforms import apply_transforms
+from forgekit.data.samples import apply_transforms
 
 START, STOP = 1, 2
 

@@ -17,9 +17,9 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-from forgekit.parallel.areas import Area, areas_seen
+from forgekit.parallel.context.attention_areas import Area, areas_seen
 from forgekit.state import set_layout
-from forgekit.steps import staged
+from forgekit.steps import pipelined
 
 __all__ = ["MUTATIONS"]
 
@@ -85,7 +85,7 @@ def _scaled_schedule(self: Any, *args: Any, **options: Any) -> None:
     _build_schedule(self, *args, **options | {"scale_grads": True})
 
 
-_loss_of_last_stage = staged._Work._loss
+_loss_of_last_stage = pipelined._Work._loss
 
 
 def _counted_rehearsal(work: Any, out: Any, call: Any) -> fk.Loss:
@@ -122,9 +122,11 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
         "torch.distributed.pipelining.schedules._PipelineSchedule.__init__", by=_scaled_schedule
     ),
     "count the shape-inference call": _replacing(
-        "forgekit.steps.staged._Work._loss", by=_counted_rehearsal
+        "forgekit.steps.pipelined._Work._loss", by=_counted_rehearsal
     ),
-    "drop the causal offset": _replacing("forgekit.parallel.areas.areas_seen", by=_without_offset),
+    "drop the causal offset": _replacing(
+        "forgekit.parallel.context.attention_areas.areas_seen", by=_without_offset
+    ),
     "count each tensor-parallel rank": _replacing(
         "forgekit.parallel.parallelize.set_layout", by=_everybody_owns
     ),

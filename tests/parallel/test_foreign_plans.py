@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 import forgekit as fk
 from forgekit.parallel.fsdp import shard
-from forgekit.parallel.plans import read_plan
-from forgekit.parallel.tensor import apply_plan
+from forgekit.parallel.tensor.plan import read_plan
+from forgekit.parallel.tensor.tensor_parallel import apply_plan
 
 VOCAB, PLACES, WIDTH = 12, 6, 8
 IDS = torch.arange(2 * PLACES).reshape(2, PLACES) * 5 % VOCAB

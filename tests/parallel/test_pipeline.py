@@ -13,10 +13,10 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.parallel.cut import balance, cost_of, cut
-from forgekit.parallel.pipeline import split_stages
-from forgekit.parallel.rehearsal import join, rehearse
-from forgekit.parallel.relay import Absent, Flow, Leaf
+from forgekit.parallel.pipeline.split import balance, cost_of, cut
+from forgekit.parallel.pipeline.stage_tensors import Absent, Flow, Leaf
+from forgekit.parallel.pipeline.stages import split_stages
+from forgekit.parallel.pipeline.tracing import join, rehearse
 
 DEEP = attrs.evolve(SPEC, layers=4, dropout=0.1)
 

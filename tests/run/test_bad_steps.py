@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.run.bad_records import read_bad_steps
+from forgekit.run.bad_step_records import read_bad_steps
 from forgekit.run.bad_steps import BadStepError, bad_step_policy, roll_back
 
 ROWS, BATCH = 96, 4

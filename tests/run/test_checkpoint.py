@@ -22,14 +22,12 @@ from manifests import age
 from ranks import run_ranks
 from torch import nn
 
-from forgekit.run.checkpoint import checkpoint_load, checkpoint_save, wait_for_saves
-from forgekit.run.checkpoints.commit import (
-    CheckpointError,
-    discard_after,
-    latest_checkpoint,
-    remove_leftovers,
-)
+from forgekit.run.checkpoints.commit import discard_after, remove_leftovers
 from forgekit.run.checkpoints.contents import model_tensors, stage
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves
+from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.state import DonatedStateError, TrainState, donate
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.run.checkpoints.commit import remove_leftovers
-from forgekit.run.checkpoints.places import Disk
+from forgekit.run.checkpoints.storage import Disk
 
 
 def build(step=0):

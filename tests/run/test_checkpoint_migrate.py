@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.checkpoints.commit import CheckpointError
-from forgekit.run.checkpoints.migrate import SavedState
-from forgekit.run.checkpoints.trees import SavedValue
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.json_trees import SavedValue
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.migration import SavedState
+from forgekit.run.checkpoints.save import checkpoint_save
 from forgekit.state import TrainState, donate
 
 

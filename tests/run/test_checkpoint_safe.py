@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.checkpoints.commit import CheckpointError, latest_checkpoint
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.save import checkpoint_save
+from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.state import TrainState
 
 KEY = MetadataIndex("model.weight", torch.Size([0, 0]))
@@ -202,7 +204,7 @@ def test_what_is_no_index_is_refused(path, case):
 
 
 def test_an_index_that_torch_wrote_is_read_as_torch_reads_it(path):
-    from forgekit.run.checkpoints.shards import read_index
+    from forgekit.run.checkpoints.tensor_shards import read_index
 
     with (path / ".metadata").open("rb") as stream:
         found = read_index(stream, "it", {"__0_0.distcp"})

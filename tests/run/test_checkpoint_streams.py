@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
-from forgekit.data.document_stream import stream_documents
-from forgekit.data.groups import groups
-from forgekit.data.id_documents import random_documents
-from forgekit.run.checkpoint import checkpoint_load, checkpoint_save
-from forgekit.run.checkpoints.commit import CheckpointError
+from forgekit.data.corpus.id_documents import random_documents
+from forgekit.data.loading.document_stream import stream_documents
+from forgekit.data.loading.groups import groups
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.save import checkpoint_save
 from forgekit.state import TrainState
 
 

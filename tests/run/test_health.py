@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forgekit as fk
-from forgekit.run.health import Health
-from forgekit.run.meeting import HangError, barrier
+from forgekit.run.health.health import Health
+from forgekit.run.health.rendezvous import HangError, barrier
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
@@ -393,7 +393,7 @@ def test_an_error_goes_on_as_it_is(tmp_path):
 SCRIPT = """
 import os, sys, time
 import forgekit as fk
-from forgekit.run.health import Health
+from forgekit.run.health.health import Health
 from runs import load_recipe
 from forgekit.config import load_config, to_dict
 

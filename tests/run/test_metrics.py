@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgekit.run.bad_records import read_bad_steps
+from forgekit.run.bad_step_records import read_bad_steps
+from forgekit.run.durable_files import append_lines
 from forgekit.run.metrics import MetricsLog, read_metrics
-from forgekit.run.resilience import append_lines
 from forgekit.state import TrainState, donate
 
 HOST_READS = {

@@ -12,13 +12,13 @@ import forgekit as fk
 
 EXACT = 1e-12
 UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
-COPIES = ("forgekit.steps.agreement:_check_fingerprints", None)
+COPIES = ("forgekit.steps.consistency:_check_fingerprints", None)
 NO_MESH = ("forgekit.state:_check_parameters", None)
-GATHERED = ("forgekit.steps.vocab:TENSOR", "dp_shard")
-FIRST = ("forgekit.parallel.relay:Relay._sent", verified.first_alone)
-TERM = ("forgekit.steps.calls:_PARAMETERS", ())
-READS = ("forgekit.parallel.rehearsal:Trace._check_operation", None)
-PLANNED = ("forgekit.parallel.regions:_hooks", ())
+GATHERED = ("forgekit.steps.vocabulary_parallel:TENSOR", "dp_shard")
+FIRST = ("forgekit.parallel.pipeline.stage_tensors:Relay._sent", verified.first_alone)
+TERM = ("forgekit.steps.recorded_call:_PARAMETERS", ())
+READS = ("forgekit.parallel.pipeline.tracing:Trace._check_operation", None)
+PLANNED = ("forgekit.parallel.tensor.plan_proof:_hooks", ())
 POSITIONS = ("forgekit.steps.accumulate:check_positions", None)
 WRONG = {
     "a mean per micro-batch": ({"dp_shard": 2}, "micro-batches", ()),

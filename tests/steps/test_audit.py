@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 import forgekit as fk
-from forgekit.steps.agreement import UnreducedError, check_replicas
+from forgekit.steps.consistency import UnreducedError, check_replicas
 
 WIDTH, CLASSES = 6, 5
 

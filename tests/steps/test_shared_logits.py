@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-from forgekit.parallel.logits import SharedLogits
+from forgekit.parallel.tensor.sharded_logits import SharedLogits
 
 VOCAB, PLACES, ROWS = 40, 8, 2
 WIDE = attrs.evolve(SPEC, vocab_size=VOCAB, dim=32, heads=8, kv_heads=4)

@@ -1,1 +1,1 @@
-"""What `prepare` and token files are made of: documents read, counted, encoded, kept on disk."""
+"""Documents become token files: tokenizer, prepare, binary shards and their index."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.data.tokenizer import without_limits
+from forgekit.data.corpus.tokenizer import without_limits
 
 __all__ = ["encode_texts"]
 
@@ -45,7 +45,7 @@ def encode_texts(
         What came with the text, and its ids, ``[s]`` int32.
 
     Examples:
-        >>> from forgekit.data.tokenizer import train_tokenizer
+        >>> from forgekit.data.corpus.tokenizer import train_tokenizer
         >>> tokenizer = train_tokenizer(["to be"], vocab_size=257)
         >>> [(name, ids.tolist()) for name, ids in encode_texts(tokenizer, [("a", "be")])]
         [('a', [66, 69])]

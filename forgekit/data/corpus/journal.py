@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from forgekit.data.corpus.kept import Account
-from forgekit.data.corpus.parts import Place
+from forgekit.data.corpus.held_out import Place
+from forgekit.data.documents.filters import Account
 from forgekit.inputs import parse_json
 
 __all__ = ["JOURNAL", "Entry", "clear", "read_entry", "write_entry"]

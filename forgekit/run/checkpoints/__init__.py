@@ -1,1 +1,1 @@
-"""Inside a checkpoint: what is in it, how it gets to its place, what is read of it and who may."""
+"""Checkpoints: save, load, what is in them, and where they are stored."""

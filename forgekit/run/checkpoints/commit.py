@@ -19,9 +19,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
-from forgekit.data.corpus.atomic import held, is_held, sync
+import attrs
+
+from forgekit.data.atomic_directory import held, is_held, sync
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
     ManifestError,
@@ -29,8 +31,6 @@ from forgekit.run.checkpoints.manifest import (
     load_manifest,
 )
 from forgekit.run.checkpoints.retention import Keep
-
-__all__ = ["CheckpointError", "latest_checkpoint"]
 
 INDEX = ".metadata"
 """What torch calls its own description of the shards."""
@@ -43,40 +43,6 @@ _LINK = re.compile(r"\.tmp-latest-[0-9a-f]+")
 _CONTENT = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json")
 
 log = logging.getLogger("forgekit")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, is damaged, or does not belong to this run."""
-
-
-@overload
-def latest_checkpoint(directory: Path) -> Path | None: ...
-
-
-@overload
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None: ...
-
-
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
-    """Find the newest committed checkpoint by looking, not by trusting the ``latest`` symlink.
-
-    Args:
-        directory: What ``checkpoint_save`` was given.
-
-    Returns:
-        The directory with the highest step whose manifest is there, or None; for a URL its URL.
-
-    Examples:
-        >>> latest_checkpoint("/nowhere") is None
-        True
-    """
-    if is_url(directory):
-        from forgekit.run.checkpoints.remote import Remote
-
-        found: dict[int, Any] = Remote.at(os.fspath(directory)).committed()
-    else:
-        found = committed(Path(directory))
-    return found[max(found)] if found else None
 
 
 def is_url(directory: str | os.PathLike[str]) -> bool:
@@ -364,3 +330,16 @@ def _point_latest(directory: Path, name: str) -> None:
 def unique(stem: str) -> str:
     """Add to a name what no other has."""
     return f"{stem}-{uuid.uuid4().hex[:8]}"
+
+
+@attrs.frozen
+class Workspace:
+    """Where the files of a checkpoint are written.
+
+    Attributes:
+        path: A directory on this rank.
+        folder: The folder inside the checkpoint in which they will be; empty for none.
+    """
+
+    path: Path
+    folder: str = ""

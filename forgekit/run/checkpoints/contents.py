@@ -5,7 +5,7 @@ Tensors go into flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry
 stands for a tensor. Optimizer state is filed under parameter names, never under positions, so
 that it finds its parameter again when groups are reordered or another rank holds it. The trees also
 say which tensors there are: loading builds what a fresh optimizer does not have yet.
-Fields that each rank has for itself are kept rank by rank: see ``per_rank.py``.
+Fields that each rank has for itself are kept rank by rank: see ``per_rank_fields.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
-from forgekit.run.checkpoints.optimizers import name_of
-from forgekit.run.checkpoints.per_rank import (
+from forgekit.run.checkpoints.json_trees import decode, encode
+from forgekit.run.checkpoints.per_rank_fields import (
     find_difference,
     is_per_rank,
     is_stateful,
@@ -33,7 +33,7 @@ from forgekit.run.checkpoints.per_rank import (
     own_tree,
     tag,
 )
-from forgekit.run.checkpoints.trees import decode, encode
+from forgekit.run.checkpoints.savable_optimizers import name_of
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3

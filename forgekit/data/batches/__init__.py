@@ -1,0 +1,1 @@
+"""Micro-batches: their keys, masks, transforms and sequence slices."""

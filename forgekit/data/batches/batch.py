@@ -1,0 +1,174 @@
+"""Micro-batches: what is in one, and the small steps from samples to it.
+
+A micro-batch is a TensorDict, ``batch_size=[b]``, of ``input_ids`` and ``labels``, ``[b s]``
+integers, and where they apply ``position_ids`` and ``doc_ids``, ``[b s]``, and ``source``, ``[b]``.
+``labels[t]`` is the token that follows ``input_ids[t]``; -100 carries no loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from forgekit.data.samples import IGNORED, PADDING, list_keys
+
+__all__ = ["check_batch", "mask_batch", "mask_rows", "shift_labels"]
+
+_REMEDY = {
+    "input_ids": 'Name the token ids "input_ids".',
+    "labels": "forgekit.shift_labels adds them.",
+}
+
+
+def check_batch(batch: TensorDict) -> None:
+    """Raise unless a micro-batch has the keys, shapes and integers that a step relies on.
+
+    Args:
+        batch: What a loader yields.
+
+    Raises:
+        TypeError: If it is no TensorDict, a tensor does not hold integers, or labels are unsigned.
+        ValueError: If it has no row dimension, a key is missing, or a tensor has another shape.
+
+    Examples:
+        >>> check_batch(TensorDict({"input_ids": torch.ones(2, 4)}, batch_size=[2]))
+        Traceback (most recent call last):
+        ValueError: batch has no "labels"; it has "input_ids". forgekit.shift_labels adds them.
+    """
+    _check_rows(batch)
+    for key in ("input_ids", "labels"):
+        _check_has(batch, key)
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2:
+        raise ValueError(
+            f'"input_ids" has shape {shape}; it must be [b s], rows by places. '
+            "forgekit.collate stacks samples."
+        )
+    _check_tensor(batch, "input_ids", shape, "[b s]")
+    for key in ("labels", "position_ids", "doc_ids"):
+        _check_tensor(batch, key, shape, "[b s] like input_ids")
+    _check_signed(batch)
+    _check_tensor(batch, "source", shape[:1], "[b]")
+
+
+def shift_labels(batch: TensorDict) -> TensorDict:
+    """Make inputs and labels from rows that hold one token more.
+
+    Where there are ``doc_ids`` no label crosses from one document into the next, nor into padding.
+
+    Args:
+        batch: ``input_ids`` ``[b s+1]``; other tensors of that shape lose their last place.
+
+    Returns:
+        A new TensorDict of ``input_ids`` and ``labels``, ``[b s]``, and what else was there. Labels
+        have the dtype of the ids, int64 where that is unsigned.
+
+    Raises:
+        ValueError: If labels are there already (shifting twice trains on wrong tokens), or rows
+            hold fewer than two tokens.
+
+    Examples:
+        >>> rows = TensorDict({"input_ids": torch.tensor([[5, 6, 7]])}, batch_size=[1])
+        >>> shift_labels(rows)["labels"]
+        tensor([[6, 7]])
+    """
+    _check_rows(batch)
+    _check_has(batch, "input_ids")
+    if "labels" in batch:
+        raise ValueError(
+            'batch has "labels" already; shifting again would train on wrong tokens. '
+            'Delete them first if they are not shifted: del batch["labels"].'
+        )
+    ids = batch["input_ids"]
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(
+            f'"input_ids" has shape {tuple(ids.shape)}; shifting needs [b s+1] with s at least 1.'
+        )
+    # Unsigned ids, as token files have them, make labels that can hold -100.
+    labels = ids[:, 1:].clone() if ids.dtype.is_signed else ids[:, 1:].long()
+    if "doc_ids" in batch:
+        documents = batch["doc_ids"]
+        crosses = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] == PADDING)
+        labels[crosses] = IGNORED
+    shifted = {key: _cut(tensor, ids.shape) for key, tensor in batch.items()}
+    return TensorDict({**shifted, "labels": labels}, batch_size=batch.batch_size)
+
+
+def mask_batch(batch: TensorDict) -> TensorDict:
+    """Copy a micro-batch so that it carries no loss: the padding where data ends.
+
+    Every rank must bring the same number of micro-batches to a step; one of these costs a forward
+    and a backward pass and changes nothing.
+
+    Args:
+        batch: Any micro-batch with ``labels``.
+
+    Returns:
+        A new TensorDict with labels of -100 and, where there are any, document ids of -1.
+
+    Examples:
+        >>> batch = TensorDict({"labels": torch.tensor([[6, 7]])}, batch_size=[1])
+        >>> mask_batch(batch)["labels"]
+        tensor([[-100, -100]])
+    """
+    _check_rows(batch)
+    return mask_rows(batch, keep=0)
+
+
+def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
+    """Copy a micro-batch so that only its first ``keep`` rows carry a loss."""
+    _check_has(batch, "labels")
+    _check_signed(batch)
+    masked = batch.clone()
+    masked["labels"][keep:] = IGNORED
+    if "doc_ids" in masked:
+        masked["doc_ids"][keep:] = PADDING
+    return masked
+
+
+def _cut(tensor: Any, shape: torch.Size) -> Any:
+    return tensor[:, :-1].clone() if tensor.shape[:2] == shape else tensor
+
+
+def _check_rows(batch: Any) -> None:
+    if not isinstance(batch, TensorDict):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}; a micro-batch is a TensorDict: "
+            "TensorDict(tensors, batch_size=[rows])."
+        )
+    if len(batch.batch_size) != 1:
+        raise ValueError(
+            f"batch has batch_size {list(batch.batch_size)}; a micro-batch has [rows]. "
+            "Build it as TensorDict(tensors, batch_size=[rows])."
+        )
+
+
+def _check_has(batch: TensorDict, key: str) -> None:
+    if key not in batch:
+        there = list_keys(batch.keys()) or "no keys"
+        raise ValueError(f'batch has no "{key}"; it has {there}. {_REMEDY[key]}')
+
+
+def _check_tensor(batch: TensorDict, key: str, shape: tuple[int, ...], rule: str) -> None:
+    if key not in batch:
+        return
+    tensor = batch[key]
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f'"{key}" has shape {tuple(tensor.shape)}; it must be {rule}, here {shape}.'
+        )
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(
+            f'"{key}" holds {tensor.dtype}; it must hold integers. '
+            "Move a batch with .to(device) only: .to(dtype) casts ids too."
+        )
+
+
+def _check_signed(batch: TensorDict) -> None:
+    if not (dtype := batch["labels"].dtype).is_signed:
+        raise TypeError(
+            f'"labels" holds {dtype}, which has no {IGNORED}; masked positions would count as '
+            'targets. Convert before masking: batch["labels"] = batch["labels"].long().'
+        )

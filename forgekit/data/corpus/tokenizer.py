@@ -1,0 +1,177 @@
+"""A byte-level tokenizer, trained here from the texts at hand.
+
+Byte pairs over all 256 bytes can write any text, so there is no unknown token. The same texts in
+the same order give the same file, byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from forgekit.data.optional_packages import require
+from forgekit.inputs import SHOWN, brief, check_integers, path_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["END_OF_TEXT", "load_tokenizer", "token_id", "train_tokenizer", "without_limits"]
+
+END_OF_TEXT = "<|endoftext|>"
+"""The token that closes each document; its id is 0 in tokenizers trained here."""
+
+SMALLEST = 257
+"""One token for each byte and one for the end of a text."""
+
+LARGEST = 2**22
+"""A trainer reserves memory for all tokens at once, and ends the process where there is none."""
+
+RUN = 1024
+"""Characters of one kind without a break, above which a training text is cut."""
+
+_ONE_RUN = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+")
+"""What the pre-tokenizer takes for one word: letters, digits, other signs, or white space."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-pair tokenizer; ``.save("tokenizer.json")`` keeps it.
+
+    Learning from one word takes time quadratic in its length. Words of more than about two thousand
+    characters, such as encoded pictures, are therefore learnt from in pieces.
+
+    Args:
+        texts: The training texts; consumed once.
+        vocab_size: Number of tokens, the end of text included. Texts with few repetitions give
+            fewer: read ``get_vocab_size()``.
+
+    Returns:
+        A tokenizer that reads a literal ``<|endoftext|>`` inside a text as plain characters, since
+        only the writer of a token file may end a document.
+
+    Raises:
+        TypeError: If ``vocab_size`` is no integer, or ``texts`` is one text or holds another thing.
+        ValueError: If ``vocab_size`` has no room for all bytes, or is above 2**22.
+
+    Examples:
+        >>> tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=264)
+        >>> tokenizer.decode(tokenizer.encode("to be").ids)
+        'to be'
+    """
+    if isinstance(texts, str):
+        raise TypeError(
+            "texts is one str, read letter by letter; pass an iterable of texts: [text]."
+        )
+    check_vocab_size(vocab_size)
+    tokenizers = require("tokenizers", extra="text")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(cut_words(texts), trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuse a size that no tokenizer trained here can have."""
+    check_integers(vocab_size=(vocab_size, -(2**63), LARGEST))
+    if vocab_size < SMALLEST:
+        raise ValueError(
+            f"vocab_size {vocab_size} must be at least {SMALLEST}: 256 bytes and {END_OF_TEXT}."
+        )
+
+
+def cut_words(texts: Iterable[str]) -> Iterator[str]:
+    """Cut texts inside of words that are far longer than any of a language."""
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"text {number} is {brief(text)}, a {type(text).__name__}; pass an iterable of "
+                "texts."
+            )
+        start = 0
+        for end in range(RUN, len(text), RUN):
+            if _ONE_RUN.fullmatch(text, end - RUN // 2, end + RUN // 2):
+                yield text[start:end]
+                start = end
+        yield text[start:] if start else text
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Load ``tokenizer.json``, or the one in a folder.
+
+    Args:
+        path: The file, or a folder such as ``forgekit prepare`` makes.
+
+    Returns:
+        A tokenizer that reads a literal ``<|endoftext|>`` as plain characters, as it does every
+        special token, and neither truncates nor pads, whatever the file says: a limit for prompts
+        would drop training text.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If the file is not a tokenizer.
+    """
+    file = path_of("the tokenizer's path", path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
+        )
+    tokenizers = require("tokenizers", extra="text")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(
+            f"{file} is not a tokenizer: {error}. Expected what the tokenizers package saves."
+        ) from None
+    tokenizer.encode_special_tokens = True
+    return without_limits(tokenizer)
+
+
+def without_limits(tokenizer: Any) -> Any:
+    """Return a tokenizer that neither truncates nor pads; the one that was given stays as it is.
+
+    Args:
+        tokenizer: A ``tokenizers.Tokenizer``.
+    """
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.encode_special_tokens = tokenizer.encode_special_tokens
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Say below what all ids of a tokenizer are; some leave ids out."""
+    return max(tokenizer.get_vocab().values(), default=0) + 1
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Look up the id of a special token.
+
+    Raises:
+        TypeError: If the token is no text.
+        ValueError: If the tokenizer has no such special token; names those that it has. One that
+            texts are made of would end documents in their middle.
+    """
+    if not isinstance(token, str):
+        raise TypeError(f"eos_token is {brief(token)}, a {type(token).__name__}; pass its text.")
+    added = {entry.content: id for id, entry in tokenizer.get_added_tokens_decoder().items()}
+    if token in added:
+        return added[token]
+    shown = token if len(token) <= SHOWN else f"{token[:SHOWN]}..."
+    special = ", ".join(f'"{content}"' for content in added) or "none"
+    raise ValueError(
+        f'the tokenizer has no token "{shown}"; its special tokens are {special}. '
+        "Name the one that closes a document: eos_token."
+    )

@@ -1,0 +1,1 @@
+"""Text, JSON lines, parquet and Hugging Face data sets become documents."""

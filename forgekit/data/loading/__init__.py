@@ -1,0 +1,1 @@
+"""Rows become a resumable stream of one rank's micro-batches."""

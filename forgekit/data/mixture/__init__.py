@@ -1,0 +1,1 @@
+"""A sample number becomes a source and a row: permutation, weights, phases."""

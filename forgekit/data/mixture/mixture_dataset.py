@@ -1,0 +1,146 @@
+"""Rows of several data sets as one data set without end, in the order of a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from forgekit.data.fingerprint import facts_of, hash_of, state_facts
+from forgekit.data.mixture.order import Order
+from forgekit.data.samples import read_rows
+
+__all__ = ["Mixture", "mixture_dataset"]
+
+
+def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
+    """Mix data sets by an order: row ``i`` is sample ``i``.
+
+    It has no end and needs no shuffling, and ``make_loader`` knows: it asks for the samples by
+    their numbers, whatever its own ``seed`` and ``shuffle``.
+
+    Args:
+        datasets: Map-style data sets by name, those of the order. Their rows are TensorDicts of
+            the same keys, shapes and dtypes.
+        order: What ``make_order`` made of their lengths.
+
+    Returns:
+        A map-style data set without a length. Rows carry ``source``, int64, an index into
+        ``order.sources``.
+
+    Raises:
+        ValueError: If names, lengths or sequence lengths do not agree; on reading, if rows do not.
+
+    Examples:
+        >>> from forgekit.data.mixture.order import make_order
+        >>> code, prose = ([{"input_ids": torch.tensor([n, i])} for i in range(3)] for n in (8, 9))
+        >>> order = make_order({"code": 3, "prose": 3})
+        >>> rows = mixture_dataset({"code": code, "prose": prose}, order)
+        >>> rows[0]["input_ids"], rows[0]["source"]
+        (tensor([9, 0]), tensor(1))
+    """
+    if set(datasets) != set(order.sources):
+        raise ValueError(
+            f"the data sets are {_names(datasets)}, the sources of the order "
+            f"{_names(order.sources)}; make the order from the lengths of these data sets."
+        )
+    for name, size in zip(order.sources, order.sizes, strict=True):
+        if len(datasets[name]) != size:
+            raise ValueError(
+                f"data set {name!r} has {len(datasets[name])} rows and the order was made for "
+                f"{size}; make it from len(dataset)."
+            )
+    lengths = {name: getattr(dataset, "seq_len", 0) for name, dataset in datasets.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the data sets differ in seq_len, {lengths}; cut all to one length.")
+    return Mixture(tuple(datasets[name] for name in order.sources), order)
+
+
+@attrs.frozen(eq=False)
+class Mixture:
+    """Rows of several data sets; ``mixture_dataset`` makes one.
+
+    Attributes:
+        datasets: The data sets, in the sequence of ``order.sources``.
+        order: Which row of which of them each sample is.
+        is_endless: True: rows are samples, by number, so a loader neither shuffles nor wraps.
+    """
+
+    datasets: tuple[Any, ...]
+    order: Order
+    is_endless: bool = attrs.field(default=True, init=False)
+
+    @property
+    def seq_len(self) -> int:
+        """Places in a row; 0 if the data sets do not say."""
+        return getattr(self.datasets[0], "seq_len", 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the rows: the same string means the same row at each sample."""
+        return self._named(self.order.fingerprint)
+
+    def fingerprint_at(self, samples: int) -> str:
+        """Name the first ``samples`` rows: phases that start later play no part."""
+        return self._named(self.order.fingerprint_at(samples))
+
+    def __getitem__(self, sample: int) -> TensorDict:
+        return self.__getitems__([sample])[0]
+
+    def __getitems__(self, samples: Sequence[int]) -> TensorDict:
+        """Build the batch of these samples, each data set's rows in one go, ``batch_size=[b]``."""
+        sources, rows = self.order.find(samples)
+        by_source = np.argsort(sources, kind="stable")
+        present, counts = np.unique(sources, return_counts=True)
+        shares = np.split(rows[by_source], np.cumsum(counts)[:-1])
+        parts = {
+            self.order.sources[source]: read_rows(self.datasets[source], share.tolist())
+            for source, share in zip(present.tolist(), shares, strict=True)
+        }
+        _check_alike(parts)
+        back = torch.from_numpy(np.argsort(by_source))
+        first, *others = parts.values()
+        keys: list[Any] = list(first.keys())
+        joined = {key: torch.cat([first[key], *(part[key] for part in others)]) for key in keys}
+        batch = {key: rows.index_select(0, back) for key, rows in joined.items()}
+        return TensorDict({**batch, "source": torch.from_numpy(sources)}, [len(samples)])
+
+    def _named(self, order: str) -> str:
+        rows = [getattr(dataset, "fingerprint", None) for dataset in self.datasets]
+        hashed = json.dumps([order, [hash_of(row) for row in rows]]).encode()
+        sources = zip(self.order.sources, rows, strict=True)
+        facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
+        return state_facts(hashlib.sha256(hashed).hexdigest(), order=order, sources=facts)
+
+
+def _check_alike(parts: Mapping[str, TensorDict]) -> None:
+    kinds = {name: _kind(part) for name, part in parts.items()}
+    first = next(iter(kinds))
+    for name, kind in kinds.items():
+        if kind != kinds[first]:
+            raise ValueError(
+                f"rows of {name!r} are {kind}, those of {first!r} {kinds[first]}; the rows of a "
+                "micro-batch must have the same keys, shapes and dtypes."
+            )
+        if "source" in kind:
+            raise ValueError(
+                f'rows of {name!r} have a "source" of their own, which the mixture adds; '
+                "rename theirs."
+            )
+
+
+def _kind(part: TensorDict) -> dict[str, str]:
+    return {
+        key: f"{tensor.dtype} {list(tensor.shape[1:])}".removeprefix("torch.")
+        for key, tensor in sorted(part.items())
+    }
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,174 @@
+"""The order of the data as a pure function: sample number in, row out.
+
+A shuffled array would have to be kept, rebuilt at each resume and agreed on by all ranks. A keyed
+permutation needs none of this: sample ``i`` of seed ``s`` is the same row on any number of ranks
+and workers, and the whole position is one integer. Nothing here leans on a library's generator,
+whose stream may change with its next version.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forgekit.data.hashing import U64, as_unsigned, hash_integers, mix_bits
+
+__all__ = ["permute", "recall_rows", "sample_rows"]
+
+ROUNDS = 8
+"""Three or four leave neighbours related; eight cannot be told from a shuffled array."""
+
+SMALL = 256
+"""Up to here an exact table by sorting is cheaper than the network, and less regular."""
+
+AT_ONCE = 1024
+"""Samples whose rows ``recall_rows`` computes at a time."""
+
+_POWERS = 2 ** np.arange(63)
+
+
+def permute(index: ArrayLike, n: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
+    """Send each index to its place under the permutation of ``range(n)`` that ``key`` names.
+
+    A Feistel network permutes the next power of two; an image outside ``range(n)`` is sent on until
+    it falls inside, which is again a permutation and takes less than two rounds on average.
+
+    Args:
+        index: Integers in ``range(n)``, of any shape.
+        n: Sizes of the permuted ranges, integers that broadcast against ``index``.
+        key: Integers that broadcast against ``index``; each names its own permutation.
+
+    Returns:
+        ``int64`` of the broadcast shape.
+
+    Raises:
+        ValueError: If an ``n`` is not positive.
+        IndexError: If an index is outside its ``range(n)``.
+
+    References:
+        Black and Rogaway, Ciphers with arbitrary finite domains,
+        https://doi.org/10.1007/3-540-45760-7_9
+
+    Examples:
+        >>> permute(range(5), 5, key=1)
+        array([4, 2, 1, 0, 3])
+    """
+    sizes = _positive(n, "there is no permutation of nothing")
+    places, sizes, keys = np.broadcast_arrays(
+        np.asarray(index, dtype=np.int64), sizes, as_unsigned(key)
+    )
+    outside = (places < 0) | (places >= sizes)
+    if outside.any():
+        raise IndexError(
+            f"index {places[outside][0]} is outside range({sizes[outside][0]}), "
+            "which this permutation permutes."
+        )
+    shape, places, sizes, keys = places.shape, places.ravel(), sizes.ravel(), keys.ravel()
+    out = np.empty(places.shape, dtype=np.int64)
+    for size in np.unique(sizes[sizes <= SMALL]).tolist():
+        chosen = np.flatnonzero(sizes == size)
+        out[chosen] = _permute_table(places[chosen], size, keys[chosen])
+    chosen = np.flatnonzero(sizes > SMALL)
+    if chosen.size:
+        out[chosen] = _permute_network(places[chosen], sizes[chosen], keys[chosen])
+    return out.reshape(shape)
+
+
+def sample_rows(
+    samples: ArrayLike, n: ArrayLike, seed: ArrayLike, *, shuffle: bool = True
+) -> NDArray[np.int64]:
+    """Find the row of each sample number, epoch after epoch.
+
+    Args:
+        samples: Sample numbers since the start of training, 0 and up, of any shape.
+        n: Rows in the data; samples ``e * n .. (e + 1) * n - 1`` are epoch ``e``. Integers that
+            broadcast against ``samples``, where these are of several data sets.
+        seed: Names the order; each epoch has another one. Broadcasts like ``n``.
+        shuffle: False keeps the rows in their own order.
+
+    Returns:
+        ``int64`` rows in ``range(n)``, of the broadcast shape.
+
+    Raises:
+        ValueError: If an ``n`` is not positive or a sample number is negative.
+
+    Examples:
+        >>> sample_rows(range(6), 3, seed=0, shuffle=False)
+        array([0, 1, 2, 0, 1, 2])
+    """
+    sizes = _positive(n, "there are no rows to order")
+    samples = np.asarray(samples, dtype=np.int64)
+    if samples.size and samples.min() < 0:
+        raise ValueError(f"sample {samples.min()} is negative; samples are counted from 0.")
+    epochs, places = np.divmod(samples, sizes)
+    return permute(places, sizes, hash_integers(epochs, seed)) if shuffle else places
+
+
+def recall_rows(samples: ArrayLike, n: int, seed: int) -> NDArray[np.int64]:
+    """Find what ``sample_rows`` does, fast where the next call wants the next few samples.
+
+    Eight samples cost nearly what a thousand do. So a thousand are computed, and remembered.
+
+    Args:
+        samples: Sample numbers, 0 and up, of any shape.
+        n: Rows in the data.
+        seed: Names the order.
+
+    Returns:
+        ``int64`` rows in ``range(n)``, of the shape of ``samples``.
+
+    Examples:
+        >>> recall_rows([0, 10**9], 500, seed=3), sample_rows([0, 10**9], 500, seed=3)
+        (array([222, 246]), array([222, 246]))
+    """
+    samples = np.asarray(samples, dtype=np.int64)
+    blocks, inside = np.divmod(samples, AT_ONCE)
+    rows = np.empty_like(samples)
+    for block in np.unique(blocks).tolist():
+        here = blocks == block
+        rows[here] = _rows_of_block(block, n, seed)[inside[here]]
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _rows_of_block(block: int, n: int, seed: int) -> NDArray[np.int64]:
+    return sample_rows(np.arange(block * AT_ONCE, (block + 1) * AT_ONCE), n, seed)
+
+
+def _positive(n: ArrayLike, otherwise: str) -> NDArray[np.int64]:
+    sizes = np.asarray(n, dtype=np.int64)
+    if sizes.size and sizes.min() < 1:
+        raise ValueError(f"n {sizes.min()} must be positive: {otherwise}.")
+    return sizes
+
+
+def _permute_table(places: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:
+    distinct, which = np.unique(keys, return_inverse=True)
+    tables = np.argsort(hash_integers(np.arange(n), distinct[:, None]), axis=1, kind="stable")
+    return tables[which, places]
+
+
+def _permute_network(places: NDArray[np.int64], n: NDArray[np.int64], keys: U64) -> U64:
+    bits = np.searchsorted(_POWERS, n).astype(np.uint64)
+    out, sizes = places.astype(np.uint64), n.astype(np.uint64)
+    round_keys = hash_integers(np.arange(ROUNDS)[:, None], keys)
+    walking = np.arange(out.size)
+    while walking.size:
+        out[walking] = _network(out[walking], bits[walking], round_keys[:, walking])
+        walking = walking[out[walking] >= sizes[walking]]
+    return out
+
+
+def _network(values: U64, bits: U64, round_keys: U64) -> U64:
+    """Permute ``range(2**bits)``: by turns each half is changed by a hash of the other."""
+    one = np.uint64(1)
+    low_bits = bits >> one
+    low_mask = (one << low_bits) - one
+    high_mask = (one << (bits - low_bits)) - one
+    high, low = values >> low_bits, values & low_mask
+    for turn in range(0, ROUNDS, 2):
+        high = high ^ (mix_bits(low ^ round_keys[turn]) & high_mask)
+        low = low ^ (mix_bits(high ^ round_keys[turn + 1]) & low_mask)
+    return (high << low_bits) | low

@@ -1,0 +1,1 @@
+"""Token files become rows of one length: packed documents, or windows."""

@@ -1,0 +1,1 @@
+"""Context parallelism: ring attention, Ulysses, and both."""

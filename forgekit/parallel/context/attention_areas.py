@@ -1,0 +1,206 @@
+"""Which queries meet which keys in each step of a ring, before anything is computed.
+
+A rank holds a zigzag slice: chunk ``rank`` of a sequence cut in twice as many chunks as ranks, and
+its mirror image from the back. Of an earlier rank's slice it sees the front chunk, from all its
+places; of a later rank's slice both chunks, from its back chunk. So each step but the first is two
+whole pairs of chunks, and all ranks always have as much to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import attrs
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from forgekit.model.attention import CALL_COST
+from forgekit.parallel.context.block_attention import Ids, has_flash
+
+__all__ = ["Area", "Route", "areas_of_documents", "areas_of_queries", "areas_seen"]
+
+MOST_SCORES = 2**23
+"""Query-key pairs of all heads whose scores or mask are held at once."""
+
+LEAST_QUERIES = 64
+
+_steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@attrs.frozen
+class Area:
+    """A rectangle of queries and keys that one call computes.
+
+    Attributes:
+        queries: Places within this rank's slice.
+        keys: Places within the slice that came round.
+        offset: Place of the first query among the keys, where a query sees those up to its own;
+            None where it sees all.
+        rows: Rows of the batch.
+        is_masked: Whether documents still have to be told apart.
+    """
+
+    queries: slice
+    keys: slice
+    offset: int | None = None
+    rows: slice = slice(None)
+    is_masked: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of a row that are computed; half of a square that is causal."""
+        pairs = _size(self.queries) * _size(self.keys)
+        return pairs // 2 if self.offset == 0 and not self.is_masked else pairs
+
+
+def areas_seen(rank: int, source: int, places: int) -> list[Area]:
+    """What a rank sees of a slice, documents aside: pairs of chunks, each whole or causal.
+
+    Args:
+        rank: The rank that attends.
+        source: The rank whose slice it is.
+        places: Places of a slice, even.
+
+    Examples:
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 1, places=8)]
+        [(0, 0, 0), (4, 4, 0), (4, 0, None)]
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 0, places=8)]
+        [(0, 0, None), (4, 0, None)]
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(0, 1, places=8)]
+        [(4, 0, None), (4, 4, None)]
+    """
+    front, back = slice(0, places // 2), slice(places // 2, places)
+    if source == rank:
+        # Each place sees itself at first, so that no sum of exponentials is ever zero.
+        return [Area(front, front, offset=0), Area(back, back, offset=0), Area(back, front)]
+    if source < rank:
+        return [Area(front, front), Area(back, front)]
+    return [Area(back, front), Area(back, back)]
+
+
+def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> list[Area]:
+    """Cut an area in blocks of queries, so that the scores or the mask of one stay small.
+
+    Args:
+        area: What is seen, documents aside.
+        rows: Rows of the batch, ``b``.
+        heads: Query heads, ``h``.
+        is_masked: Whether documents have to be told apart.
+
+    Returns:
+        Areas of at least ``LEAST_QUERIES`` queries, without the keys that come after all of them.
+    """
+    first, last = area.queries.start, area.queries.stop
+    step = max(LEAST_QUERIES, MOST_SCORES // (rows * heads * _size(area.keys)))
+    blocks = []
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        queries, keys, offset = slice(start, stop), area.keys, None
+        if area.offset is not None:
+            offset = area.offset + start - first
+            keys = slice(keys.start, keys.start + offset + stop - start)
+        blocks.append(Area(queries, keys, offset, is_masked=is_masked))
+    return blocks
+
+
+def areas_of_documents(area: Area, queries: Tensor, keys: Tensor, heads: int) -> list[Area]:
+    """Cut an area by documents, one rectangle for each that two runs of places share.
+
+    Where there are so many that one call each costs more, the documents are left to a mask. Two
+    chunks without a common document have no area.
+
+    Args:
+        area: What is seen, documents aside.
+        queries: ``[b s]`` documents of this rank's slice, on the CPU.
+        keys: ``[b s]`` documents of the slice that came round, on the CPU.
+        heads: Query heads, ``h``.
+    """
+    rows = zip(queries.tolist(), keys.tolist(), strict=True)
+    cut = [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
+    masked = areas_of_queries(area, len(queries), heads, is_masked=True)
+    one_by_one = sum(heads * part.pairs + CALL_COST for part in cut)
+    at_once = sum(len(queries) * heads * part.pairs + CALL_COST for part in masked)
+    return cut if one_by_one < at_once else masked
+
+
+@attrs.frozen(eq=False)
+class Route:
+    """What a rank computes in each step of a round.
+
+    Attributes:
+        rank: This rank.
+        size: Ranks in the ring.
+        ids: ``[b size*s]`` documents of all slices; None for one document a row.
+        steps: The areas of each step; step ``n`` brings the slice of the rank ``n`` before this.
+    """
+
+    rank: int
+    size: int
+    ids: Tensor | None
+    steps: list[list[Area]]
+
+    @classmethod
+    def plan(cls, q: Tensor, ids: Tensor | None, *, rank: int, size: int) -> Route:
+        """Plan for queries ``[b s h c]``; every layer with the same documents goes the same way."""
+        if ids is not None and ids in _steps:
+            return cls(rank, size, ids, _steps[ids])
+        route = cls(rank, size, ids, [])
+        route.steps.extend(route._areas(step, q) for step in range(size))
+        if ids is not None:
+            _steps[ids] = route.steps
+        return route
+
+    def documents(self, area: Area, step: int) -> Ids | None:
+        """Documents of an area's queries and keys, where they have to be told apart."""
+        if self.ids is None or not area.is_masked:
+            return None
+        queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
+        return queries[area.rows, area.queries], keys[area.rows, area.keys]
+
+    def _areas(self, step: int, q: Tensor) -> list[Area]:
+        rows, places, heads, _ = q.shape
+        seen = areas_seen(self.rank, self._source(step), places)
+        if not has_flash(q):
+            is_masked = self.ids is not None
+            parts = (areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen)
+        elif self.ids is None:
+            return seen
+        else:
+            queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
+            parts = (areas_of_documents(area, queries, keys, heads) for area in seen)
+        return list(itertools.chain.from_iterable(parts))
+
+    def _source(self, step: int) -> int:
+        return (self.rank - step) % self.size
+
+    def _slice(self, ids: Tensor, step: int) -> Tensor:
+        return ids.chunk(self.size, 1)[self._source(step)]
+
+
+def _shared_runs(area: Area, row: int, queries: Sequence[int], keys: Sequence[int]) -> list[Area]:
+    rows = slice(row, row + 1)
+    by_document: dict[int, list[slice]] = {}
+    for document, run in _runs(keys, area.keys):
+        by_document.setdefault(document, []).append(run)
+    shared = []
+    for document, run in _runs(queries, area.queries):
+        for seen in by_document.get(document, ()):
+            if area.offset is None or seen.start < run.start:
+                shared.append(Area(run, seen, rows=rows))
+            elif seen == run:
+                shared.append(Area(run, seen, offset=0, rows=rows))
+    return shared
+
+
+def _runs(ids: Sequence[int], where: slice) -> Iterator[tuple[int, slice]]:
+    """Runs of equal ids, with their places."""
+    start = where.start
+    for document, run in itertools.groupby(ids[where]):
+        stop = start + len(list(run))
+        yield document, slice(start, stop)
+        start = stop
+
+
+def _size(places: slice) -> int:
+    return places.stop - places.start

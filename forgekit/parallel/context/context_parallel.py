@@ -1,0 +1,212 @@
+"""Sharing a sequence: how the ranks are split, and what takes the place of a model's sockets.
+
+``context_parallel`` ranks are ``ring * ulysses``, numbered ``ring_rank * ulysses + ulysses_rank``.
+A ring goes round zigzag slices, and inside one, ranks of a Ulysses group hold contiguous slices.
+Attention and position ids are sockets, so a model needs nothing but to have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.model.attention import Attend
+from forgekit.model.transformer import locate_all
+from forgekit.parallel.layout import size_of
+
+__all__ = ["ContextParallel", "apply_context", "locate_slice", "split_context", "whole_sequences"]
+
+ContextParallel = Literal["ring", "ulysses", "both"]
+
+_WHOLE = "_whole_sequence_sockets"
+
+
+def apply_context(
+    model: nn.Module, mesh: DeviceMesh, method: ContextParallel, *, tensor: int = 1
+) -> tuple[int, int, int]:
+    """Put context-parallel attention and position ids into a model's sockets, in place.
+
+    Every rank of the mesh calls it with the same arguments: it makes process groups.
+
+    Args:
+        model: Has modules with an ``attend`` socket; ``locate`` is replaced where there is one.
+        mesh: What ``build_mesh`` returned.
+        method: ``"ring"``, ``"ulysses"``, or ``"both"``.
+        tensor: Ranks over which tensor parallelism will spread the heads. Modules with ``query``
+            and ``channels`` say how many there are; others are checked when they run.
+
+    Returns:
+        ``(ring, ulysses, context_rank)``: ranks in a ring, ranks that exchange heads, and this
+        rank's place among those that share its sequences.
+
+    Raises:
+        ValueError: If the ranks cannot be split so, query heads do not divide, or nothing in the
+            model has an ``attend`` socket.
+
+    References:
+        Unified sequence parallelism, https://arxiv.org/abs/2405.07719
+    """
+    context = size_of(mesh, "cp")
+    if context == 1:
+        return 1, 1, 0
+    sockets = [module for module in model.modules() if hasattr(module, "attend")]
+    if not sockets:
+        raise ValueError(
+            f"no module of {type(model).__name__} has an 'attend' socket, which context "
+            f"parallelism (cp {context}) replaces. Let attention call self.attend(q, k, v, "
+            "doc_ids=doc_ids), at first forgekit.attend_causal, or leave cp at 1."
+        )
+    # Where modules differ: what divides all of them.
+    heads = math.gcd(*(_local_heads(module, tensor) for module in sockets))
+    ring, ulysses = split_context(context, method, heads or None)
+    rank = mesh.get_local_rank("cp")
+    shared = {
+        "attend": _build_attend(mesh, ring, ulysses),
+        "locate": locate_slice(ring, ulysses, rank),
+    }
+    for module in model.modules():
+        own = {name: getattr(module, name) for name in shared if hasattr(module, name)}
+        if own:
+            vars(module).update({name: shared[name] for name in own})
+            setattr(module, _WHOLE, own)
+    return ring, ulysses, rank
+
+
+def split_context(
+    context: int, method: ContextParallel, heads: int | None = None
+) -> tuple[int, int]:
+    """Split the ranks that share a sequence into rings and those that exchange heads.
+
+    Exchanging heads moves less than a ring, so ``"both"`` gives it as many as divide the heads
+    and leave a ring of two.
+
+    Args:
+        context: Ranks that share a sequence, ``cp``.
+        method: ``"ring"``, ``"ulysses"``, or ``"both"``.
+        heads: Query heads of a rank, after tensor parallelism; None if unknown.
+
+    Returns:
+        ``(ring, ulysses)``, whose product is ``context``.
+
+    Raises:
+        ValueError: If the method is unknown or there is no such split.
+
+    Examples:
+        >>> split_context(8, "both", heads=6)
+        (4, 2)
+    """
+    if method not in get_args(ContextParallel):
+        known = ", ".join(map(repr, get_args(ContextParallel)))
+        raise ValueError(f"context_parallel is {method!r}; it is one of {known}.")
+    if method == "ring":
+        return context, 1
+    if method == "ulysses":
+        if heads is not None:
+            from forgekit.parallel.context.ulysses import check_heads
+
+            check_heads(heads, context)
+        return 1, context
+    splits = [u for u in range(2, context) if context % u == 0]
+    if not splits:
+        raise ValueError(
+            f"context_parallel 'both' needs cp = ring * ulysses with both above 1, and {context} "
+            "has no such factors. Use 'ring' or 'ulysses', or a cp such as 4, 6 or 8."
+        )
+    fitting = [u for u in splits if heads is None or heads % u == 0]
+    if not fitting:
+        raise ValueError(
+            f"context_parallel 'both' with cp {context} needs ulysses to be one of {splits} and to "
+            f"divide the {heads} query heads of a rank; none does. Use 'ring', or {splits[0]} "
+            "times as many heads."
+        )
+    return context // fitting[-1], fitting[-1]
+
+
+def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.device], Tensor]:
+    """Make the ``locate`` socket of a rank that holds a slice of each sequence.
+
+    Args:
+        ring: Ranks in a ring.
+        ulysses: Ranks that exchange heads.
+        rank: ``ring_rank * ulysses + ulysses_rank``.
+
+    Returns:
+        ``locate(s, device)``: the position ids ``[s]``, int64, of this rank's ``s`` places.
+
+    Examples:
+        >>> locate_slice(ring=2, ulysses=1, rank=0)(4, torch.device("cpu"))
+        tensor([0, 1, 6, 7])
+    """
+    ring_rank, ulysses_rank = divmod(rank, ulysses)
+
+    def locate(places: int, device: torch.device) -> Tensor:
+        everywhere = locate_all(places * ring * ulysses, device)
+        of_ring = slice_places(everywhere, rank=ring_rank, world=ring, method="zigzag")
+        return slice_places(of_ring, rank=ulysses_rank, world=ulysses, method="contiguous")
+
+    return locate
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Let every rank run whole sequences for a while, as on one device; for generation.
+
+    Args:
+        model: Any model. Where ``apply_context`` replaced its sockets, what they were before is
+            there within the block, and what it put there afterwards.
+    """
+    modules = [module for module in model.modules() if hasattr(module, _WHOLE)]
+    shared = [{name: vars(module)[name] for name in getattr(module, _WHOLE)} for module in modules]
+    try:
+        for module in modules:
+            vars(module).update(getattr(module, _WHOLE))
+        yield
+    finally:
+        for module, sockets in zip(modules, shared, strict=True):
+            vars(module).update(sockets)
+
+
+def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int) -> Attend:
+    # Imported here: they register operators with torch, which takes a while.
+    from forgekit.parallel.context.ring_attention import ring_attention
+    from forgekit.parallel.context.sequence_exchange import Members
+    from forgekit.parallel.context.ulysses import ulysses_attention
+
+    if ulysses == 1:
+        return ring_attention(Members.of(mesh.get_group("cp")))
+    if ring == 1:
+        return ulysses_attention(Members.of(mesh.get_group("cp")))
+    dim = (mesh.mesh_dim_names or ()).index("cp")
+    shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
+    rings = Members.of(_own_group(shared.mT.reshape(-1, ring)))
+    return ulysses_attention(
+        Members.of(_own_group(shared.reshape(-1, ulysses))), ring_attention(rings)
+    )
+
+
+def _own_group(ranks: Tensor) -> dist.ProcessGroup:
+    """Make a group of each row of ranks, on all ranks in the same order; return this rank's."""
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    if not isinstance(own, dist.ProcessGroup):
+        raise RuntimeError(f"rank {dist.get_rank()} is not among {ranks.tolist()}.")
+    return own
+
+
+def _local_heads(module: nn.Module, tensor: int) -> int:
+    """Query heads of a module on this rank; 0 if they cannot be told before it runs."""
+    weight = getattr(getattr(module, "query", None), "weight", None)
+    channels = getattr(module, "channels", None)
+    if not isinstance(weight, Tensor) or not isinstance(channels, int):
+        return 0
+    if isinstance(weight, DTensor):
+        return weight.to_local().shape[0] // channels
+    return weight.shape[0] // channels // tensor

@@ -1,0 +1,282 @@
+"""Cut one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
+
+A stage is a shallow copy of the model in which the parts of other stages are ``Absent``: they
+answer with what travelled, so the model's own ``forward`` runs every stage. Positions in lists
+stay, so every parameter keeps its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from forgekit.parallel.pipeline.stage_tensors import Absent, Relay
+
+__all__ = ["Cut", "balance", "cost_of", "cut"]
+
+SHOWN = 4
+"""Names that an error lists."""
+
+
+@attrs.frozen(eq=False)
+class Cut:
+    """A model after its cut, as one rank holds it.
+
+    Attributes:
+        modules: The rank's stages, in order.
+        relays: What each of them exchanges with the others.
+        copies: Modules above the parts, each with its copy in one of the stages.
+        shared: Modules that more than one stage runs, or holds.
+        holders: By name of a part that one stage runs, that stage.
+        bounds: First block of each stage, and the number of blocks.
+    """
+
+    modules: list[nn.Module]
+    relays: list[Relay]
+    copies: list[tuple[nn.Module, nn.Module]]
+    shared: set[nn.Module]
+    holders: dict[str, int]
+    bounds: list[int]
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A child of a module above the parts; ``stage`` is None if every stage has it."""
+
+    parent: nn.Module
+    child: str
+    name: str
+    module: nn.Module
+    stage: int | None
+
+
+def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
+    """Cut a model in place: keep what this rank's stages need and make a copy for each of them.
+
+    What is registered before the list of blocks goes to the first stage, what follows it to the
+    last. Modules without parameters run in every stage (a rotary embedding, an activation between
+    blocks), except dropout, which each stage would draw on its own.
+
+    Args:
+        model: The model, on meta or filled; keeps exactly the parts of this rank's stages.
+        blocks: Name of its list of repeated layers.
+        stages: Number of stages.
+        mine: This rank's stages.
+
+    Returns:
+        The stages, which share their parts with ``model``.
+
+    Raises:
+        ValueError: If there are fewer blocks than stages, parameters are held by the model itself,
+            or are shared between stages.
+    """
+    path = _path(model, blocks)
+    costs = [cost_of(block) for _, block in _children(path[-1])]
+    _check_enough(blocks, len(costs), stages)
+    edges = [(p.stage, cost_of(p.module)) for p in _parts(path, blocks, [0, len(costs)])]
+    first = sum(cost for stage, cost in edges if stage == -1)
+    last = sum(cost for stage, cost in edges if stage == 1)
+    bounds = balance(costs, stages, first, last)
+    parts = [
+        attrs.evolve(p, stage=None if p.stage is None else min(max(p.stage, 0), stages - 1))
+        for p in _parts(path, blocks, bounds)
+    ]
+    _check_held(model, path)
+    _check_tied(model, parts)
+    above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
+    copies: list[tuple[nn.Module, nn.Module]] = []
+    holders = {part.name: part.stage for part in parts if part.stage is not None}
+    relays = [Relay(stage, holders, stages) for stage in mine]
+    modules = [_copy(above, parts, relay, copies) for relay in relays]
+    for part in parts:
+        if part.stage not in (None, *mine):
+            part.parent._modules[part.child] = Absent(part.module, part.name)
+            part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
+    shared = {*(twin for _, twin in copies), *_shared(parts)}
+    return Cut(modules, relays, copies, shared, holders, bounds)
+
+
+def cost_of(module: nn.Module) -> float:
+    """Cost of a module per place: the elements of its matrices, two operations on each.
+
+    A lookup reads one row, so an embedding costs its width. Attention's own cost, the same in
+    every block, and vectors are left out; all experts of a layer count.
+    """
+    cost = 0.0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            cost += part.embedding_dim
+        else:
+            own = part.parameters(recurse=False)
+            cost += sum(parameter.numel() for parameter in own if parameter.ndim > 1)
+    return cost
+
+
+def balance(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
+    """Cut a row of blocks so that the most expensive stage is as cheap as possible.
+
+    Args:
+        costs: Cost of each block.
+        stages: Number of stages, each of at least one block.
+        first: Cost that the first stage has besides, the embedding.
+        last: Cost that the last stage has besides, the output projection.
+
+    Returns:
+        First block of each stage, and at the end the number of blocks. Among cuts with the same
+        largest stage, one with a small sum of squares.
+
+    Examples:
+        >>> balance([1.0] * 8, stages=2, last=3.0)
+        [0, 5, 8]
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        best = {
+            end: min(
+                (max(top, cost), squares + cost**2, [*bounds, end])
+                for start, (top, squares, bounds) in best.items()
+                if start < end
+                for cost in [sums[end] - sums[start] + extra]
+            )
+            for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1)
+        }
+    return best[len(costs)][2]
+
+
+def _path(model: nn.Module, blocks: str) -> list[nn.Module]:
+    """The modules from the model down to its list of blocks."""
+    path = [model]
+    for name in blocks.split("."):
+        path.append(path[-1].get_submodule(name))
+    return path
+
+
+def _parts(path: list[nn.Module], blocks: str, bounds: list[int]) -> Iterator[_Part]:
+    """The children of all modules on the path; those before the blocks have stage -1."""
+    names = blocks.split(".")
+    stages = len(bounds) - 1
+    for depth, (parent, inner) in enumerate(zip(path[:-1], names, strict=True)):
+        stage = -1
+        for child, module in _children(parent):
+            if child == inner:
+                stage = stages
+            else:
+                yield from _opened(parent, child, ".".join([*names[:depth], child]), module, stage)
+    for index, (child, module) in enumerate(_children(path[-1])):
+        stage = next(k for k in range(stages) if index < bounds[k + 1])
+        yield _Part(path[-1], child, f"{blocks}.{child}", module, stage)
+
+
+def _opened(
+    parent: nn.Module, child: str, name: str, module: nn.Module, stage: int
+) -> Iterator[_Part]:
+    """A child as a part, or the parts of a list, which is never called itself."""
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        for inner, part in _children(module):
+            yield from _opened(module, inner, f"{name}.{inner}", part, stage)
+    else:
+        yield _Part(parent, child, name, module, None if _serves_all(module) else stage)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children by name; one that is used twice appears twice, unlike in ``named_children``."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _serves_all(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None and not isinstance(module, _DropoutNd)
+
+
+def _shared(parts: list[_Part]) -> list[nn.Module]:
+    """Modules in parts that more than one stage has."""
+    owners: dict[nn.Module, set[int | None]] = {}
+    for part in parts:
+        for module in part.module.modules():
+            owners.setdefault(module, set()).add(part.stage)
+    return [module for module, stages in owners.items() if None in stages or len(stages) > 1]
+
+
+def _copy(
+    above: list[nn.Module],
+    parts: list[_Part],
+    relay: Relay,
+    copies: list[tuple[nn.Module, nn.Module]],
+) -> nn.Module:
+    """Copy the modules above the parts, with the parts of one stage in them."""
+    twins = {module: _shallow(module) for module in above}
+    for module, twin in twins.items():
+        twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
+    for part in parts:
+        if part.stage not in (None, relay.stage):
+            absent = Absent(part.module, part.name, relay)
+            twins[part.parent]._modules[part.child] = absent
+    copies.extend(twins.items())
+    own = {part.name: part.module for part in parts if part.stage == relay.stage}
+    relay.attach(twins[above[0]], own)
+    return twins[above[0]]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Copy a module that shares its parts and buffers, but neither its list of parts nor hooks."""
+    twin = copy.copy(module)
+    for name in vars(nn.Module()):
+        value = getattr(twin, name)
+        if isinstance(value, dict) and name != "_buffers":  # buffers move with the original
+            setattr(twin, name, value.copy())
+    return twin
+
+
+def _refuse_left_out(name: str, *_given: Any) -> None:
+    raise ValueError(
+        f"{name} was called on a rank whose pipeline stages do not have it: forward reaches it "
+        "through something else than the model's own modules, such as a plain list or a closure. "
+        "Call it through the model's list of blocks, or use pp=1."
+    )
+
+
+def _check_enough(blocks: str, count: int, stages: int) -> None:
+    if count < stages:
+        raise ValueError(
+            f"{blocks!r} has {count} blocks for {stages} pipeline stages; each stage needs at "
+            f"least one. Use at least {stages} blocks, or a mesh or pipeline_schedule with at "
+            f"most {count} stages."
+        )
+
+
+def _check_held(model: nn.Module, path: list[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for module in path:
+        if held := [name for name, _ in module.named_parameters(recurse=False)]:
+            where = f"its part {names[module]!r}" if names[module] else "itself"
+            raise ValueError(
+                f"{type(model).__name__} holds the parameters {held} in {where}, around the list "
+                "of blocks, so no single pipeline stage could own them. Move them into a module "
+                "before or after the blocks."
+            )
+
+
+def _check_tied(model: nn.Module, parts: list[_Part]) -> None:
+    owners: dict[Tensor, set[int | None]] = {}
+    for part in parts:
+        for parameter in part.module.parameters():
+            owners.setdefault(parameter, set()).add(part.stage)
+    every_name = model.named_parameters(remove_duplicate=False)
+    shared = [name for name, parameter in every_name if len(owners[parameter]) > 1]
+    if getattr(getattr(model, "spec", None), "tied", False):
+        shared = ["embedding.weight", "output.weight"]
+    if shared:
+        more = f" (and {len(shared) - SHOWN} more)" if len(shared) > SHOWN else ""
+        raise ValueError(
+            f"{' and '.join(shared[:SHOWN])}{more} are one tensor, or of a module that several "
+            "parts share, which stages on different ranks would each train on their own. Give each "
+            "its own (TransformerSpec(tied=False)), or use pp=1."
+        )

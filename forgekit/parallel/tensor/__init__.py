@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans, styles, logits sharded by the vocabulary."""

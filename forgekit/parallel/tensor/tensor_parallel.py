@@ -1,0 +1,135 @@
+"""Tensor parallelism: a plan of name patterns says how ranks share each module of any model.
+
+A plan maps patterns of module names to styles:
+
+| style | for | parameters | activations |
+|---|---|---|---|
+| ``colwise`` | ``nn.Linear`` | rows of the weight | all channels in, this rank's out |
+| ``rowwise`` | ``nn.Linear`` | columns of the weight | this rank's channels in, sums out |
+| ``embedding`` | ``nn.Embedding`` | rows of the vocabulary | sums out |
+| ``sequence`` | norms, ``nn.Dropout`` | on every rank | this rank's places |
+| ``heads`` | norms of a head's channels, an activation with one weight | on every rank, \
+gradients summed | this rank's heads or channels |
+| ``channels`` | a factor or bias for each channel or head | sharded like them | this rank's |
+| ``replicate`` | any module | on every rank | all of them, computed alike |
+
+With a ``sequence`` entry the residual stream is spread over places: sums over ranks are scattered
+instead of repeated, so norms and dropout cost and keep a ``1/tp`` of it. Without one every rank
+has the whole stream.
+
+References:
+    Megatron-LM, https://arxiv.org/abs/1909.08053;
+    sequence parallelism, https://arxiv.org/abs/2205.05198
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from forgekit.parallel.tensor import styles
+from forgekit.parallel.tensor.plan import EXPERT, Plan, read_plan
+
+__all__ = ["EXPERT", "Plan", "apply_plan", "logit_modules", "read_plan"]
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> int:
+    """Spread a model's parameters over ranks, in place; their names stay the same.
+
+    Nothing is sent: every rank cuts what it holds, so all must hold the same values, or all be on
+    meta. Modules without an entry are computed alike on all ranks, unless the plan spreads the
+    residual stream over places. The last ``colwise`` modules, those with no ``rowwise`` after
+    them, return logits as a DTensor that stays cut by the vocabulary, for ``cross_entropy``.
+
+    A projection that holds several matrices side by side (one weight for queries, keys and values)
+    cannot be cut as one: its first rows would be queries on one rank and keys on another. What an
+    ``embedding`` or a ``rowwise`` module returns must not be changed in place; torch refuses it.
+
+    Args:
+        model: Any model; modules that a pipeline took out are passed over.
+        mesh: The ranks, a mesh of one dimension.
+        plan: Patterns (``layers.*.attention.query``; of several that match the last counts) to
+            names of styles, or to a ``torch.distributed.tensor.parallel.ParallelStyle``, which is
+            applied as it is. None for the model's own ``plan``.
+
+    Returns:
+        Over how many ranks the places of the residual stream are spread.
+
+    Raises:
+        ValueError: See ``read_plan``.
+    """
+    chosen = read_plan(model, mesh.size(), plan)
+    sequence = "sequence" in chosen.values()
+    heads = logit_modules(chosen)
+    shared = _shared_parameters(model)
+    # Children first: what torch's styles do to a whole module leaves out what is spread already.
+    for name, style in reversed(chosen.items()):
+        module = model.get_submodule(name)
+        _apply(module, mesh, style, sequence=sequence, is_logits=name in heads)
+    for names in shared:
+        _share_again(model, names)
+    return mesh.size() if sequence else 1
+
+
+def logit_modules(chosen: Mapping[str, str | ParallelStyle]) -> set[str]:
+    """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
+    rowwise = [name for name, style in chosen.items() if style == "rowwise"]
+    beside = {name.rpartition(".")[0] for name in rowwise} - {""}
+    names = list(chosen)
+    after = names[names.index(rowwise[-1]) + 1 :] if rowwise else names
+    return {n for n in after if chosen[n] == "colwise" and n.rpartition(".")[0] not in beside}
+
+
+def _apply(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    style: str | ParallelStyle,
+    *,
+    sequence: bool,
+    is_logits: bool,
+) -> None:
+    if isinstance(style, ParallelStyle):
+        parallelize_module(module, mesh, style, src_data_rank=None)
+        if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            styles.apply_alike(module, mesh)
+        return
+    apply = {
+        "colwise": partial(styles.apply_colwise, is_logits=is_logits),
+        "rowwise": partial(styles.apply_rowwise, sequence=sequence),
+        "embedding": partial(styles.apply_embedding, sequence=sequence),
+        "sequence": styles.apply_dropout
+        if isinstance(module, nn.Dropout)
+        else styles.apply_sequence,
+        "heads": styles.apply_heads,
+        "channels": styles.apply_channels,
+        "replicate": styles.apply_alike,
+    }[style]
+    apply(module, mesh)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that several modules hold."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [known for known in names.values() if len(known) > 1]
+
+
+def _share_again(model: nn.Module, names: list[str]) -> None:
+    """Make one of the parameters that were one before their modules were spread."""
+    first, *others = [cast("DTensor", model.get_parameter(name)) for name in names]
+    for name, other in zip(names[1:], others, strict=True):
+        if first.placements != other.placements:
+            raise ValueError(
+                f"{names[0]!r} and {name!r} are one parameter and the plan cuts them differently "
+                f"({first.placements[0]!r}, {other.placements[0]!r}). Give both styles that cut "
+                "alike, as 'embedding' and 'colwise' do."
+            )
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path).register_parameter(leaf, model.get_parameter(names[0]))

@@ -1,0 +1,9 @@
+"""The error of checkpoints that cannot be written or read."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not belong to this run."""

@@ -1,0 +1,133 @@
+"""Load a ``TrainState`` on any number of ranks.
+
+Everything is checked first, files, data, names and shapes; only then is the state changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from typing import Any, Literal, TypeVar
+
+from forgekit.run.checkpoints.contents import (
+    PARTS,
+    choose,
+    collect,
+    find_mismatch,
+    merge,
+    optional_fields,
+    prepare,
+    restore,
+)
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.migration import Migrated, Migration, bring_up
+from forgekit.run.checkpoints.ranks import Ranks, ranks_of
+from forgekit.run.checkpoints.read import check_data, choose_checkpoint, read_tensors
+from forgekit.run.checkpoints.savable_optimizers import check_holds_none
+from forgekit.run.checkpoints.save import check_version, named_fingerprint, wait_for_saves
+from forgekit.run.checkpoints.storage import place_of
+from forgekit.state import TrainState, donate
+
+__all__ = ["checkpoint_load"]
+
+log = logging.getLogger("forgekit")
+
+Part = Literal["model", "optimizer", "fields"]
+
+StateT = TypeVar("StateT", bound=TrainState)
+
+
+def checkpoint_load(
+    state: StateT,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    fingerprint: Any = None,
+    allow_other_data: bool = False,
+    parts: Collection[Part] = PARTS,
+    version: int = 1,
+    migrate: Migration | None = None,
+) -> StateT:
+    """Load the newest good checkpoint into model and optimizer, in place, and donate ``state``.
+
+    Every rank calls it. The number of ranks and the layout may differ from those that saved. All
+    checks come before the first change, so a refused state is as it was; only what a field's own
+    ``load_state_dict`` refuses comes last.
+
+    Args:
+        state: A state of the same model and optimizer; its values are replaced.
+        directory: What ``checkpoint_save`` was given.
+        step: Load this step instead of the newest. A damaged newest checkpoint is skipped with a
+            logged warning, a damaged one that was asked for raises.
+        fingerprint: What identifies the data now, or a function of the samples that were saved;
+            compared with what was saved if both are given.
+        allow_other_data: Load although the data is other data than before.
+        parts: What to load; the rest stays as it is. ``("model",)`` starts a new run from a model,
+            whatever its data and optimizer were; ``("model", "fields")`` goes on at the same step
+            with another optimizer.
+        version: Which version of the state this is, as given to ``checkpoint_save``. A newer one is
+            refused.
+        migrate: Brings a checkpoint of an older version to this one: a function from the
+            ``SavedState`` to the same in today's names. Without it an older one is refused.
+
+    Returns:
+        The state that was saved, or the parts of it. If there is no committed checkpoint:
+        ``state`` itself, which is then not donated.
+
+    Raises:
+        ValueError: If a part is unknown, or the model is none of them; if ``version`` is less than
+            1; if a URL was made into a ``Path``.
+        TypeError: If the optimizer keeps its state where a checkpoint cannot find it.
+        CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
+            format, version, data, model or optimizer, holds streams of another number of ranks, or
+            anything but tensors, of which nothing is run. The same on every rank.
+
+    Examples:
+        A layer got another name, and the state a field::
+
+            def migrate(saved):
+                names = {now.replace("mlp", "ffn"): then for now, then in saved.names.items()}
+                return attrs.evolve(saved, names=names, fields=saved.fields | {"phase": 0})
+
+            state = checkpoint_load(state, directory, version=2, migrate=migrate)
+    """
+    if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
+    check_version(version)
+    if "optimizer" in parts:
+        check_holds_none(state.optimizer)
+    wait_for_saves()
+    place, ranks = place_of(directory), ranks_of(state)
+    found = choose_checkpoint(ranks, place, step)
+    if found is None:
+        return state
+    path, written = found
+    migrated = _migrated(ranks, path, written, version, migrate)
+    if not allow_other_data and "fields" in parts:  # else the data begin anew
+        samples = written["fields"]["samples"]
+        check_data(path, written.get("fingerprint"), named_fingerprint(fingerprint, samples))
+    manifest = choose(migrated.manifest, parts)
+    described = choose(collect(state, ranks.rank)[1], parts)
+    descriptions = ranks.gather(described)
+    optional = optional_fields(state)
+    if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
+        raise CheckpointError(f"{path} {problem}.")
+    if lost := manifest["fields"].keys() - described["fields"].keys():
+        log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
+    restoration = prepare(state, manifest, ranks.rank)
+    targets = migrated.place(restoration.tensors)
+    read_tensors(ranks, place, path, written, targets)
+    if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
+        log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
+    changes: dict[str, Any] = {}
+    ranks.each(lambda: changes.update(restore(state, restoration)))  # a field may refuse its state
+    return donate(state, **changes)
+
+
+def _migrated(
+    ranks: Ranks, path: object, manifest: dict[str, Any], version: int, migrate: Migration | None
+) -> Migrated:
+    found: list[Migrated] = []  # stays on its rank: it holds tensors that the migration may give
+    ranks.each(lambda: found.append(bring_up(path, manifest, version, migrate)))
+    return found[0]

@@ -1,0 +1,164 @@
+"""Older versions of a state: a function of the user's brings names and fields to today's.
+
+A checkpoint says which version of the state it holds. The version is the user's: it counts up when
+the model's parameters get other names or the state other fields. A migration sees names and values,
+never tensors, and returns names and values, so it cannot change what was trained, only say where it
+belongs now. Nothing on disk is changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from forgekit.run.checkpoints.contents import describe
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.json_trees import SavedValue, decode, encode
+from forgekit.run.checkpoints.per_rank_fields import TAG
+
+__all__ = ["SavedState", "SavedValue"]
+
+_MODEL = "model."
+
+
+@attrs.frozen(kw_only=True)
+class SavedState:
+    """What a checkpoint says of its state, for a migration to change with ``attrs.evolve``.
+
+    Attributes:
+        version: The version that was saved.
+        names: For each parameter and persistent buffer, the name that the model gives it now (key)
+            and the name under which it was saved (value). They are equal at first; a migration
+            renames keys and leaves out what the model no longer has. Optimizer state goes along.
+        fields: The state's other fields by name: numbers, strings, None, and dicts, lists and
+            tuples of them, with a ``SavedValue`` for each tensor. A migration may rename, split and
+            drop them, and give new ones a value of these kinds or a tensor.
+
+    Examples:
+        >>> saved = SavedState(version=1, names={"blocks.0": "blocks.0"}, fields={"best": 2.5})
+        >>> names = {now.replace("blocks", "layers"): then for now, then in saved.names.items()}
+        >>> attrs.evolve(saved, names=names, fields=saved.fields | {"phase": 0})
+        SavedState(version=1, names={'layers.0': 'blocks.0'}, fields={'best': 2.5, 'phase': 0})
+    """
+
+    version: int
+    names: dict[str, str]
+    fields: dict[str, Any]
+
+
+Migration = Callable[[SavedState], SavedState]
+
+
+@attrs.frozen
+class Migrated:
+    """A manifest in today's names, and where its tensors come from.
+
+    Attributes:
+        manifest: The manifest.
+        keys: Today's keys of the model's tensors to those in the files, where they differ.
+        given: Tensors by key that are in no file, because the migration brought them.
+    """
+
+    manifest: dict[str, Any]
+    keys: dict[str, str] = attrs.field(factory=dict)
+    given: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fill in what the migration gave; return the rest under the keys of the files.
+
+        Args:
+            tensors: Where tensors go, by today's keys; those that are given are changed in place.
+        """
+        for key, value in self.given.items():
+            if key in tensors:
+                tensors[key].copy_(value)
+        return {self.keys.get(k, k): t for k, t in tensors.items() if k not in self.given}
+
+
+def bring_up(
+    path: object, manifest: dict[str, Any], version: int, migrate: Migration | None
+) -> Migrated:
+    """Bring a manifest to today's version of the state.
+
+    Args:
+        path: The checkpoint, for messages.
+        manifest: Its manifest.
+        version: Today's version.
+        migrate: Brings an older one to it; not called for one of today's.
+
+    Raises:
+        CheckpointError: If the version is newer, or older and there is no migration, or the
+            migration returns what the checkpoint does not have.
+    """
+    saved = manifest.get("version", 1)
+    if saved == version:
+        return Migrated(manifest)
+    if not isinstance(saved, int) or saved > version:
+        raise CheckpointError(
+            f"{path} holds version {saved!r} of the state, and this program knows version "
+            f"{version}. Load it with the program that saved it; if that is this one, call "
+            f"checkpoint_load with version={saved!r}."
+        )
+    if migrate is None:
+        raise CheckpointError(
+            f"{path} holds version {saved} of the state, and this program is at version {version}. "
+            "Give checkpoint_load a migrate function that brings its names and fields to today's; "
+            "see forgekit.SavedState."
+        )
+    there = [key.removeprefix(_MODEL) for key in manifest["tensors"] if key.startswith(_MODEL)]
+    fields = {name: _decode(tree) for name, tree in manifest["fields"].items()}
+    result = migrate(SavedState(version=saved, names={n: n for n in there}, fields=fields))
+    if not isinstance(result, SavedState):
+        raise CheckpointError(
+            f"migrate returned a {type(result).__name__} instead of a SavedState. "
+            "Return attrs.evolve(saved, names=..., fields=...)."
+        )
+    _check_names(path, result.names, there)
+    return _apply(manifest, result)
+
+
+def _check_names(path: object, names: dict[str, str], there: list[str]) -> None:
+    readers: dict[str, str] = {}
+    for now, then in names.items():
+        if then not in there:
+            nearest = difflib.get_close_matches(str(then), there, n=1)
+            hint = f" (nearest: {nearest[0]!r})" if nearest else ""
+            raise CheckpointError(
+                f"migrate reads {now!r} from {then!r}, which {path} does not have{hint}. "
+                "Values of names are those that were saved, keys are today's."
+            )
+        if then in readers:
+            raise CheckpointError(
+                f"migrate reads both {readers[then]!r} and {now!r} from {then!r}. "
+                "A saved tensor can become one tensor only; copy it after loading."
+            )
+        readers[then] = now
+
+
+def _apply(manifest: dict[str, Any], result: SavedState) -> Migrated:
+    specs = {key: s for key, s in manifest["tensors"].items() if not key.startswith(_MODEL)}
+    specs |= {
+        _MODEL + now: manifest["tensors"][_MODEL + then] for now, then in result.names.items()
+    }
+    held = manifest["optimizer"]
+    optimizer = {now: held[then] for now, then in result.names.items() if then in held}
+    given: dict[str, Tensor] = {}
+    fields = {
+        name: encode(value, f"migrated.{name}", given, f"field {name!r} of the migration")
+        for name, value in result.fields.items()
+    }
+    specs |= {key: describe(tensor) for key, tensor in given.items()}
+    keys = {_MODEL + now: _MODEL + then for now, then in result.names.items() if now != then}
+    changed = {"tensors": specs, "optimizer": optimizer, "fields": fields}
+    return Migrated(manifest | changed, keys, given)
+
+
+def _decode(tree: Any) -> Any:
+    """Build plain values from a tree of the manifest."""
+    if isinstance(tree, dict) and TAG in tree:
+        return SavedValue(tree)
+    return decode(tree, None, {}, lambda key, _: SavedValue({"$tensor": key}))

@@ -1,0 +1,102 @@
+"""Ranks that save or load together: what fails on one of them fails on all.
+
+A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
+runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. It has a
+process group of its own, because a save runs beside the collectives of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import attrs
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.state import TrainState
+
+T = TypeVar("T")
+
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+@attrs.frozen
+class Ranks:
+    """The ranks that share a state, over a process group that only checkpoints use."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    world: int = 1
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """Call ``function`` on every rank; return all results, or raise on all if one raised."""
+        answer = _attempt(function)
+        answers = [answer]
+        if self.group is not None:
+            answers = [answer] * self.world
+            dist.all_gather_object(answers, answer, group=self.group)
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
+        return [value for value, _ in answers]  # pyright: ignore[reportReturnType]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on the first rank; return its result, or raise, on every rank."""
+        answers = [_attempt(function) if self.rank == 0 else None]
+        if self.group is not None:
+            dist.broadcast_object_list(answers, group=self.group, group_src=0)
+        value, error = answers[0] or (None, None)
+        if error is not None:
+            raise CheckpointError(error)
+        return value  # pyright: ignore[reportReturnType]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on the first rank, and nothing on the others."""
+        if self.group is None:
+            return [value]
+        values = [value] * self.world if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values or []
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # torch's CheckpointException derives from it
+        return None, explain(error)
+
+
+def explain(error: BaseException) -> str:
+    """Say what failed in one line, without the tracebacks that torch wraps around it."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {explain(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def ranks_of(state: TrainState) -> Ranks:
+    """Find the ranks that hold a state; make their process group on the first call."""
+    mesh = state.mesh
+    if mesh is None:
+        sharded = (p for p in state.model.parameters() if isinstance(p, DTensor))
+        mesh = next((p.device_mesh for p in sharded), None)
+    if mesh is None or mesh.size() == 1:
+        return Ranks()
+    members = tuple(mesh.mesh.flatten().tolist())
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if default is None or dist.get_rank() not in members:
+        raise CheckpointError(
+            f"this process is none of the ranks {members} that hold the state, or its process "
+            "groups are gone. Save and load on every rank, before forgekit.shutdown()."
+        )
+    if members not in _groups or _groups[members][0] is not default:
+        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        _groups[members] = default, cast(dist.ProcessGroup, group)
+    group = _groups[members][1]
+    return Ranks(group, dist.get_rank(group), len(members))

@@ -1,0 +1,89 @@
+"""Which optimizers can be saved: those whose state lies in ``optimizer.state``, by parameter.
+
+One that keeps it elsewhere is saved without a complaint and resumes without its momentum, so that
+the run goes on and is another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from forgekit.optim.chain import Chained
+from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.state import TrainState, check_optimizer
+
+__all__ = ["check_complete", "check_holds_none", "name_of"]
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """Name an optimizer by its class, a chain by those of its members."""
+    members = optimizer.members if isinstance(optimizer, Chained) else ()
+    names = dict.fromkeys(type(member).__qualname__ for member in members)
+    return f"chain_optimizers({', '.join(names)})" if names else type(optimizer).__qualname__
+
+
+def check_holds_none(optimizer: Any) -> None:
+    """Refuse an optimizer that holds others whose state is not its own.
+
+    Raises:
+        TypeError: Names the optimizer, what it holds, and the remedy.
+    """
+    check_optimizer(optimizer)
+    for name, held in _held_by(optimizer):
+        if held.state is not optimizer.state:
+            raise TypeError(
+                f"{type(optimizer).__name__} holds {type(held).__name__} in {name!r}, whose state "
+                f"is not that of {type(optimizer).__name__}: a checkpoint would keep none of it. "
+                "Join optimizers with forgekit.chain_optimizers(first, second); a wrapper of one "
+                "shares its state with self.state = optimizer.state."
+            )
+        check_holds_none(held)
+
+
+def check_complete(state: TrainState, ranks: Ranks) -> None:
+    """Refuse an optimizer without any state after a good step, unless that is as it should be.
+
+    Every rank calls it. torch's own optimizers keep their state where a checkpoint finds it, so
+    they are not asked. One without state says so with an attribute ``stateless = True``.
+
+    Raises:
+        TypeError: On every rank.
+    """
+    optimizer = state.optimizer
+    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
+    asked = [member for member in members if not _is_known(member)]
+    if not asked or state.step <= int(state.skipped):
+        return
+    found = ranks.each(lambda: [_has_state(member, optimizer) for member in asked])
+    for number, member in enumerate(asked):
+        if not any(has_state[number] for has_state in found):
+            raise TypeError(
+                f"{type(member).__name__} has no state after step {state.step}. Kept anywhere but "
+                "in optimizer.state[parameter] it would be lost in a checkpoint: keep it there. If "
+                "it needs none, say so with stateless = True in its class."
+            )
+
+
+def _held_by(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value
+        inside = values if isinstance(value, list | tuple | dict) else (value,)
+        yield from ((name, held) for held in inside if isinstance(held, Optimizer))
+
+
+def _is_known(optimizer: Any) -> bool:
+    if isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    ):
+        return True
+    module = type(optimizer).__module__
+    return getattr(optimizer, "stateless", False) or module.startswith(("torch.", "forgekit."))
+
+
+def _has_state(member: Any, optimizer: Any) -> bool:
+    held = (p for group in member.param_groups for p in group["params"])
+    return any(optimizer.state.get(parameter) for parameter in held)

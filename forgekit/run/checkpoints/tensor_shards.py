@@ -1,0 +1,166 @@
+"""torch's writer and reader of shards: one that says what went wrong, one that runs nothing.
+
+torch keeps the index of a checkpoint in ``.metadata``, a pickle, and a pickle can name any function
+to call. Checksums do not help against somebody who writes both. The index is therefore unpickled
+with a short list of names, and the shards with ``weights_only``. The list leaves out
+``BytesStorageMetadata``: torch unpickles an entry of that kind without any check, and a
+``TrainState`` has tensors only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from forgekit.run.checkpoints.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+}
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """torch's writer, with the system's own error where a disk is full or broken."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shard.
+
+        Raises:
+            OSError: If the system did; torch hides it behind one about positions in an archive,
+                and it cannot be found there any more once it has travelled to another rank.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            where = cause.filename or str(self.path)
+            raise OSError(cause.errno, cause.strerror, where) from error
+
+
+class IndexReader(dcp.FileSystemReader):
+    """torch's reader with an index that was read before, and any place for files."""
+
+    def __init__(self, path: str | Path, index: Metadata, fs: FileSystem | None = None) -> None:
+        super().__init__(path)
+        self.fs = fs or self.fs
+        self._index = index
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Return the index; torch would unpickle the file here."""
+        return self._index
+
+
+def read_index(stream: BinaryIO, name: str, files: Collection[str]) -> Metadata:
+    """Unpickle a checkpoint's index as far as it consists of numbers, names and shapes.
+
+    Args:
+        stream: The file.
+        name: What it is called in messages.
+        files: The files that the manifest lists; the index may refer to no others.
+
+    Returns:
+        The index as torch's readers take it.
+
+    Raises:
+        CheckpointError: If it holds anything else; nothing of it has been run then.
+    """
+    try:
+        index = _IndexUnpickler(stream).load_unchanged()
+        _check(index, files)
+    except Exception as error:  # broken pickles raise nearly anything
+        raise CheckpointError(
+            f"{name} is not the index of a checkpoint of tensors: {error}. Nothing of it was run. "
+            "Somebody may have changed it: delete this checkpoint and load one that you trust."
+        ) from None
+    index.storage_meta = StorageMeta()
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """An unpickler that knows the records of an index and no functions."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            found = super().find_class(module, name)
+            self._before.setdefault(found, dict(vars(found)))
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module.partition(".")[0] == "pathlib":
+            return _path
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def load_unchanged(self) -> Any:
+        """Unpickle, and undo what pickles can do even so: set attributes of a class they name."""
+        try:
+            index = self.load()
+        finally:
+            changed = [kind for kind, before in self._before.items() if _undo(kind, before)]
+        if changed:
+            raise pickle.UnpicklingError(f"it changes {changed[0].__qualname__}")
+        return index
+
+
+def _undo(kind: type, before: dict[str, Any]) -> bool:
+    """Give a class its attributes back; return whether any had changed."""
+    now = dict(vars(kind))
+    for name in now.keys() - before.keys():
+        delattr(kind, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            setattr(kind, name, value)
+    return now != before
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"it has a tensor of layout {name}")
+    return torch.strided
+
+
+def _path(*parts: str) -> str:
+    return str(Path(*parts))
+
+
+def _check(index: Any, files: Collection[str]) -> None:
+    if not isinstance(index, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
+    for key, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{key!r} is no tensor")
+    for where in (index.storage_data or {}).values():
+        if where.relative_path not in files:
+            raise pickle.UnpicklingError(
+                f"it refers to {where.relative_path!r}, which the manifest does not list"
+            )
+        if where.transform_descriptors:
+            raise pickle.UnpicklingError(f"it asks for {where.transform_descriptors!r}")

@@ -1,0 +1,1 @@
+"""Ranks that hang, stragglers and memory: found, named and written down."""

@@ -1,0 +1,286 @@
+"""Ranks that hang and ranks that hold the others up: found, named and written down.
+
+A rank that hangs shows on the others only: they wait in a collective until it times out, and that
+error does not say whom they waited for. Here ranks meet in the store through which the process
+groups were made. It touches neither the device nor a process group, and it can say who is not
+there; when all are, they compare the parameters that several hold. A thread of each rank watches
+its main thread: when it stands still, or when another rank raises an alarm, the thread writes down
+where it is and tells the others, also for a rank that will never run its own code again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from forgekit.run.checkpoints import ranks
+from forgekit.run.health.memory import periodic_collection, report_out_of_memory
+from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, same_place
+from forgekit.run.health.watchdog import Watch
+from forgekit.state import TrainState
+from forgekit.steps.consistency import check_replicas
+
+__all__ = ["Health"]
+
+LEAST_LOSS, LEAST_LOOKS = 0.1, 10
+"""Of a step that a rank must cost the others, and looks at it, before it is called slow."""
+
+_log = logging.getLogger("forgekit")
+
+
+class Waits(Protocol):
+    """A loader that knows how long its user has waited for it, in seconds since it was made."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Total so far."""
+        ...
+
+
+class Health:
+    """Watch over a training loop: hangs, slow ranks, garbage and memory.
+
+    In ``with``, call it once per step, on every rank. The first call shortens the time-outs of all
+    process groups but those of checkpoints: compiling and first connections may take long, a
+    collective of a later step may not. ``with`` puts back what was there before.
+
+    Every ``every`` steps the ranks meet, and compare the parameters of which several hold a copy. A
+    rank that does not come makes all others raise an error
+    that names it. Where a collective loses a rank first, the error of the collective becomes the
+    cause of a ``HangError`` that says where each rank was. Then, and when no step has ended for
+    three quarters of the time-out (a long evaluation may be the reason; nothing is raised), each
+    rank writes into ``out/hang``: ``rank_0.txt``, the Python stacks of its threads, and
+    ``rank_0.json``, its step and the last collectives as torch's flight recorder has them.
+
+    In other steps there is no collective, no message and no host synchronisation. On one process
+    only garbage and memory remain.
+
+    Args:
+        out: The run directory.
+        mesh: Of the ranks that train together; None for one process.
+        every: Steps between two meetings; 0 for none.
+        timeout_s: Seconds that a rank may be late, to a meeting or in a collective.
+        first_timeout_s: The same until the first step is done.
+        slow_factor: A rank is called slow in a warning if its own time per step is this many times
+            the median of the others.
+        collect_every: Steps between two garbage collections, at the same step on all ranks; 0
+            leaves it to Python. See ``periodic_collection``.
+        memory_history: See ``report_out_of_memory``.
+        loader: Tells how long this rank waited for data.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        A recipe's loop::
+
+            with fk.Health(run.out, state.mesh, every=100, timeout_s=120, loader=loader) as health:
+                for batches in groups:
+                    state, metrics = step(state, batches)
+                    health(state)
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        mesh: DeviceMesh | None = None,
+        *,
+        every: int = 100,
+        timeout_s: float = 120.0,
+        first_timeout_s: float = 1800.0,
+        slow_factor: float = 2.0,
+        collect_every: int = 50,
+        memory_history: int = 0,
+        loader: Waits | None = None,
+    ) -> None:
+        if every < 0:
+            raise ValueError(f"every {every} must be at least 0 steps; 0 means no meetings.")
+        if not 0 < timeout_s <= first_timeout_s:
+            raise ValueError(
+                f"timeout_s {timeout_s:g} must be above 0 and at most first_timeout_s "
+                f"{first_timeout_s:g}: the first step takes longest."
+            )
+        if slow_factor <= 1:
+            raise ValueError(
+                f"slow_factor {slow_factor:g} must be above 1, the pace of the others."
+            )
+        self._out, self._mesh = Path(out), mesh
+        self._every, self._slow_factor, self._loader = every, slow_factor, loader
+        self._timeouts = (first_timeout_s, timeout_s)
+        self._collect_every, self._history = collect_every, memory_history
+        self._stack = ExitStack()
+        self._meeting: Meeting | None = None
+        self._watch: Watch | None = None
+        self._before: dict[dist.ProcessGroup, timedelta] = {}
+        self._is_first = True
+
+    def __enter__(self) -> Self:
+        self._meeting = Meeting.of(self._mesh)
+        rank = 0 if self._meeting is None else self._meeting.rank
+        with ExitStack() as stack:  # undone if something in here fails
+            report = report_out_of_memory(self._out, rank=rank, history=self._history)
+            stack.enter_context(report)
+            self._collect = stack.enter_context(periodic_collection(self._collect_every))
+            if self._meeting is not None:
+                stack.callback(self._restore)
+                self._watch = Watch(self._out / "hang", self._meeting, self._timeouts[0])
+                stack.callback(self._watch.stop)
+            self._stack = stack.pop_all()
+        self._restart()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._watch is not None:
+                self._watch.last_words(error)
+        finally:
+            self._stack.__exit__(kind, error, trace)
+
+    def __call__(self, state: TrainState) -> dict[str, Any] | None:
+        """Take note that a step has ended; meet the other ranks where a meeting is due.
+
+        Args:
+            state: The state that the step returned.
+
+        Returns:
+            At a meeting numbers per step since the last one, the same on every rank:
+            ``health/own_seconds_max`` and ``health/own_seconds_median`` (host time in which a rank
+            waited neither for others nor for its device, sampled), ``health/slowest_rank`` (whose
+            own time is longest), ``health/data_wait_seconds_max``. Else None.
+
+        Raises:
+            HangError: If a rank did not come in time, or came from another step.
+            ValueError: If copies of one parameter differ between the ranks that hold it.
+        """
+        self._collect(state.step)
+        if self._meeting is None or self._watch is None:
+            return None
+        self._watch.beat(state.step, self._timeouts[1])
+        if self._is_first:
+            self._is_first = False
+            self._shorten()
+            self._restart()  # what the first step took says nothing about the others
+        else:
+            self._steps += 1
+        if self._every == 0 or state.step % self._every:
+            return None
+        row = self._meet(state.step)
+        check_replicas(state)
+        return row
+
+    def _meet(self, step: int) -> dict[str, Any]:
+        assert self._meeting is not None
+        self._shorten()  # groups that were made since
+        timeout_s, note = self._timeouts[1], self._note(step)
+        verdict = self._meeting.hold("probe", f"step {step}", note, timeout_s, judge=_compare)
+        if verdict.missing:
+            raise HangError(
+                f"step {step}: {describe_missing(verdict, timeout_s)} Stacks and the last "
+                f"collectives of each rank are in {self._out / 'hang'}."
+            )
+        if "steps" in verdict.result:
+            raise HangError(
+                f"ranks met after different steps: {verdict.result['steps']}. Every rank must take "
+                "the same steps; look for a condition that is not the same on all of them."
+            )
+        if self._meeting.is_first:
+            self._warn(verdict.result)
+        self._restart()
+        return {f"health/{name}": value for name, value in verdict.result["row"].items()}
+
+    def _note(self, step: int) -> dict[str, Any]:
+        """What the others are told of this rank's steps since the last meeting."""
+        assert self._watch is not None
+        seconds, steps = time.perf_counter() - self._clock, max(self._steps, 1)
+        waited = 0.0 if self._loader is None else self._loader.wait_seconds - self._waited
+        share, looks = self._watch.own_share()
+        return {
+            "step": step,
+            "seconds": seconds / steps,
+            "own": share * seconds / steps,
+            "looks": looks,
+            "data": waited / steps,
+            "host": socket.gethostname(),
+        }
+
+    def _warn(self, result: Mapping[str, Any]) -> None:
+        row, slow = result["row"], result["slowest"]
+        loss = row["own_seconds_max"] - row["own_seconds_median"]
+        if slow["looks"] < LEAST_LOOKS or loss <= LEAST_LOSS * slow["seconds"]:
+            return
+        if row["own_seconds_max"] > self._slow_factor * row["own_seconds_median"]:
+            _log.warning(
+                "step %d: rank %d (%s) is slow: %.3f s of each step are its own work, %.3f s of "
+                "them waiting for data; the median of the other ranks is %.3f s",
+                *(slow["step"], row["slowest_rank"], slow["host"], slow["own"], slow["data"]),
+                row["own_seconds_median"],
+            )
+
+    def _shorten(self) -> None:
+        now = _timeouts()
+        self._before = now | self._before
+        _set_timeouts(dict.fromkeys(now, timedelta(seconds=self._timeouts[1])))
+
+    def _restore(self) -> None:
+        _set_timeouts(self._before)
+        self._before = {}
+
+    def _restart(self) -> None:
+        self._steps = 0
+        self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
+        self._clock = time.perf_counter()
+        if self._watch is not None:
+            self._watch.own_share()
+
+
+def _compare(notes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Compare the ranks' times; or say who is at which step, if that is not the same one."""
+    steps = {rank: f"step {note['step']}" for rank, note in notes.items()}
+    if differ := same_place(steps):
+        return {"steps": differ}
+    slowest = max(notes, key=lambda rank: notes[rank]["own"])
+    others = [note["own"] for rank, note in notes.items() if rank != slowest]
+    row = {
+        "own_seconds_max": notes[slowest]["own"],
+        "own_seconds_median": statistics.median(others),
+        "slowest_rank": slowest,
+        "data_wait_seconds_max": max(note["data"] for note in notes.values()),
+    }
+    return {"row": row, "slowest": notes[slowest]}
+
+
+def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
+    """The time-outs of all groups of this process but those of checkpoints: a save takes long."""
+    saving = [group for _, group in ranks._groups.values()]
+    groups = [group for group in c10d._world.pg_map if group not in saving]
+    options = {group: getattr(_backend(group), "options", None) for group in groups}
+    return {group: found._timeout for group, found in options.items() if found is not None}
+
+
+def _set_timeouts(timeouts: Mapping[dist.ProcessGroup, timedelta]) -> None:
+    for group, timeout in timeouts.items():
+        if group in c10d._world.pg_map:  # else it was destroyed
+            c10d._set_pg_timeout(timeout, group)
+
+
+def _backend(group: dist.ProcessGroup) -> Any:
+    kinds = group._device_types
+    return group._get_backend(next((kind for kind in kinds if kind.type == "cuda"), kinds[0]))

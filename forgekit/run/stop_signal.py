@@ -1,0 +1,273 @@
+"""Stopping cleanly: signals, a time budget and a stop file as one decision of all ranks.
+
+A run must not be stopped by one rank alone: the others would wait for it in the next collective.
+So a signal only sets a flag, the flag becomes a vote inside the step's one collective, and every
+rank hears the same sum. Reading that sum at once would make the host wait for the device in each
+step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which has long arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["HostCopy", "StopSignal"]
+
+log = logging.getLogger("forgekit")
+
+LAG = 2
+"""Steps between hearing the votes and reading them; the device has finished the older step."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+NUDGE_S = 0.25
+DATA_PACKAGE = "forgekit.data."
+
+
+class StoppedError(BaseException):
+    """A run was asked to stop where it cannot go on to a step's end; nobody should catch it."""
+
+
+class StopSignal:
+    """Turn signals, a time budget or a stop file into one decision of all ranks.
+
+    Handlers are installed at once, so that ``make_step(..., stop=StopSignal())`` is complete;
+    ``with`` (or ``close``) puts the previous ones back. Give each rank its own: a signal that
+    reaches one of them stops all, after the same step. A second Ctrl-C interrupts at once.
+
+    Args:
+        signals: What to listen to; empty for none. SIGHUP comes from a terminal that was closed,
+            and stays ignored under nohup.
+        budget_s: Ask to stop this many seconds after construction.
+        file: Ask to stop once this path exists.
+        watch_parent: Ask to stop when the process that started this one has died, so that workers
+            of a killed launcher do not live on. None: only under torchrun.
+        patience_s: Seconds after a signal for which data are waited for: a loader that is stuck
+            never reaches the vote. The run then ends with its last checkpoint, on all ranks, for
+            the others cannot finish the step either. torchrun kills after 30.
+
+    Raises:
+        ValueError: If there are signals to listen to and this is not the main thread, or if
+            ``patience_s`` is negative.
+
+    Examples:
+        >>> import torch
+        >>> stop = StopSignal(signals=())
+        >>> stop.request("enough")
+        >>> for _ in range(3):  # a step votes, reduces the votes over the ranks, and hears the sum
+        ...     stop.hear(torch.tensor(stop.vote()))
+        >>> stop.requested, stop.reason
+        (True, 'enough')
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = STOP_SIGNALS,
+        *,
+        budget_s: float | None = None,
+        file: str | os.PathLike[str] | None = None,
+        watch_parent: bool | None = None,
+        patience_s: float = 20.0,
+    ) -> None:
+        if not patience_s >= 0:
+            raise ValueError(f"patience_s is {patience_s}; it must be 0 seconds or more.")
+        self._started = time.monotonic()
+        self._budget_s = budget_s
+        self._file = None if file is None else Path(file)
+        if watch_parent is None:
+            watch_parent = "TORCHELASTIC_RUN_ID" in os.environ
+        self._parent = os.getppid() if watch_parent else None
+        self._reason: str | None = None
+        self._interrupted = False
+        self._agreed = False
+        self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
+        self._patience_s = patience_s
+        self._signalled: float | None = None
+        self._closed = threading.Event()
+        self._nudging = threading.RLock()
+        self._waiting_since: float | None = None
+        self._nudge_by: int | None = None
+        self._previous = self._install(signals)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()
+        if self._is_late and isinstance(error, RuntimeError) and _is_of_ranks(error):
+            raise StoppedError(f"{self._reason}, and another rank has given up") from error
+
+    def close(self) -> None:
+        """Put back the handlers that were there before, where ours are still in place."""
+        with self._nudging:  # no nudge is on its way to the handlers that were there before
+            self._closed.set()
+        put_back(self._previous, self._on_signal)
+        self._previous = {}
+
+    def request(self, reason: str) -> None:
+        """Make this process vote for a stop from the next step on; the first reason is kept."""
+        self._reason = self._reason or reason
+
+    def vote(self) -> float:
+        """Return 1.0 if this process wants to stop, else 0.0; called before the reduction.
+
+        Looks at the clock, the stop file and the parent process only while there is no reason yet.
+        """
+        self._waiting_since = None
+        if self._reason is None:
+            self._reason = self._look()
+        return 0.0 if self._reason is None else 1.0
+
+    def hear(self, votes: Tensor) -> None:
+        """Take the votes of all ranks, without waiting for them.
+
+        Args:
+            votes: ``[]``, the sum over all ranks, on the device.
+        """
+        self._heard.append(HostCopy.start(votes))
+
+    @property
+    def requested(self) -> bool:
+        """Whether all ranks stop here: the votes of two steps ago, so that nothing waits.
+
+        Read it between steps, at the same step on every rank. Once True, it stays True.
+        """
+        if not self._agreed and len(self._heard) > LAG:
+            self._agreed = self._heard[0].read() > 0
+        return self._agreed
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process voted for a stop, "another rank" if only others did, else None."""
+        if self._reason is None and self._agreed:
+            return "another rank"
+        return self._reason
+
+    def _look(self) -> str | None:
+        if self._budget_s is not None and time.monotonic() - self._started >= self._budget_s:
+            return f"budget {self._budget_s:g} s"
+        if self._file is not None and self._file.exists():
+            return f"stop file {self._file}"
+        if self._parent is not None and os.getppid() != self._parent:
+            return "launcher is gone"
+        return None
+
+    def _install(self, signals: Sequence[signal.Signals]) -> dict[signal.Signals, Any]:
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"StopSignal was built in thread {threading.current_thread().name!r}; Python lets "
+                "only the main thread handle signals. Build it there, or pass signals=()."
+            )
+        heard = [number for number in signals if not is_ignored(number)]
+        return {number: signal.signal(number, self._on_signal) for number in heard}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == self._nudge_by:
+            self._nudge_by = None
+            self._give_up_waiting(frame)
+            return
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        self.request(signal.Signals(number).name)
+        if self._signalled is None:
+            self._signalled = time.monotonic()
+            # By another signal than Ctrl-C, the second of which is not to be taken for ours.
+            others = [other for other in self._previous if other != signal.SIGINT]
+            by = next(iter(others), number)
+            threading.Thread(target=self._nudge, args=(by,), daemon=True).start()
+
+    def _give_up_waiting(self, frame: FrameType | None) -> None:
+        """Raise once the main thread has waited for the same data long enough."""
+        if not _waits_for_data(frame):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since >= self._patience_s:
+            self.close()
+            raise StoppedError(f"{self._reason} while waiting for data")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a signal came so long ago that a step should have ended since."""
+        return (
+            self._signalled is not None and time.monotonic() - self._signalled >= self._patience_s
+        )
+
+    def _nudge(self, number: int) -> None:
+        """Wake the main thread now and then: only there can waiting be interrupted."""
+        while not self._closed.wait(NUDGE_S):
+            with self._nudging:
+                if self._closed.is_set():  # since the time-out of the wait
+                    return
+                self._nudge_by = number
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a signal was switched off from outside: nohup lets a run outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def put_back(previous: Mapping[signal.Signals, Any], ours: Callable[..., None]) -> None:
+    """Install former signal handlers where ours are still in place."""
+    for number, handler in previous.items():
+        if signal.getsignal(number) == ours:
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _waits_for_data(frame: FrameType | None) -> bool:
+    """Whether the main thread is inside the data package."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_ranks(error: BaseException | None) -> bool:
+    """Whether a collective failed; gloo raises plain errors that name its files."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            return True
+        error = error.__cause__  # of what says where the ranks were
+    return False
+
+
+@attrs.frozen
+class HostCopy:
+    """A 0-d tensor on its way to the host, and the event after which it has arrived."""
+
+    value: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, value: Tensor) -> Self:
+        """Start the copy; nothing waits for it."""
+        # An asynchronous copy from CUDA goes to pinned memory; on CPU this is a plain copy, since
+        # the caller may reuse its tensor before it is read here.
+        host = value.detach().to("cpu", non_blocking=True, copy=True)
+        if not value.is_cuda:
+            return cls(host, None)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(value.device))
+        return cls(host, arrived)
+
+    def read(self) -> float:
+        """Wait for the copy and return the number."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return float(self.value)

@@ -1,0 +1,1 @@
+"""A recipe in a layout against one process in float64."""

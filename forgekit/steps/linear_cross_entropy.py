@@ -1,0 +1,179 @@
+"""Cross-entropy from hidden states, without ever holding all logits.
+
+It computes the numbers of ``cross_entropy``. Its gradient has a closed form, so that the forward
+pass finds it while the logits are there, and masked places contribute exactly nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forgekit.data.samples import IGNORED
+from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
+from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_places, wide
+from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
+) -> Loss:
+    """Cross-entropy of ``hidden @ weight.T`` without ever holding all logits.
+
+    Rows are taken in chunks; each chunk's logits become a loss and a gradient at once and are
+    dropped, so the backward pass only scales what the forward pass has found. Memory beyond the
+    inputs is one gradient of each and two chunks of logits.
+
+    Args:
+        hidden: ``[... d]``.
+        weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
+            ranks compute with their own rows of it.
+        labels: ``[...]`` signed int, already shifted; -100 where there is no target.
+        z_loss: Weight of the squared log-partition.
+
+    Returns:
+        ``Loss``, as ``cross_entropy(hidden @ weight.T, labels, z_loss)``.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
+    """
+    check_shapes("hidden", hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
+            "weight must be [v d] with the width d of hidden."
+        )
+    check_labels(labels, weight.shape[0])
+    backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden, weight, columns = take_projection(hidden, weight)
+    flat = rearrange(hidden, "... d -> (...) d")
+    weight, places = weight.to(hidden.dtype), labels.reshape(-1).long()
+    with torch.autocast(hidden.device.type, enabled=False):
+        found: Any = _LinearCrossEntropy.apply(flat, weight, places, z_loss, backward, columns)
+    total, losses = found
+    return loss_of_places(with_plain_gradient(total), losses, labels)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        backward: bool,
+        columns: Columns | None,
+    ) -> tuple[Tensor, Tensor]:
+        losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+        grad_hidden = torch.empty_like(hidden) if backward else None
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if backward else None
+        take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
+        size = _chunk_rows(weight)
+        for start in range(0, hidden.shape[0], size):
+            rows = slice(start, start + size)
+            # Not bound to a name here: the chunk's logits are to be gone before its gradient.
+            found, gradient = take(hidden[rows] @ weight.T, labels[rows], z_loss, backward)
+            losses[rows] = found
+            if grad_hidden is not None and grad_weight is not None:
+                torch.mm(gradient, weight, out=grad_hidden[rows])
+                is_target = (labels[rows] != IGNORED)[:, None]
+                _add_product(grad_weight, gradient, torch.where(is_target, hidden[rows], 0.0))
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor, _losses: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scaled = (grad_weight * upstream).to(ctx.dtype)
+        return grad_hidden * upstream.to(grad_hidden.dtype), scaled, None, None, None, None
+
+
+def _take_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses of some places, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
+    dtype = logits.dtype
+    log_p = F.log_softmax(logits, -1, dtype=wide(dtype))
+    losses, log_z = _place_losses(logits, log_p, labels, z_loss)
+    if not backward:
+        return losses, log_p
+    del logits
+    return losses, _gradient(log_p, log_z, labels, z_loss).to(dtype)
+
+
+def _take_shared_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool, *, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """The same of a rank's part of the vocabulary; all ranks find the same losses."""
+    dtype = logits.dtype
+    found = share_softmax(logits.to(wide(dtype)), labels, labels != IGNORED, z_loss, columns)
+    if not backward:
+        return found.losses, found.exponentials
+    del logits
+    return found.losses, found.gradient_().to(dtype)
+
+
+def _place_losses(
+    logits: Tensor, log_p: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor | None]:
+    """Each place's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
+    is_target, picked = _picked(labels)
+    chosen = log_p.gather(1, picked)[:, 0]
+    losses, log_z = -chosen, None
+    if z_loss:
+        log_z = logits.gather(1, picked)[:, 0].to(chosen.dtype) - chosen
+        losses = losses + z_loss * log_z.square()
+    # `where`, not a product: masked values may be NaN.
+    return torch.where(is_target, losses, 0.0), log_z
+
+
+def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
+    """Gradient of the summed losses by the logits, ``[n v]``.
+
+    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, through
+    torch's fused backward of log-softmax: it needs one pass where ``exp``, a product and a mask
+    need three.
+    """
+    is_target, picked = _picked(labels)
+    one = torch.where(is_target, torch.ones_like(log_p[:, 0]), 0.0)
+    slope = one if log_z is None else torch.where(is_target, 1 + 2 * z_loss * log_z, 0.0)
+    at_label = torch.zeros_like(log_p).scatter_(1, picked, -slope[:, None])
+    gradient = torch._log_softmax_backward_data(at_label, log_p, 1, log_p.dtype)
+    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in losses.py
+    return gradient if log_z is None else gradient.scatter_add_(1, picked, (slope - one)[:, None])
+
+
+def _picked(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows have a target, ``[n]``, and the column to read, ``[n 1]``."""
+    is_target = labels != IGNORED
+    # Not clamped: a label outside the vocabulary must fail in gather instead of training class 0.
+    return is_target, torch.where(is_target, labels, 0)[:, None]
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, hidden)
+    else:
+        total += gradient.T @ hidden
+
+
+def _chunk_rows(weight: Tensor) -> int:
+    """Rows whose logits are large enough to fill the device and small beside the weight."""
+    places = 2**21 if weight.device.type == "cpu" else 2**27
+    return max(16, places // weight.shape[0])

@@ -1,0 +1,178 @@
+"""Hugging Face datasets, whole, streamed and on this disk, all without a network."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import datasets
+import pytest
+from datasets.distributed import split_dataset_by_node
+
+from forgekit.data.corpus.prepare import prepare
+from forgekit.data.documents import huggingface_datasets
+from forgekit.data.documents.huggingface_datasets import huggingface_documents
+
+TEXTS = [f"text {number}" for number in range(23)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def whole(key="text"):
+    return datasets.Dataset.from_dict({key: TEXTS, "id": list(range(23))})
+
+
+def generated():
+    def rows(names):
+        for name in names:
+            yield from ({"text": f"{name} {number}"} for number in range(9))
+
+    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "b", "c"]})
+
+
+def doubled(batch):
+    return {"text": [text + "!" for text in batch["text"] for _ in range(2)]}
+
+
+def content(record):
+    return record.name, record.content
+
+
+KINDS = {
+    "whole": whole,
+    "chosen": lambda: whole().select([5, 3, 8, 1]).shuffle(seed=1),
+    "torch": lambda: whole().with_format("torch"),
+    "streamed": lambda: whole().to_iterable_dataset(num_shards=4),
+    "formatted": lambda: whole().to_iterable_dataset(num_shards=4).with_format("arrow"),
+    "generated": generated,
+    "filtered": lambda: generated().filter(lambda row: row["text"][-1] != "3"),
+    "mapped": lambda: (
+        whole()
+        .select_columns("text")
+        .to_iterable_dataset(num_shards=4)
+        .map(doubled, batched=True, batch_size=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, at_once):
+    monkeypatch.setattr(huggingface_datasets, "ROWS_AT_ONCE", at_once)
+    documents = huggingface_documents(KINDS[kind]())
+    expected = [row["text"] for row in KINDS[kind]().with_format(None)]
+    assert [text for _, text in documents] == expected
+    for parts in (1, 2, 3, 5):
+        found = []
+        for part in range(parts):
+            records = list(documents.read(part=part, parts=parts))
+            found += [record.content for record in records]
+            assert len({record.name for record in records}) == len(records)
+            for number, record in enumerate(records):
+                after = json.loads(json.dumps(record.after))
+                following = documents.read(after, part=part, parts=parts)
+                assert list(map(content, following)) == list(map(content, records[number + 1 :]))
+        assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("reread", [False, True])
+def test_a_position_does_not_depend_on_how_many_rows_are_read_at_once(monkeypatch, reread):
+    documents = huggingface_documents(KINDS["streamed"](), reread=reread)
+    records = list(documents.read(part=1, parts=2))
+    monkeypatch.setattr(huggingface_datasets, "ROWS_AT_ONCE", 2)
+    for number, record in enumerate(records):
+        following = documents.read(record.after, part=1, parts=2)
+        assert list(map(content, following)) == list(map(content, records[number + 1 :]))
+
+
+def test_a_shuffle_buffer_is_refused_unless_it_is_read_anew():
+    shuffled = whole().to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=7)
+    for dataset in (shuffled, shuffled.map(lambda row: row), shuffled.take(9)):
+        with pytest.raises(ValueError, match="has a shuffle buffer, and a resumed stream wo"):
+            huggingface_documents(dataset)
+    documents = huggingface_documents(shuffled, reread=True)
+    records = list(documents.read())
+    texts = [record.content for record in records]
+    assert sorted(map(str, texts)) == sorted(TEXTS)
+    assert texts != TEXTS
+    for number, record in enumerate(records):
+        assert [each.content for each in documents.read(record.after)] == texts[number + 1 :]
+
+
+def test_a_dataset_that_was_divided_before_is_refused():
+    dataset = split_dataset_by_node(whole().to_iterable_dataset(), 0, 2)
+    with pytest.raises(ValueError, match=r"divided by split_dataset_by_node before, .* Pass it w"):
+        huggingface_documents(dataset)
+
+
+def test_datasets_on_this_disk_need_no_network(tmp_path):
+    parts = datasets.DatasetDict({"train": whole(), "test": whole().select([1, 2])})
+    parts.save_to_disk(tmp_path / "dict")
+    whole().save_to_disk(tmp_path / "one")
+    (tmp_path / "files").mkdir()
+    whole().to_parquet(tmp_path / "files" / "train.parquet")
+    whole().select([1, 2]).to_json(tmp_path / "lines.jsonl")
+    for name in ("dict", "one", "files"):
+        assert [text for _, text in huggingface_documents(tmp_path / name)] == TEXTS
+    assert len(list(huggingface_documents(str(tmp_path / "dict"), split="test"))) == 2
+    loaded = huggingface_documents(tmp_path / "files", streaming=False)
+    assert not loaded.is_streamed
+    assert [text for _, text in loaded] == TEXTS
+    with pytest.raises(ValueError, match=r'the dataset has no split "dev"; it has "train", "test"'):
+        huggingface_documents(tmp_path / "dict", split="dev")
+
+
+def test_fingerprints_tell_datasets_apart(tmp_path):
+    whole().save_to_disk(tmp_path / "a")
+    same = [huggingface_documents(tmp_path / "a") for _ in range(2)]
+    others = [huggingface_documents(whole().select([3]).shuffle(seed=2)), *same[:1]]
+    assert same[0].fingerprint == same[1].fingerprint
+    assert len({each.fingerprint for each in others}) == 2
+
+
+@pytest.mark.parametrize("make", [lambda d: d, lambda d: d.to_iterable_dataset()], ids=["w", "s"])
+def test_what_is_no_text_is_refused_or_left_out(make):
+    rows = make(datasets.Dataset.from_dict({"text": ["a", None, " ", "b"], "id": [1, 2, 3, 4]}))
+    message = r'row 1 has NoneType in column "text", not a string. Name another column with'
+    with pytest.raises(ValueError, match=message):
+        list(huggingface_documents(rows))
+    documents = huggingface_documents(rows, errors="skip")
+    assert list(documents) == [("row 0", "a"), ("row 3", "b")]
+    assert [record.name for record in documents.read() if record.problem] == ["row 1"]
+    with pytest.raises(
+        ValueError, match=r'has no column "body"; it has "text", "id". Name one with'
+    ):
+        huggingface_documents(rows, text_key="body")
+    with pytest.raises(ValueError, match=r"errors 'no' must be .raise. or .skip."):
+        huggingface_documents(rows, errors="no")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_column_that_is_known_only_while_reading_is_checked_then():
+    with pytest.raises(ValueError, match=r'no column "body"; it has "text". Name one with text'):
+        list(huggingface_documents(generated(), text_key="body"))
+
+
+def test_a_streamed_dataset_is_prepared_and_found_again(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": [text * 30 for text in TEXTS]})
+    rows.save_to_disk(tmp_path / "rows")
+    reports = []
+    for is_new in (True, False):
+        documents = huggingface_documents(tmp_path / "rows")
+        made = prepare(
+            documents, tmp_path / "out", vocab_size=300, progress=lambda *to: reports.append(to)
+        )
+        assert made.is_new == is_new
+    assert made.train.documents + made.held_out.documents == 23
+    assert reports[-1] == ("tokens", sum(30 * len(text) for text in TEXTS), 0)
+
+
+def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ImportError, match=r'datasets is not installed. .* install "forgekit\[hf\]"'
+    ):
+        huggingface_documents("anything")

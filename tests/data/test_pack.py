@@ -1,0 +1,293 @@
+"""Packing against naive packers, and the rules that every method keeps."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgekit.data.packing.bins import Bins
+from forgekit.data.packing.pack import pack
+
+METHODS = ["best_fit", "first_fit_decreasing", "sequential"]
+
+
+def in_bins(bins, column="documents"):
+    """Lists of one column's numbers, bin by bin."""
+    cuts = bins.offsets[1:-1]
+    return [part.tolist() for part in np.split(getattr(bins, column), cuts)] if len(bins) else []
+
+
+def naive(rooms, capacity, choose):
+    """Deal from the largest to the smallest, equal ones in order, one at a time."""
+    left, bins = [], []
+    for item in sorted(range(len(rooms)), key=lambda i: -rooms[i]):
+        fitting = [number for number, space in enumerate(left) if space >= rooms[item]]
+        if not fitting:
+            left.append(capacity)
+            bins.append([])
+            fitting = [len(left) - 1]
+        number = choose(fitting, left)
+        left[number] -= rooms[item]
+        bins[number].append(item)
+    return bins
+
+
+def naive_best_fit(rooms, capacity):
+    return naive(rooms, capacity, lambda fitting, left: min(fitting, key=lambda n: left[n]))
+
+
+def naive_first_fit(rooms, capacity):
+    return naive(rooms, capacity, lambda fitting, left: fitting[0])
+
+
+def naive_next_fit(rooms, capacity):
+    bins, left = [], 0
+    for item, room in enumerate(rooms):
+        if room > left:
+            bins.append([])
+            left = capacity
+        bins[-1].append(item)
+        left -= room
+    return bins
+
+
+def contents(bins, rooms):
+    """What the bins hold, whichever of equal documents it is and in whichever order."""
+    return sorted(sorted(rooms[item] for item in each) for each in bins)
+
+
+@st.composite
+def problems(draw, longest=1.0, **options):
+    """Lengths, a capacity, and an alignment that divides it."""
+    align = draw(st.integers(1, 4))
+    capacity = align * draw(st.integers(1, 12))
+    length = st.integers(0, int(capacity * longest))
+    return draw(st.lists(length, max_size=60)), {"capacity": capacity, "align": align, **options}
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_first_fit_is_that_of_the_naive_packer_document_by_document(problem):
+    lengths, options = problem
+    there = [i for i, length in enumerate(lengths) if length]
+    rooms = [-(-lengths[i] // options["align"]) * options["align"] for i in there]
+    expected = naive_first_fit(rooms, options["capacity"])
+    found = pack(lengths, method="first_fit_decreasing", **options)
+    assert in_bins(found) == [[there[i] for i in sorted(each)] for each in expected]
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_best_fit_leaves_the_rooms_that_the_naive_packer_leaves(problem):
+    """Which of two bins with equal room takes a document is open; no number depends on it."""
+    lengths, options = problem
+    rooms = [-(-length // options["align"]) * options["align"] for length in lengths if length]
+    expected = naive_best_fit(rooms, options["capacity"])
+    found = pack(lengths, method="best_fit", **options)
+    taken = [sum(-(-n // options["align"]) for n in each) for each in in_bins(found, "lengths")]
+    assert sorted(t * options["align"] for t in taken) == sorted(
+        sum(rooms[item] for item in each) for each in expected
+    )
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_sequential_is_next_fit(problem):
+    lengths, options = problem
+    there = [i for i, length in enumerate(lengths) if length]
+    rooms = [-(-lengths[i] // options["align"]) * options["align"] for i in there]
+    expected = naive_next_fit(rooms, options["capacity"])
+    found = pack(lengths, method="sequential", **options)
+    assert in_bins(found) == [[there[i] for i in each] for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("method", "bins"),
+    [
+        ("best_fit", [[6, 2], [5, 3], [4, 4]]),
+        ("first_fit_decreasing", [[6, 2], [5, 3], [4, 4]]),
+        ("sequential", [[4], [6], [3, 4], [5, 2]]),
+    ],
+)
+def test_a_case_by_hand(method, bins):
+    found = pack([4, 6, 3, 4, 5, 2], 8, method=method)
+    assert contents(in_bins(found), [4, 6, 3, 4, 5, 2]) == sorted(map(sorted, bins))
+
+
+def test_best_and_first_fit_are_two_methods():
+    """After 13 and 8 8 rooms of 7 and 4 are left; the 4 goes to the tighter or to the first."""
+    best, first = (pack([13, 8, 8, 4, 3], 20, method=method) for method in METHODS[:2])
+    assert in_bins(best, "lengths") == [[13, 3], [8, 8, 4]]
+    assert in_bins(first, "lengths") == [[13, 4, 3], [8, 8]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(problem=problems(longest=3.5), groups=st.integers(1, 3), long=st.sampled_from("sd"))
+@settings(max_examples=200, deadline=None)
+def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, groups, long):
+    lengths, options = problem
+    group = [(number * 7) % groups - 1 for number in range(len(lengths))]
+    long = {"s": "split", "d": "drop"}[long]
+    bins = pack(lengths, method=method, group=group, long=long, **options)
+    capacity, align = options["capacity"], options["align"]
+    kept = [0 if long == "drop" and length > capacity else length for length in lengths]
+    assert bins.dropped == sum(length > capacity for length in lengths if long == "drop")
+    assert (bins.capacity, bins.align) == (capacity, align)
+
+    pieces = zip(bins.documents.tolist(), bins.starts.tolist(), bins.lengths.tolist(), strict=True)
+    tokens = [(d, token) for d, start, n in pieces for token in range(start, start + n)]
+    assert sorted(tokens) == [(d, token) for d, n in enumerate(kept) for token in range(n)]
+    whole = [d for d, n in enumerate(kept) if 0 < n <= capacity]
+    assert [bins.documents.tolist().count(d) for d in whole] == [1] * len(whole)
+    for documents, sizes in zip(in_bins(bins), in_bins(bins, "lengths"), strict=True):
+        assert sum(-(-size // align) * align for size in sizes) <= capacity
+        assert documents == sorted(set(documents))
+        assert len({group[d] for d in documents}) == 1
+    of_bins = np.asarray(group)[bins.documents[bins.offsets[:-1]]]
+    assert of_bins.tolist() == sorted(of_bins)
+    if method == "sequential":
+        of_pieces = np.asarray(group, dtype=np.int64)[bins.documents]
+        order = np.lexsort((bins.starts, bins.documents, of_pieces))
+        assert order.tolist() == list(range(len(order)))
+
+
+@given(problems(longest=3.5), st.sampled_from(METHODS))
+@settings(max_examples=100, deadline=None)
+def test_groups_are_packed_as_if_each_were_alone(problem, method):
+    lengths, options = problem
+    group = np.arange(len(lengths)) % 2
+    together = in_bins(pack(lengths, method=method, group=group, **options), "lengths")
+    alone = [pack(lengths[g::2], method=method, **options) for g in (0, 1)]
+    assert together == in_bins(alone[0], "lengths") + in_bins(alone[1], "lengths")
+
+
+def lognormal(documents, median=500, sigma=1.2, longest=8192):
+    lengths = np.random.default_rng(0).lognormal(np.log(median), sigma, documents)
+    return lengths.clip(1, longest).astype(np.int64)
+
+
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_bins_of_a_corpus_come_within_one_of_the_lower_bound(method):
+    lengths = lognormal(200_000)
+    bins = pack(lengths, 8192, method=method)
+    assert -(-int(lengths.sum()) // 8192) == 23_828
+    assert len(bins) <= 23_829
+    assert bins.tokens == lengths.sum()
+    assert bins.fill > 0.9999
+
+
+def test_decreasing_methods_agree_with_the_naive_ones_on_thousands_of_documents():
+    lengths = lognormal(3_000, median=60, longest=1024)
+    found = pack(lengths, 1024, method="first_fit_decreasing")
+    assert in_bins(found) == [sorted(each) for each in naive_first_fit(lengths.tolist(), 1024)]
+    assert len(pack(lengths, 1024)) == len(naive_best_fit(lengths.tolist(), 1024))
+
+
+PINNED = {
+    "best_fit": "80876ea433e46424",
+    "first_fit_decreasing": "5fb16539ae83595b",
+    "sequential": "4c9ac0f2e9b57487",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bins_are_the_same_on_every_machine_and_version(method):
+    """A cache or a resumed run would otherwise go on with other rows."""
+    numbers = np.arange(1, 5000)
+    for lengths in (numbers**2 % 3001, (numbers**2 % 3001).astype(np.uint16)):
+        bins = pack(lengths, 2048, method=method, align=4, group=numbers % 3)
+        assert bins.fingerprint[:16] == PINNED[method]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lengths", [[], [0, 0], np.zeros(0, dtype=np.float64)])
+def test_nothing_makes_no_bins(method, lengths):
+    bins = pack(lengths, 8, method=method, group=[0] * len(lengths))
+    assert (len(bins), bins.offsets.tolist(), bins.tokens, bins.fill) == (0, [0], 0, 0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_bins_than_two_bytes_count_are_ordered(method):
+    bins = pack(np.full(70_000, 2), 3, method=method)
+    assert bins.documents.tolist() == list(range(70_000))
+    assert len(bins) == 70_000
+
+
+def test_long_documents_are_cut_at_multiples_of_the_capacity():
+    bins = pack([3, 20, 2], 8, method="sequential")
+    assert in_bins(bins) == [[0], [1], [1], [1, 2]]
+    assert in_bins(bins, "starts") == [[0], [0], [8], [16, 0]]
+    assert in_bins(bins, "lengths") == [[3], [8], [8], [4, 2]]
+
+
+def test_long_documents_are_refused_or_dropped_as_asked():
+    with pytest.raises(
+        ValueError, match=r"document 1 has 20 tokens; a bin has 8 places, and 1 more .*long=\"spl"
+    ):
+        pack([3, 20, 9], 8, long="error")
+    with pytest.raises(ValueError, match=r"document 0 has 9 tokens; a bin has 8 places\. Pass"):
+        pack([9], 8, long="error")
+    assert in_bins(pack([8, 1], 8, long="error")) == [[0], [1]]
+    bins = pack([3, 20, 9], 8, long="drop")
+    assert (in_bins(bins), bins.dropped) == ([[0]], 2)
+
+
+BAD = {
+    "capacity": ({"capacity": 0}, "capacity 0 must be at least 1"),
+    "align": ({"align": 0}, "align 0 must be at least 1"),
+    "divisible": (
+        {"capacity": 100, "align": 16},
+        "capacity 100 must be divisible by align 16; the nearest are 96 and 112",
+    ),
+    "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest are 16"),
+    "method": ({"method": "ffd"}, "method 'ffd' must be one of 'best_fit', 'first_fit_decreasing'"),
+    "long": ({"long": "cut"}, "long 'cut' must be one of 'split', 'error', 'drop'"),
+    "negative": ({"lengths": [1, -2]}, "document 1 has length -2; lengths are tokens, 0 or more"),
+    "float": ({"lengths": [1.5]}, r"lengths are float64 of shape \(1,\); they must be integers"),
+    "shape": ({"lengths": [[1]]}, r"lengths are int64 of shape \(1, 1\)"),
+    "group": ({"group": [1]}, r"group is int64 of shape \(1,\); it must be .* \[documents\] = \[2"),
+    "names": ({"group": ["a", "b"]}, r"group is <U1 of shape \(2,\)"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        pack(**{"lengths": [3, 4], "capacity": 8, **options})
+
+
+def test_bins_may_be_ones_own():
+    bins = Bins([0, 2, 3], [0, 2, 1], [0, 0, 0], [5, 2, 6], align=4)
+    assert (bins.capacity, bins.tokens, len(bins)) == (12, 13, 2)
+    assert bins.documents.dtype == np.int64
+    with pytest.raises(ValueError, match=r"documents \(3,\), starts \(2,\), lengths \(3,\); all"):
+        Bins([0, 2, 3], [0, 2, 1], [0, 0], [5, 2, 6])
+    with pytest.raises(ValueError, match=r"go from \[0\] to \[2\]; they must go from 0 to .* 3"):
+        Bins([0, 1, 2], [0, 2, 1], [0, 0, 0], [5, 2, 6])
+
+
+def test_bins_travel():
+    bins = pack([3, 6, 4, 2, 9], 8, align=2, long="drop")
+    back = pickle.loads(pickle.dumps(bins))
+    assert back.fingerprint == bins.fingerprint
+    assert (back.capacity, back.align, back.dropped) == (8, 2, 1)
+
+
+@pytest.mark.parametrize("change", ["capacity", "align", "dropped"])
+def test_the_fingerprint_covers_every_part(change):
+    parts = {"capacity": 9, "align": 1, "dropped": 0}
+    bins = Bins([0, 2, 3], [0, 2, 1], [0, 0, 0], [5, 2, 6], **parts)
+    parts[change] += 2
+    others = [
+        Bins([0, 2, 3], [0, 2, 1], [0, 0, 0], [5, 2, 6], **parts),
+        Bins([0, 1, 3], [0, 2, 1], [0, 0, 0], [5, 2, 6], capacity=9),
+        Bins([0, 2, 3], [0, 1, 2], [0, 0, 0], [5, 2, 6], capacity=9),
+        Bins([0, 2, 3], [0, 2, 1], [0, 1, 0], [5, 2, 6], capacity=9),
+        Bins([0, 2, 3], [0, 2, 1], [0, 0, 0], [5, 2, 7], capacity=9),
+    ]
+    assert len({each.fingerprint for each in [bins, *others]}) == 6

@@ -1,0 +1,313 @@
+"""Packed rows against the documents themselves, token by token."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forgekit as fk
+from forgekit.data.corpus.token_files import write_tokens
+from forgekit.data.fingerprint import hash_of
+from forgekit.data.packing.bins import Bins
+from forgekit.data.packing.cached_bins import cached_bins
+from forgekit.data.packing.pack import pack
+from forgekit.data.packing.packed_dataset import packed_dataset
+
+METHODS = ["best_fit", "first_fit_decreasing", "sequential"]
+DOCUMENTS = [[11, 12, 13], [21, 22], [31, 32, 33, 34, 35], [], [41]]
+
+
+def packed(documents=DOCUMENTS, capacity=4, transforms=(), **options):
+    bins = pack([len(ids) for ids in documents], capacity, **options)
+    return packed_dataset(documents, bins, transforms=transforms)
+
+
+def file_of(path, documents=DOCUMENTS, **options):
+    return write_tokens(path, documents, **{"vocab_size": 100, "eos_id": 0, **options})
+
+
+def columns(dataset, key):
+    return [row[key].tolist() for row in dataset]
+
+
+def test_rows_by_hand():
+    """Document 2 is cut: its last token is predicted in the row where the one before it lies."""
+    dataset = packed(method="sequential", align=2, capacity=4)
+    assert columns(dataset, "input_ids") == [
+        [11, 12, 13, 0],
+        [21, 22, 0, 0],
+        [31, 32, 33, 34],
+        [35, 0, 41, 0],
+    ]
+    assert columns(dataset, "labels") == [
+        [12, 13, -100, -100],
+        [22, -100, -100, -100],
+        [32, 33, 34, 35],
+        [-100, -100, -100, -100],
+    ]
+    assert columns(dataset, "doc_ids") == [
+        [0, 0, 0, -1],
+        [0, 0, -1, -1],
+        [0, 0, 0, 0],
+        [0, -1, 1, -1],
+    ]
+    assert columns(dataset, "position_ids") == [
+        [0, 1, 2, 0],
+        [0, 1, 0, 0],
+        [0, 1, 2, 3],
+        [0, 0, 0, 0],
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any),
+    units=st.integers(1, 8),
+    align=st.integers(1, 3),
+    method=st.sampled_from(METHODS),
+    shard_tokens=st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_an_input_once_and_a_target_once_unless_it_is_the_first(
+    tmp_path_factory, sizes, units, align, method, shard_tokens
+):
+    """No two tokens are equal, so that each tells its document and place."""
+    firsts = np.cumsum([0, *sizes]) + 1
+    documents = [list(range(a, b)) for a, b in pairwise(firsts)]
+    options = {"capacity": units * align, "align": align, "method": method}
+    dataset = packed(documents, **options)
+    batch = dataset.__getitems__(range(len(dataset)))
+    fk.check_batch(batch)
+    ids, labels, doc_ids, position_ids = (
+        batch[key] for key in ("input_ids", "labels", "doc_ids", "position_ids")
+    )
+    real = doc_ids != -1
+    assert sorted(ids[real].tolist()) == [token for ids in documents for token in ids]
+    targets = labels != -100
+    assert sorted(labels[targets].tolist()) == [token for ids in documents for token in ids[1:]]
+    assert labels[targets].equal(ids[targets] + 1)
+    assert real[targets].all()
+    assert position_ids[~real].eq(0).all()
+    number = np.searchsorted(firsts, ids.numpy(), side="right")
+    for row in range(len(dataset)):
+        pieces = [doc_ids[row] == n for n in range(int(doc_ids[row].max()) + 1)]
+        for piece in pieces:
+            places = piece.nonzero().flatten()
+            assert len(set(number[row][piece.numpy()].tolist())) == 1
+            assert places.diff().eq(1).all()
+            assert places[0] % align == 0
+            assert position_ids[row, piece].tolist() == list(range(len(places)))
+
+    # A token file adds the token that closes each document; here it is written as part of it.
+    folder = tmp_path_factory.mktemp("tokens") / "a"
+    file = file_of(folder, documents, vocab_size=2000, eos_id=1999, shard_tokens=shard_tokens)
+    closed = [[*ids, 1999] for ids in documents]
+    bins = pack(np.diff(file.offsets), **options)
+    from_file = packed_dataset(file, bins).__getitems__(range(len(bins)))
+    from_arrays = packed_dataset(closed, bins).__getitems__(range(len(bins)))
+    for key in ("labels", "doc_ids", "position_ids"):
+        assert from_file[key].equal(from_arrays[key])
+    real = from_file["doc_ids"] != -1
+    assert from_file["input_ids"][real].equal(from_arrays["input_ids"][real])
+    assert from_file["input_ids"][~real].eq(1999).all()
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: np.uint16(ids)])
+def test_documents_may_be_lists_arrays_and_tensors(convert):
+    documents = [convert(ids) for ids in [[1, 2], [3]]]
+    assert columns(packed(documents), "input_ids") == [[1, 2, 3, 0]]
+
+
+def test_a_batch_is_its_rows(tmp_path):
+    file = file_of(tmp_path / "a")
+    dataset = packed_dataset(tmp_path / "a", pack(np.diff(file.offsets), 4))
+    batch = dataset.__getitems__([2, 0])
+    assert batch.batch_size == torch.Size([2])
+    for place, row in enumerate((2, 0)):
+        assert dataset[row].batch_size == torch.Size([])
+        assert all(column[place].equal(dataset[row][key]) for key, column in batch.items())
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    batch["labels"].zero_()
+    assert batch["input_ids"].equal(dataset.__getitems__([2, 0])["input_ids"])
+    assert dataset.__getitems__([]).batch_size == torch.Size([0])
+
+
+def add(row, key, value):
+    row["input_ids"][0] = row["input_ids"][0] * 10 + value
+    return row.set(key, torch.tensor(value))
+
+
+def test_transforms_are_applied_to_rows_in_order():
+    dataset = packed(transforms=[partial(add, key="a", value=1), partial(add, key="b", value=2)])
+    assert dataset[0]["input_ids"][0] == 3112
+    batch = dataset.__getitems__([1, 0])
+    assert batch.batch_size == torch.Size([2])
+    assert batch["a"].tolist() == [1, 1]
+    assert batch["input_ids"][:, 0].tolist() == [1112, 3112]
+    assert packed()[0]["input_ids"][0] == 31
+
+
+def test_the_loader_reads_rows_and_pads_the_end():
+    dataset = packed(capacity=5)
+    loader = fk.make_loader(dataset, batch_size=2, epochs=1)
+    batches = list(loader)
+    assert loader.samples == len(dataset) == 3
+    assert [batch["labels"].shape for batch in batches] == [(2, 5)] * 2
+    assert batches[1]["labels"][1].eq(-100).all()
+    targets = torch.cat([batch["labels"] for batch in batches])
+    assert sorted(targets[targets != -100].tolist()) == [12, 13, 22, 32, 33, 34, 35]
+
+
+def test_the_dataset_says_what_it_is(tmp_path):
+    file = file_of(tmp_path / "a", metadata={"text_bytes": 32})
+    bins = pack(np.diff(file.offsets), 4)
+    dataset = packed_dataset(file, bins)
+    assert (dataset.vocab_size, dataset.eos_id, dataset.seq_len, len(dataset)) == (
+        100,
+        0,
+        4,
+        len(bins),
+    )
+    assert (dataset.file, dataset.bytes_per_token, dataset.held_out()) == (file, 2.0, None)
+    assert packed_dataset(file_of(tmp_path / "b"), bins).bytes_per_token is None
+    dataset = packed()
+    assert (dataset.vocab_size, dataset.eos_id, dataset.bytes_per_token) == (42, 0, None)
+    assert (dataset.file, dataset.held_out()) == (None, None)
+
+
+def test_a_fingerprint_names_transforms_as_runs_have_saved_them():
+    """Whatever file a function moves to: a run that was saved before has to go on."""
+    transforms = [partial(fk.pad_places, places=8), fk.shift_labels]
+    dataset = packed([[9, 12, 13], [4, 5]], transforms=transforms)
+    assert hash_of(dataset.fingerprint) == (
+        "593d191d10a24149f0d28695b0f408d34c16e8114b24f463da08895e4d1e49b2"
+    )
+
+
+def test_the_fingerprint_is_of_tokens_bins_and_transforms(tmp_path):
+    file = file_of(tmp_path / "a")
+    lengths = np.diff(file.offsets)
+    first = packed_dataset(file, pack(lengths, 4))
+    assert packed_dataset(tmp_path / "a", pack(lengths, 4)).fingerprint == first.fingerprint
+    changed = [[9, 12, 13], *DOCUMENTS[1:]]
+    others = [
+        packed_dataset(file, pack(lengths, 8)),
+        packed_dataset(file, pack(lengths, 4, method="sequential")),
+        packed_dataset(file_of(tmp_path / "b", changed), pack(lengths, 4)),
+        packed_dataset(file, pack(lengths, 4), transforms=[fk.shift_labels]),
+        packed_dataset(file, pack(lengths, 4), transforms=[partial(add, key="a", value=1)]),
+        packed_dataset(file, pack(lengths, 4), transforms=[partial(add, key="a", value=2)]),
+        packed(),
+        packed(changed),
+    ]
+    assert len({dataset.fingerprint for dataset in [first, *others]}) == 9
+    assert packed().fingerprint == packed([np.array(ids, int) for ids in DOCUMENTS]).fingerprint
+
+
+def test_held_out_documents_are_packed_alike(tmp_path):
+    file = file_of(tmp_path / "a")
+    file_of(tmp_path / "a" / "heldout", [[51, 52], [61], [71, 72, 73, 74, 75]])
+    dataset = packed_dataset(
+        file, pack(np.diff(file.offsets), 4, align=2), transforms=[partial(add, key="a", value=1)]
+    )
+    held_out = dataset.held_out()
+    assert (held_out.seq_len, held_out.bins.align, held_out[0]["a"]) == (4, 2, 1)
+    tokens = torch.stack([row["labels"] for row in held_out]).flatten().tolist()
+    assert sorted(token for token in tokens if token != -100) == [0, 0, 0, 52, 72, 73, 74, 75]
+
+
+def test_a_dataset_of_a_token_file_is_pickled_by_its_path(tmp_path):
+    file = file_of(tmp_path / "a", [list(range(90))] * 200)
+    bins = cached_bins(tmp_path / "bins", file, 128)
+    dataset = packed_dataset(file, bins, transforms=[partial(add, key="a", value=1)])
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[3]["input_ids"].equal(dataset[3]["input_ids"])
+
+
+def test_rows_out_of_range_are_refused():
+    dataset = packed()
+    for row in (3, -1):
+        with pytest.raises(IndexError, match=rf"row {row} must lie in range\(3\)"):
+            dataset[row]
+
+
+BAD_BINS = {
+    "document": (Bins([0, 1], [5], [0], [1]), "name document 5; there are 5 documents. The bins"),
+    "negative": (Bins([0, 1], [-1], [0], [1]), "name document -1; there are 5"),
+    "length": (Bins([0, 2], [0, 1], [0, 0], [3, 3]), "tokens 0:3 of document 1, which has 2"),
+    "start": (Bins([0, 1], [1], [-1], [2]), "tokens -1:1 of document 1"),
+    "nothing": (Bins([0, 1], [3], [0], [0]), "tokens 0:0 of document 3, which has 0"),
+    "empty": (Bins([0, 1, 1, 2], [0, 1], [0, 0], [3, 2], capacity=4), "bin 1 holds no piece"),
+    "full": (
+        Bins([0, 1, 3], [0, 1, 2], [0, 0, 0], [3, 2, 4], align=2, capacity=5),
+        "bin 1 takes 6 places with rooms of multiples of 2; the capacity is 5",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("bins", "message"), BAD_BINS.values(), ids=BAD_BINS)
+def test_bins_of_other_documents_are_refused(bins, message):
+    with pytest.raises(ValueError, match=message):
+        packed_dataset(DOCUMENTS, bins)
+
+
+def test_documents_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"document 1 is <U1 of shape \(1,\); .* Encode text"):
+        packed_dataset([[1], ["a"]], pack([1, 1], 4))
+
+
+def model():
+    spec = fk.TransformerSpec(
+        vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, max_seq_len=64
+    )
+    return fk.Transformer(spec).eval()
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_changed_document_leaves_the_logits_of_the_others_bit_equal(align, changed):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 64, size) for size in (23, 18, 11)]
+    other = [*documents]
+    other[changed] = (documents[changed] + 7) % 64
+    rows = [packed(each, 64, align=align)[0] for each in (documents, other)]
+    with torch.no_grad():
+        before, after = (
+            model()(
+                row["input_ids"][None],
+                doc_ids=row["doc_ids"][None],
+                position_ids=row["position_ids"][None],
+            )[0]
+            for row in rows
+        )
+    there = rows[0]["doc_ids"] == changed
+    elsewhere = ~there & (rows[0]["doc_ids"] != -1)
+    assert elsewhere.sum() == sum(len(ids) for ids in documents) - len(documents[changed])
+    assert before[elsewhere].equal(after[elsewhere])
+    assert not before[there].equal(after[there])
+
+
+def test_a_packed_document_has_the_logits_that_it_has_alone():
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 64, size) for size in (23, 18, 11)]
+    row = packed(documents, 64, align=4)[0]
+    network = model().double()
+    with torch.no_grad():
+        together = network(
+            row["input_ids"][None],
+            doc_ids=row["doc_ids"][None],
+            position_ids=row["position_ids"][None],
+        )[0]
+        for number, ids in enumerate(documents):
+            alone = network(torch.from_numpy(ids)[None])[0]
+            torch.testing.assert_close(
+                together[row["doc_ids"] == number], alone, rtol=0, atol=1e-13
+            )

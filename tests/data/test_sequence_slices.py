@@ -1,0 +1,140 @@
+"""Slices of a sequence: each place on one rank, equal work for causal masks, an exact inverse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from forgekit.data.batches.sequence_slices import (
+    join_places,
+    shard_sequence,
+    slice_places,
+    unshard_sequence,
+)
+
+METHODS = ("zigzag", "contiguous")
+
+
+def batch_of(places: int, rows: int = 2) -> TensorDict:
+    ids = torch.arange(rows * places).reshape(rows, places)
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "labels": ids + 1,
+            "doc_ids": ids // 3,
+            "weights": ids[..., None] * torch.ones(3),
+            "source": torch.arange(rows),
+            "pair": torch.arange(rows * (places + 1)).reshape(rows, -1),
+        },
+        batch_size=[rows],
+    )
+
+
+@given(
+    world=st.integers(1, 9),
+    chunk=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    method=st.sampled_from(METHODS),
+)
+@settings(max_examples=60, deadline=None)
+def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method):
+    batch = batch_of(2 * world * chunk, rows)
+    slices = [shard_sequence(batch, rank=r, world=world, method=method) for r in range(world)]
+    assert {part["input_ids"].shape for part in slices} == {(rows, 2 * chunk)}
+    places = torch.cat([part["input_ids"][0] for part in slices])
+    assert places.sort().values.tolist() == list(range(2 * world * chunk))
+    joined = unshard_sequence(slices, method=method)
+    assert set(joined.keys()) == set(batch.keys())
+    assert all(torch.equal(joined[key], batch[key]) for key in batch.keys())  # noqa: SIM118
+    assert joined.batch_size == batch.batch_size
+
+
+@given(world=st.integers(2, 9), chunk=st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_zigzag_gives_each_rank_as_many_pairs(world, chunk):
+    slices = [
+        slice_places(torch.arange(2 * world * chunk), rank=r, world=world) for r in range(world)
+    ]
+    assert len({int((part + 1).sum()) for part in slices}) == 1
+    assert all((part.diff() > 0).all() for part in slices)
+
+
+def test_chunks_by_hand():
+    ids = torch.arange(12)
+    assert [slice_places(ids, rank=r, world=3).tolist() for r in range(3)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+    assert slice_places(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
+    assert join_places([ids[6:], ids[:6]], method="contiguous").tolist() == [
+        *range(6, 12),
+        *range(6),
+    ]
+
+
+def test_what_has_no_places_stays():
+    batch = batch_of(8)
+    part = shard_sequence(batch, rank=1, world=2)
+    assert part["source"].tolist() == [0, 1]
+    assert part["pair"].shape == (2, 9)
+    assert part["weights"].shape == (2, 4, 3)
+    assert part["weights"][0, :, 0].tolist() == [2, 3, 4, 5]
+    assert batch["input_ids"].shape == (2, 8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_keeps_any_number_of_places(method):
+    batch = batch_of(7)
+    part = shard_sequence(batch, rank=0, world=1, method=method)
+    assert torch.equal(part["input_ids"], batch["input_ids"])
+    assert torch.equal(unshard_sequence([part], method=method)["labels"], batch["labels"])
+
+
+BAD = {
+    "zigzag": (
+        {"world": 4},
+        r"18 places must be divisible by 2 \* world = 8 to be cut zigzag; the nearest are 16 and",
+    ),
+    "contiguous": (
+        {"world": 4, "method": "contiguous"},
+        r"18 places must be divisible by world = 4 to be cut contiguous; .* are 16 and 20.",
+    ),
+    "short": ({"world": 10}, r"18 places .* 2 \* world = 20 to be cut zigzag; the least is 20."),
+    "rank": ({"rank": 3, "world": 3}, "rank is 3; with world 3 it is one of 0 to 2."),
+    "negative": ({"rank": -1, "world": 3}, "rank is -1"),
+    "method": (
+        {"world": 3, "method": "striped"},
+        "method is 'striped'; it is one of 'zigzag', 'contiguous'.",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_slices_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        shard_sequence(batch_of(18), **{"rank": 0, **options})
+
+
+def test_batches_without_places_are_refused():
+    with pytest.raises(ValueError, match=r'no "input_ids"; it has "labels"\. Their'):
+        shard_sequence(TensorDict({"labels": torch.ones(1, 2)}, batch_size=[1]), rank=0, world=2)
+    flat = TensorDict({"input_ids": torch.ones(4)}, batch_size=[4])
+    with pytest.raises(ValueError, match=r'"input_ids" has shape \(4,\); it must be \[b s\]'):
+        shard_sequence(flat, rank=0, world=2)
+
+
+def test_slices_that_do_not_belong_together_are_refused():
+    first, second = (shard_sequence(batch_of(8), rank=r, world=2) for r in range(2))
+    with pytest.raises(ValueError, match="there are no slices to join"):
+        unshard_sequence([])
+    with pytest.raises(ValueError, match="method is 'ring'; it is one of"):
+        unshard_sequence([first, second], method="ring")
+    with pytest.raises(ValueError, match='slice 1 and slice 0 do not both have "labels"'):
+        unshard_sequence([first, second.exclude("labels")])
+    with pytest.raises(ValueError, match=r'"input_ids" of slice 1 has shape \(2, 2\), of slice 0'):
+        unshard_sequence([first, shard_sequence(batch_of(4), rank=1, world=2)])

@@ -1,0 +1,254 @@
+"""Documents from files, folders and JSON lines; what is wrong is named by file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgekit.data.documents.text_files import stdlib_documents, text_documents
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def test_a_folder_gives_its_documents_sorted_and_each_line_of_jsonl_is_one():
+    names = [Path(name).name for name, _ in text_documents(CORPUS)]
+    assert names == [
+        "bread.md",
+        "ledger.py",
+        "lighthouse.txt",
+        "notes.jsonl:1",
+        "notes.jsonl:2",
+        "notes.jsonl:4",
+    ]
+
+
+def test_texts_arrive_unchanged(tmp_path):
+    text = "tabs\tand\r\nline ends, ümlauts and \u2028 separators\n"
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert dict(text_documents(tmp_path / "a.txt")) == {str(tmp_path / "a.txt"): text}
+
+
+def test_a_file_found_twice_counts_once():
+    once = list(text_documents(CORPUS))
+    assert list(text_documents([CORPUS, CORPUS / "bread.md", f"{CORPUS}/../corpus"])) == once
+
+
+def test_a_folder_leaves_out_hidden_foreign_and_blank_files_but_a_named_file_is_read(tmp_path):
+    (tmp_path / ".git").mkdir()
+    for name in (".git/config.txt", "picture.png", "blank.txt", "odd.name", "deep.txt"):
+        (tmp_path / name).write_text(" \n" if name == "blank.txt" else name)
+    found = [text for _, text in text_documents([tmp_path, tmp_path / "odd.name"])]
+    assert found == ["deep.txt", "odd.name"]
+
+
+def test_the_standard_library_comes_without_tests_and_packages():
+    documents = dict(stdlib_documents())
+    assert 400 < len(documents) < 900
+    assert any(name.endswith("argparse.py") for name in documents)
+    assert not any("site-packages" in name or "/test/" in name for name in documents)
+
+
+BAD = {
+    "missing": (None, FileNotFoundError, r"a.txt does not exist; name an existing file or folder"),
+    "blank": (b" \n", ValueError, r"1 files hold no text \(first: .*a.txt\)"),
+    "latin": (b"caf\xe9", ValueError, r"a.txt is not UTF-8: byte 0xe9 at position 3. Convert it"),
+}
+BAD_LINES = {
+    "broken": (
+        '{"text": "a"}\n{"text": ',
+        r"a.jsonl:2 cannot be read as JSON: Expecting value at column 9. Each",
+    ),
+    "no text": ('{"body": "a", "id": 1}', r'a.jsonl:1 has no string "text"; .* "body", "id". Each'),
+    "number": ('{"text": 1}', r'a.jsonl:1 has no string "text"; it is a dict with "text"'),
+    "list": ("[1]", r'a.jsonl:1 has no string "text"; it is a list with no keys'),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("content", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_files_are_refused(tmp_path, content, error, message):
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(error, match=message):
+        list(text_documents(tmp_path / "a.txt"))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("content", "message"), BAD_LINES.values(), ids=BAD_LINES)
+def test_bad_lines_are_named_by_file_and_number(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(text_documents(tmp_path))
+
+
+def test_a_bad_byte_in_jsonl_is_named_by_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2 is not UTF-8: byte 0xff at position 10"):
+        list(text_documents(tmp_path))
+
+
+def test_what_does_not_exist_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="gone does not exist"):
+        text_documents([CORPUS, tmp_path / "gone"])
+
+
+def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
+    (tmp_path / "a.png").write_text("")
+    with pytest.raises(FileNotFoundError, match=re.escape("holds no file to read among 1 entries")):
+        text_documents(tmp_path)
+    with pytest.raises(ValueError, match="no paths were given; name at least one"):
+        text_documents([])
+
+
+def test_jsonl_is_known_by_its_ending_whatever_the_case(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"text": "a"}')
+    assert [text for _, text in text_documents([tmp_path])] == ["a"]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("content", ['{"text": "\\ud83d"}', "[" * 100_000])
+def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"a.jsonl:1 cannot be read as JSON"):
+        list(text_documents([tmp_path]))
+
+
+def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counted(tmp_path):
+    file = tmp_path / "a.jsonl"
+    good = b'{"text": "a"}\n'
+    lines = (good + b"\n" * 9) * 100_000 + b"\n\n"
+    file.write_bytes(lines + b'{"text": "a\n' + good * 2)
+    named = r"a.jsonl:1000003 cannot be read as JSON: Unterminated string starting at column 10"
+    seen = broken = before = None
+    for record in text_documents(file, errors="skip").read():
+        if record.problem is not None:
+            before, broken = seen, record
+        seen = record.after
+    assert broken is not None
+    assert broken.name == f"{file}:1000003"
+    assert re.search(named, broken.problem or "")
+    assert seen == [0, file.stat().st_size, 1_000_005, 100_003]
+    with pytest.raises(ValueError, match=named):
+        list(text_documents(file).read(before))
+
+
+def test_documents_may_stand_under_another_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "a", "text": "b"}')
+    assert [text for _, text in text_documents(tmp_path, text_key="body")] == ["a"]
+    with pytest.raises(
+        ValueError, match=r'a.jsonl:1 has no string "title"; it is a dict with "bod'
+    ):
+        list(text_documents(tmp_path, text_key="title"))
+
+
+def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{\n[1]\n{"text": "\xff"}\n{"text": "b"}')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "d.txt").write_text("c")
+    documents = text_documents(tmp_path, errors="skip")
+    assert [text for _, text in documents] == ["a", "b", "c"]
+    problems = [record.problem or "" for record in documents.read()]
+    assert [Path(problem.split()[0]).name for problem in problems if problem] == [
+        *("a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "b.txt", "c.parquet"),
+    ]
+    assert re.search(r"c.parquet cannot be read as parquet: .* Write it again", problems[-2])
+    with pytest.raises(ValueError, match='errors \'ignore\' must be "raise" or "skip"'):
+        text_documents(tmp_path, errors="ignore")  # pyright: ignore[reportArgumentType]
+
+
+def test_nothing_but_broken_documents_is_an_error_that_names_the_first(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{\n{\n")
+    with pytest.raises(ValueError, match=r"1 files hold no text .*/a.jsonl:1 cannot be read as"):
+        list(text_documents(tmp_path, errors="skip"))
+
+
+def write_parquet(file, texts, key="text", **options):
+    pa.parquet.write_table(pa.table({"id": range(len(texts)), key: texts}), file, **options)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+@pytest.mark.parametrize("row_group_size", [1, 3, 300, 1000])
+def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_group_size, kind):
+    texts = [f"text {number}" for number in range(700)]
+    write_parquet(tmp_path / "a.parquet", pa.array(texts, kind), row_group_size=row_group_size)
+    documents = text_documents(tmp_path)
+    assert [text for _, text in documents] == texts
+    records = list(documents.read())
+    assert records[299].name == f"{tmp_path}/a.parquet[299]"
+    assert records[-1].done == documents.size
+    for stop in (0, 2, 299, 555, 699):
+        following = [record.content for record in documents.read(records[stop].after)]
+        assert following == texts[stop + 1 :]
+
+
+def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, ["a", None])
+    with pytest.raises(ValueError, match=r'a.parquet\[1\] has null in column "text". Fill the row'):
+        list(text_documents(file))
+    with pytest.raises(ValueError, match=r'a.parquet has no column "body"; it has "id", "text"'):
+        list(text_documents(file, text_key="body", errors="skip"))
+    with pytest.raises(ValueError, match=r'a.parquet has int64 in column "id"; it must be strings'):
+        list(text_documents(file, text_key="id"))
+    write_parquet(
+        file,
+        [str(number) * 100 for number in range(50)],
+        write_page_checksum=True,
+        compression="none",
+    )
+    content = bytearray(file.read_bytes())
+    content[-1500:-1400] = bytes(100)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as parquet: .* Write it again"):
+        list(text_documents(file))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
+        list(text_documents(file))
+
+
+def test_readers_get_equal_shares_whatever_the_files(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("text")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' * 12)
+    write_parquet(tmp_path / "b.parquet", ["b"] * 12)
+    shares = [list(text_documents(tmp_path).read(part=part, parts=4)) for part in range(4)]
+    assert [len(share) for share in shares] == [9] * 4
+
+
+LINES = st.one_of(
+    st.text("ab ü\n", max_size=4).map(lambda text: json.dumps({"text": text})),
+    st.sampled_from(["", "  ", "{", "[]", '{"text": 1}']),
+)
+
+
+@given(st.lists(LINES, max_size=12), st.lists(st.text("a b\n", max_size=3), max_size=6), st.data())
+@settings(max_examples=40, deadline=None)
+def test_readers_share_documents_and_each_goes_on_from_any_of_its_own(
+    tmp_path_factory, lines, texts, data
+):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.txt").write_text("".join(texts))
+    write_parquet(folder / "c.parquet", pa.array([*texts, None], pa.string()), row_group_size=2)
+    (folder / "d.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    documents = text_documents(folder, errors="skip")
+    whole = [(record.name, record.content) for record in documents.read()]
+    parts = data.draw(st.integers(1, 4))
+    found = []
+    for part in range(parts):
+        records = list(documents.read(part=part, parts=parts))
+        found += [(record.name, record.content) for record in records]
+        assert [record.done for record in records] == sorted(record.done for record in records)
+        for number, record in enumerate(records):
+            following = documents.read(record.after, part=part, parts=parts)
+            assert list(following) == records[number + 1 :]
+    assert sorted(map(str, found)) == sorted(map(str, whole))

@@ -1,0 +1,368 @@
+"""Token files come back as written, appear whole or not at all, and are refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgekit.data.corpus.token_files import TokenWriter, open_tokens, write_tokens
+from forgekit.data.packing.token_dataset import token_dataset
+
+DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
+STREAM = [5, 6, 7, 0, 8, 0, 0, 9, 10, 11, 12, 13, 0]
+
+
+def write(path, documents=DOCUMENTS, **options):
+    return write_tokens(path, documents, **{"vocab_size": 100, "eos_id": 0, **options})
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 2, 5, 13, 100])
+def test_tokens_and_offsets_come_back_whatever_the_shards(tmp_path, shard_tokens):
+    file = write(tmp_path / "a", shard_tokens=shard_tokens)
+    assert file.read(0, 13).tolist() == STREAM
+    assert file.read(3, 9).tolist() == STREAM[3:9]
+    assert file.offsets.tolist() == [0, 4, 6, 7, 13]
+    assert (file.tokens, file.documents, file.vocab_size, file.eos_id) == (13, 4, 100, 0)
+    assert len(list((tmp_path / "a").glob("shard_*"))) == -(-13 // shard_tokens)
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: np.uint16(ids)])
+def test_documents_may_be_lists_arrays_and_tensors(tmp_path, convert):
+    file = write(tmp_path / "a", (convert(ids) for ids in [[1, 2], [3]]))
+    assert file.read(0, 5).tolist() == [1, 2, 0, 3, 0]
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(2**16, 2), (2**16 + 1, 4), (2**32, 4)])
+def test_the_vocabulary_chooses_the_width_and_the_largest_id_survives(tmp_path, vocab_size, size):
+    file = write(tmp_path / "a", [[vocab_size - 1, 0]], vocab_size=vocab_size)
+    assert file.read(0, 3).tolist() == [vocab_size - 1, 0, 0]
+    assert (tmp_path / "a" / "shard_00000.bin").stat().st_size == 32 + 3 * size
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path):
+    same = [write(tmp_path / "a"), write(tmp_path / "b", shard_tokens=2, metadata={"x": 1})]
+    other = [
+        write(tmp_path / "c", [[5, 6], [7], [8], [], [9, 10, 11, 12, 13]]),
+        write(tmp_path / "d", DOCUMENTS[::-1]),
+        write(tmp_path / "e", vocab_size=101),
+        write(tmp_path / "f", vocab_size=2**17),
+    ]
+    assert len({file.fingerprint for file in same}) == 1
+    assert len({file.fingerprint for file in [same[0], *other]}) == 5
+
+
+def test_metadata_is_read_after_the_last_document(tmp_path):
+    counts = {"text_bytes": 0}
+
+    def documents():
+        for ids in DOCUMENTS:
+            counts["text_bytes"] += 10
+            yield ids
+
+    file = write(tmp_path / "a", documents(), metadata=counts)
+    assert file.metadata == {"text_bytes": 40}
+    assert token_dataset(file, 4).bytes_per_token == 40 / 13
+    assert token_dataset(write(tmp_path / "b"), 4).bytes_per_token is None
+
+
+def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp_path):
+    write(tmp_path / "a")
+
+    def documents():
+        for _ in range(3):
+            assert open_tokens(tmp_path / "a").tokens == 13
+            yield [1]
+
+    assert write(tmp_path / "a", documents()).tokens == 6
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("had_one", [True, False])
+def test_a_failure_midway_leaves_what_was_there_and_no_half_directory(tmp_path, had_one):
+    if had_one:
+        write(tmp_path / "a")
+
+    def documents():
+        yield [1, 2, 3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "a", documents(), shard_tokens=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"] * had_one
+    assert not had_one or open_tokens(tmp_path / "a").read(0, 13).tolist() == STREAM
+
+
+def test_nothing_but_a_token_file_is_replaced(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(FileExistsError, match="file is a file; name a directory that does not"):
+        write(tmp_path / "file")
+    write(tmp_path / "a")
+    (tmp_path / "a" / "thesis.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"were not written here \(.*thesis.txt\)"):
+        write(tmp_path / "a")
+    assert (tmp_path / "a" / "thesis.txt").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    assert write(tmp_path / "empty").tokens == 13
+
+
+BAD_WRITES = {
+    "high": ({"documents": [[1], [100]]}, "document 1 holds token id 100; ids must be 0 .* = 99"),
+    "negative": ({"documents": [[3, -1, 5]]}, "document 0 holds token id -1"),
+    "float": (
+        {"documents": [[1.5]]},
+        r"document 0 is float64 of shape \(1,\); a document is a 1-D",
+    ),
+    "flat": ({"documents": [1, 2]}, r"document 0 is int64 of shape \(\)"),
+    "text": ({"documents": [["a"]]}, "document 0 is <U1 of shape .* encode text with a tokenizer"),
+    "none": ({"documents": []}, "there are no documents; a token file needs at least one"),
+    "eos": ({"eos_id": 100}, "eos_id 100 must be 0 to vocab_size - 1 = 99"),
+    "vocab": ({"vocab_size": 2**32 + 1}, r"vocab_size 4294967297 must be 1 to 2\*\*32"),
+    "shard": ({"shard_tokens": 0}, "shard_tokens 0 must be at least 1"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("options", "message"), BAD_WRITES.values(), ids=BAD_WRITES)
+def test_bad_documents_and_sizes_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "a", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def edit(name, change):
+    def damage(folder):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
+
+
+def edit_index(**changes):
+    return edit("index.json", lambda old: json.dumps(json.loads(old) | changes).encode())
+
+
+SHARD = "shard_00000.bin"
+DAMAGE = {
+    "truncated": (edit(SHARD, lambda b: b[:-3]), r"55 bytes; expected 32 \+ 2 \* 13 = 58.* trunc"),
+    "longer": (edit(SHARD, lambda b: b + b"0"), "59 bytes; expected"),
+    "stub": (edit(SHARD, lambda b: b[:5]), "is 5 bytes; expected"),
+    "offsets": (edit("offsets.bin", lambda b: b[:-8]), r"offsets.bin is 64 bytes; .* 8 \* 5 = 72"),
+    "foreign": (edit(SHARD, lambda b: b"PK" + b[2:]), r"starts with b'PKRGETOK', not b'FORGETOK'"),
+    "count": (edit(SHARD, lambda b: b[:16] + b"\7" + b[17:]), "says .* 7 numbers; index.json says"),
+    "width": (
+        edit(SHARD, lambda b: b[:12] + b"\4" + b[13:]),
+        "4 bytes per number, 13 numbers; ind",
+    ),
+    "dtype": (edit_index(dtype="uint32"), r"58 bytes; expected 32 \+ 4 \* 13 = 84"),
+    "version": (edit_index(version=2), "is version 2; this forgekit reads version 1"),
+    "type": (
+        edit_index(dtype="float32"),
+        "index.json has dtype 'float32'; token ids are uint1",
+    ),
+    "no type": (edit_index(dtype=None), 'json has None as "dtype"; it must be of type str'),
+    "shards": (edit_index(shards=[7]), "index.json names 13 tokens and shards of 7 in all"),
+    "magic": (edit_index(magic="cats"), "index.json has magic 'cats', not \"forgekit-tokens\""),
+    "json": (
+        edit("index.json", lambda b: b[:20]),
+        "index.json is not JSON .* Write the token file",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_files_are_refused_with_what_was_read(tmp_path, damage, message):
+    write(tmp_path / "a")
+    damage(tmp_path / "a")
+    with pytest.raises(ValueError, match=message):
+        open_tokens(tmp_path / "a")
+
+
+def flip(name, byte):
+    return edit(name, lambda b: b[:byte] + bytes([b[byte] ^ 1]) + b[byte + 1 :])
+
+
+CHANGED = {
+    "first": (flip(SHARD, 32), r"shard_00000.bin has crc32 .*; index.json says .*has changed"),
+    "last": (flip("shard_00002.bin", 37), r"shard_00002.bin has crc32 .* restore the file"),
+    "offset": (flip("offsets.bin", 41), r"offsets.bin has crc32 "),
+    "none": (edit_index(checksums={}), r"index.json has no checksum of shard_00000.bin, so it"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("damage", "message"), CHANGED.values(), ids=CHANGED)
+def test_a_changed_byte_is_found_and_named_when_a_file_is_verified(tmp_path, damage, message):
+    write(tmp_path / "a", shard_tokens=5)
+    assert open_tokens(tmp_path / "a", verify=True).tokens == 13
+    damage(tmp_path / "a")
+    open_tokens(tmp_path / "a")
+    with pytest.raises(ValueError, match=message):
+        open_tokens(tmp_path / "a", verify=True)
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 9), max_size=7), min_size=1, max_size=9),
+    shard_tokens=st.integers(1, 12),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_writer_goes_on_where_another_one_stood_whatever_that_one_wrote_since(
+    tmp_path_factory, documents, shard_tokens, data
+):
+    folder = tmp_path_factory.mktemp("tokens")
+    write(folder / "whole", documents, shard_tokens=shard_tokens)
+    sizes = (100, 0, shard_tokens)
+    position, at = None, 0
+    for _ in range(3):
+        with TokenWriter(folder / "steps", *sizes, position=position) as writer:
+            stop = data.draw(st.integers(at, len(documents)))
+            for document in documents[at:stop]:
+                writer.append(document)
+            position = json.loads(json.dumps(writer.position()))
+            for document in documents[stop : data.draw(st.integers(stop, len(documents)))]:
+                writer.append(document)
+        at = stop
+    with TokenWriter(folder / "steps", *sizes, position=position) as writer:
+        for document in documents[at:]:
+            writer.append(document)
+    writer.finish({})
+    for file in (folder / "whole").iterdir():
+        assert (folder / "steps" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_missing_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"not a token file: it has no index.json"):
+        open_tokens(tmp_path)
+    write(tmp_path / "a")
+    (tmp_path / "a" / SHARD).unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"shard_00000.bin is missing, but index.json names"
+    ):
+        open_tokens(tmp_path / "a")
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(1, 9), max_size=9), min_size=1, max_size=6),
+    seq_len=st.integers(1, 12),
+    shard_tokens=st.integers(1, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_token_but_the_first_is_a_target_once(
+    tmp_path_factory, documents, seq_len, shard_tokens
+):
+    stream = [token for ids in [*documents, [3]] for token in [*ids, 0]]
+    folder = tmp_path_factory.mktemp("tokens") / "a"
+    file = write(folder, [*documents, [3]], shard_tokens=shard_tokens)
+    rows = list(token_dataset(file, seq_len))
+    labels = torch.cat([row["labels"] for row in rows])
+    inputs = torch.cat([row["input_ids"] for row in rows])
+    assert labels[labels != -100].tolist() == stream[1:]
+    assert inputs[labels != -100].tolist() == stream[:-1]
+    assert inputs[labels == -100].eq(0).all()
+    assert len(rows) == -(-(len(stream) - 1) // seq_len)
+
+
+def test_a_batch_is_its_rows(tmp_path):
+    dataset = token_dataset(write(tmp_path / "a"), seq_len=5, doc_ids=True)
+    batch = dataset.__getitems__([2, 0])
+    assert batch.batch_size == torch.Size([2])
+    for place, row in enumerate((2, 0)):
+        assert dataset[row].batch_size == torch.Size([])
+        assert all(column[place].equal(dataset[row][key]) for key, column in batch.items())
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    batch["labels"].zero_()
+    assert batch["input_ids"].equal(dataset.__getitems__([2, 0])["input_ids"])
+
+
+def test_documents_and_positions_within_a_row(tmp_path):
+    """Of 5 6 7 0 | 8 0 | 0 | 9 10 11 12 13 0 the rows are cut after every fifth token."""
+    dataset = token_dataset(write(tmp_path / "a"), seq_len=5, doc_ids=True)
+    assert [row["doc_ids"].tolist() for row in dataset] == [
+        [0, 0, 0, 0, 1],
+        [0, 1, 2, 2, 2],
+        [0, 0, -1, -1, -1],
+    ]
+    assert [row["position_ids"].tolist() for row in dataset] == [
+        [0, 1, 2, 3, 0],
+        [0, 0, 0, 1, 2],
+        [0, 1, 0, 0, 0],
+    ]
+
+
+def test_the_dataset_says_what_it_is(tmp_path):
+    file = write(tmp_path / "a")
+    dataset = token_dataset(tmp_path / "a", 4)
+    assert (dataset.vocab_size, dataset.eos_id, len(dataset)) == (100, 0, 3)
+    assert dataset.fingerprint == token_dataset(file, 4).fingerprint
+    assert dataset.fingerprint != token_dataset(file, 5).fingerprint
+    assert dataset.fingerprint != token_dataset(write(tmp_path / "b", [[1, 2]]), 4).fingerprint
+    assert len(token_dataset(tmp_path / "a")) == 1
+
+
+def test_a_dataset_is_pickled_by_its_path_and_not_with_its_tokens(tmp_path):
+    dataset = token_dataset(write(tmp_path / "a", [list(range(90))] * 200), seq_len=8)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[3]["input_ids"].equal(dataset[3]["input_ids"])
+
+
+def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
+    dataset = token_dataset(write(tmp_path / "a"), seq_len=5)
+    for row in (3, -1):
+        with pytest.raises(IndexError, match=rf"row {row} must lie in range\(3\)"):
+            dataset[row]
+    with pytest.raises(IndexError, match="tokens 5:14 must lie within 0:13"):
+        dataset.file.read(5, 14)
+    with pytest.raises(ValueError, match="seq_len 0 must be at least 1"):
+        token_dataset(tmp_path / "a", seq_len=0)
+    with pytest.raises(ValueError, match="holds 1 token; a row needs one to read and one to pred"):
+        token_dataset(write(tmp_path / "b", [[]]))
+
+
+def test_what_killed_writers_left_behind_is_cleared_and_stands_in_nobodys_way(tmp_path):
+    for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "half").write_text("")
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").tokens == 3
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".a.new", ".b.0123456789ab.new", "a"]
+
+
+def test_what_a_killed_writer_had_set_aside_comes_back(tmp_path):
+    write_tokens(tmp_path / "a", [[1, 2]], vocab_size=4, eos_id=0)
+    (tmp_path / "a").rename(tmp_path / ".a.0123456789ab.old")
+
+    def fails():
+        yield [1]
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_tokens(tmp_path / "a", fails(), vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").tokens == 3
+
+
+def test_a_writer_leaves_the_directory_of_another_one_alone(tmp_path):
+    def meanwhile():
+        yield [1]
+        write_tokens(tmp_path / "a", [[1, 2, 3]], vocab_size=4, eos_id=0)
+        yield [2]
+
+    write_tokens(tmp_path / "a", meanwhile(), vocab_size=4, eos_id=0)
+    assert open_tokens(tmp_path / "a").documents == 2
+
+
+def test_a_link_to_a_directory_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        write_tokens(tmp_path / "link", [[1, 2]], vocab_size=4, eos_id=0)
+    assert (tmp_path / "link").is_symlink()
+    assert open_tokens(tmp_path / "disk").tokens == 3

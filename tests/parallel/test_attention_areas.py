@@ -1,0 +1,138 @@
+"""What the steps of a ring compute: each pair that may attend once, no other, and equal work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.parallel.context import attention_areas
+from forgekit.parallel.context.attention_areas import (
+    Area,
+    Route,
+    areas_of_documents,
+    areas_of_queries,
+    areas_seen,
+)
+
+HEADS = 2
+
+
+def pairs_of(area: Area, ids: tuple[Tensor, Tensor] | None, rows: int, places: int) -> Tensor:
+    """How often each ``[b s s]`` pair is computed and counts."""
+    seen = torch.zeros(rows, places, places, dtype=torch.int64)
+    block = torch.ones_like(seen[area.rows, area.queries, area.keys])
+    if area.offset is not None:
+        block = block.tril(area.offset)
+    if area.is_masked:
+        assert ids is not None
+        queries, keys = ids[0][area.rows, area.queries], ids[1][area.rows, area.keys]
+        block = block * (queries[:, :, None] == keys[:, None, :])
+    seen[area.rows, area.queries, area.keys] += block
+    return seen
+
+
+def expected(rank: int, source: int, world: int, places: int, ids: Tensor) -> Tensor:
+    """The same from global places and documents alone."""
+    everywhere = torch.arange(places)
+    here, there = (slice_places(everywhere, rank=r, world=world) for r in (rank, source))
+    same = ids[:, here][:, :, None] == ids[:, there][:, None, :]
+    return ((there[None, :] <= here[:, None]) & same).long()
+
+
+def slices_of(ids: Tensor, world: int) -> list[Tensor]:
+    return [slice_places(ids, rank=r, world=world, dim=1) for r in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_causal_pair_is_seen_once(world):
+    ids, places = torch.zeros(1, 8 * world), 8
+    for rank in range(world):
+        for source in range(world):
+            seen = sum(pairs_of(area, None, 1, places) for area in areas_seen(rank, source, places))
+            assert torch.equal(seen, expected(rank, source, world, 8 * world, ids))
+
+
+@pytest.mark.parametrize("world", [2, 5, 8])
+def test_all_ranks_have_as_much_to_do_in_every_step(world):
+    for step in range(world):
+        slices = [areas_seen(r, (r - step) % world, 16) for r in range(world)]
+        assert {sum(area.pairs for area in seen) for seen in slices} == {128}
+
+
+@given(
+    world=st.integers(2, 4),
+    rows=st.lists(st.lists(st.integers(-1, 3), min_size=24, max_size=24), min_size=1, max_size=3),
+    cost=st.sampled_from([0, 20, 10**9]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_documents_cut_areas_to_the_pairs_that_share_one(world, rows, cost, data):
+    rank, source = (data.draw(st.integers(0, world - 1)) for _ in range(2))
+    ids = torch.tensor(rows)[:, : 24 // (2 * world) * 2 * world]
+    places = ids.shape[1] // world
+    slices = slices_of(ids, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_areas, "CALL_COST", cost)
+        parts = [
+            part
+            for area in areas_seen(rank, source, places)
+            for part in areas_of_documents(area, slices[rank], slices[source], HEADS)
+        ]
+    pair = slices[rank], slices[source]
+    seen = sum((pairs_of(part, pair, len(ids), places) for part in parts), torch.tensor(0))
+    wanted = expected(rank, source, world, ids.shape[1], ids)
+    assert torch.equal(seen.expand_as(wanted), wanted)
+
+
+def test_chunks_without_a_common_document_are_skipped():
+    first, second = torch.zeros(3, 8), torch.ones(3, 8)
+    for area in areas_seen(1, 0, 8):
+        assert areas_of_documents(area, first, second, HEADS) == []
+
+
+def test_many_short_documents_are_left_to_one_mask():
+    documents = torch.arange(64)[None]
+    parts = areas_of_documents(areas_seen(0, 0, 64)[0], documents, documents, HEADS)
+    assert [part.is_masked for part in parts] == [True]
+
+
+def test_a_long_document_is_one_call_without_a_mask(monkeypatch):
+    monkeypatch.setattr(attention_areas, "CALL_COST", 0)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
+    early, late = slices_of(ids, 2)
+    front, back = areas_seen(1, 0, 4)
+    assert areas_of_documents(front, late, early, HEADS) == [
+        Area(slice(0, 1), slice(0, 2), rows=slice(0, 1))
+    ]
+    assert areas_of_documents(back, late, early, HEADS) == []
+
+
+@pytest.mark.parametrize("most", [1, 40, 10**9])
+@pytest.mark.parametrize(("rank", "source"), [(0, 0), (1, 0), (0, 1)])
+def test_blocks_of_queries_see_the_same(monkeypatch, most, rank, source):
+    monkeypatch.setattr(attention_areas, "MOST_SCORES", most)
+    monkeypatch.setattr(attention_areas, "LEAST_QUERIES", 3)
+    for area in areas_seen(rank, source, 16):
+        parts = areas_of_queries(area, 1, HEADS, is_masked=False)
+        seen = sum(pairs_of(part, None, 1, 16) for part in parts)
+        assert torch.equal(seen, pairs_of(area, None, 1, 16))
+        assert len(parts) > 1 or most == 10**9
+
+
+def test_a_place_sees_itself_first():
+    """Then no sum of exponentials is zero when a block without a visible key is merged."""
+    own = areas_seen(2, 2, 16)
+    assert [area.offset for area in own] == [0, 0, None]
+
+
+def test_layers_with_the_same_documents_go_the_same_way():
+    q, ids = torch.zeros(1, 4, HEADS, 2), torch.zeros(1, 8, dtype=torch.int64)
+    first, again = (Route.plan(q, ids, rank=0, size=2) for _ in range(2))
+    other = Route.plan(q, ids.clone(), rank=0, size=2)
+    assert first.steps is again.steps
+    assert first.steps is not other.steps
+    assert first.steps == other.steps

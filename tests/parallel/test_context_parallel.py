@@ -1,0 +1,535 @@
+"""Sequences shared by ranks: on real ranks, against attention over whole sequences in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from unittest.mock import patch
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import forgekit as fk
+from forgekit.model.transformer import locate_all
+from forgekit.parallel.activation_checkpoint import recompute
+from forgekit.parallel.context import attention_areas, block_attention, ring_attention
+from forgekit.parallel.context.context_parallel import (
+    apply_context,
+    locate_slice,
+    split_context,
+    whole_sequences,
+)
+from forgekit.parallel.context.sequence_exchange import Members
+from forgekit.parallel.context.ulysses import check_heads
+from forgekit.parallel.fsdp import sum_gradients
+
+PLACES, CHANNELS = 48, 4
+LAYOUTS = {
+    "ring of 2": ("ring", 2, 1),
+    "ring of 4": ("ring", 4, 1),
+    "ulysses of 2": ("ulysses", 1, 2),
+    "ulysses of 4": ("ulysses", 1, 4),
+    "both of 4": ("both", 2, 2),
+}
+HEADS = [(4, 4), (8, 2), (12, 6), (4, 1)]
+TOLERANCES = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 2e-2}
+WHAT = ("output", "q", "k", "v")
+DOCUMENTS = {
+    "none": None,
+    "one spans all ranks": [[0] * 3 + [1] * 40 + [2] * 5, [3] * 48],
+    "ragged": [[0] * 5 + [1] * 20 + [2] * 6 + [3] * 17, [7] + [6] * 11 + [5] * 12 + [4] * 24],
+    "padded": [[0] * 10 + [-1] * 38, [-1] * 3 + [1] * 20 + [-1] * 4 + [2] * 21],
+    "only padding": [[-1] * 48, [0] * 24 + [-1] * 24],
+    "comes back": [[0] * 10 + [1] * 10 + [0] * 10 + [1] * 18, [0, 1] * 24],
+}
+PATHS: dict[str, Callable[[], object]] = {
+    "as chosen": lambda: patch.object(attention_areas, "CALL_COST", attention_areas.CALL_COST),
+    "one by one": lambda: patch.object(attention_areas, "CALL_COST", 0),
+    "mask": lambda: patch.multiple(
+        attention_areas, CALL_COST=10**9, MOST_SCORES=1, LEAST_QUERIES=7
+    ),
+    "product": lambda: patch.multiple(
+        attention_areas, has_flash=_never, MOST_SCORES=1, LEAST_QUERIES=7
+    ),
+}
+
+
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+class Sockets(nn.Module):
+    """The least that context parallelism needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = fk.attend_causal
+        self.locate = locate_all
+
+
+def draw(heads: int, kv_heads: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output, of whole sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, PLACES, n, CHANNELS) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def documents_of(name: str) -> Tensor | None:
+    rows = DOCUMENTS[name]
+    return None if rows is None else torch.tensor(rows)
+
+
+def places_of(ring_size: int, ulysses: int, rank: int) -> list[int]:
+    """This rank's places, by hand."""
+    ring_rank, ulysses_rank = divmod(rank, ulysses)
+    chunk = PLACES // (2 * ring_size)
+    order = (ring_rank, 2 * ring_size - 1 - ring_rank) if ring_size > 1 else (0, 1)
+    places = [number * chunk + i for number in order for i in range(chunk)]
+    share = len(places) // ulysses
+    return places[ulysses_rank * share : (ulysses_rank + 1) * share]
+
+
+@cache
+def pairs_of(documents: str) -> Tensor:
+    """The ``[b 1 s s]`` pairs that may attend, one by one."""
+    rows = DOCUMENTS[documents] or [[0] * PLACES] * 2
+    everywhere = range(PLACES)
+    return torch.tensor(
+        [[[[j <= i and row[i] == row[j] for j in everywhere] for i in everywhere]] for row in rows]
+    )
+
+
+@cache
+def on_one_device(heads: tuple[int, int], dtype: torch.dtype, documents: str) -> list[Tensor]:
+    """Output and gradients in float64, with an explicit mask."""
+    inputs = draw(*heads, dtype)
+    q, k, v = exact = [x.double().requires_grad_() for x in inputs[:3]]
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=pairs_of(documents)
+    ).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, exact, inputs[3].double())]
+
+
+def _see_later_ranks(rank: int, source: int, places: int) -> list[attention_areas.Area]:
+    """In the step with the next rank's slice, it is taken for an earlier one's."""
+    return _areas_seen(rank + 2 if source == rank + 1 else rank, source, places)
+
+
+def _see_all_of_own(rank: int, source: int, places: int) -> list[attention_areas.Area]:
+    seen = _areas_seen(rank, source, places)
+    return [attrs.evolve(area, offset=None) for area in seen] if source == rank == 1 else seen
+
+
+_areas_seen = attention_areas.areas_seen
+MUTATIONS = {
+    "none": attention_areas.areas_seen,
+    "offset of a later rank": _see_later_ranks,
+    "offset of the own slice": _see_all_of_own,
+}
+
+
+def attend_slices(
+    rank: int, world: int, layout: str, dtype: str, path: str, cases: list[tuple], mutation: str
+) -> list[list[Tensor]]:
+    """Output and gradients of this rank's slices, for each case of heads and documents."""
+    method, ring_size, ulysses = LAYOUTS[layout]
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = Sockets()
+    assert apply_context(model, mesh, method) == (ring_size, ulysses, rank)
+    mine = places_of(ring_size, ulysses, rank)
+    assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
+    has_flash = _never if path == "product" else block_attention.has_flash
+    turns = patch.object(
+        ring_attention, "TURN_BYTES", 1
+    )  # so small that each pair of heads goes alone
+    seen = patch.object(attention_areas, "areas_seen", MUTATIONS[mutation])
+    with PATHS[path](), turns, seen, patch.object(block_attention, "has_flash", has_flash):
+        return [_attend_case(model, mine, getattr(torch, dtype), *case) for case in cases]
+
+
+def _attend_case(
+    model: Sockets, mine: list[int], dtype: torch.dtype, heads: tuple[int, int], documents: str
+) -> list[Tensor]:
+    *inputs, upstream = (x[:, mine] for x in draw(*heads, dtype))
+    ids = documents_of(documents)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = model.attend(*inputs, doc_ids=None if ids is None else ids[:, mine])
+    assert out.dtype == dtype
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+
+
+def errors_of(
+    layout: str, dtype: str, path: str, cases: list[tuple], mutation: str = "none"
+) -> dict[tuple, float]:
+    """Largest difference from one device over the largest value, for each case."""
+    _, ring_size, ulysses = LAYOUTS[layout]
+    world = ring_size * ulysses
+    found = run_ranks(attend_slices, world, layout, dtype, path, cases, mutation)
+    errors = {}
+    for number, (heads, documents) in enumerate(cases):
+        for what, exact in enumerate(on_one_device(heads, getattr(torch, dtype), documents)):
+            for rank in range(world):
+                part = exact[:, places_of(ring_size, ulysses, rank)]
+                error = (found[rank][number][what].double() - part).abs().max() / exact.abs().max()
+                errors[heads, documents, WHAT[what], rank] = float(error)
+    return errors
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_attend_like_whole_sequences(layout, dtype):
+    cases = [(heads, documents) for heads in HEADS for documents in DOCUMENTS]
+    for case, error in errors_of(layout, dtype, "as chosen", cases).items():
+        assert error <= TOLERANCES[dtype], case
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "as chosen"])
+@pytest.mark.parametrize("layout", ["ring of 2", "ring of 4", "both of 4"])
+def test_every_way_of_a_ring_attends_alike(layout, path, dtype):
+    cases = [((8, 2), documents) for documents in DOCUMENTS]
+    for case, error in errors_of(layout, dtype, path, cases).items():
+        assert error <= TOLERANCES[dtype], case
+
+
+@pytest.mark.parametrize("documents", ["none", "one spans all ranks"])
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "none"])
+def test_an_offset_that_is_dropped_in_one_step_is_seen(mutation, documents):
+    cases = [((8, 2), documents)]
+    errors = errors_of("ring of 2", "float64", "as chosen", cases, mutation)
+    assert max(errors.values()) > 0.01
+
+
+def attend_changed(rank: int, world: int, layout: str, dtype: str, changed: int) -> bool:
+    """Whether outputs outside one document stay bit-equal when it is changed."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = Sockets()
+    apply_context(model, mesh, LAYOUTS[layout][0])
+    mine = places_of(*LAYOUTS[layout][1:], rank)
+    ids = documents_of("ragged")
+    ids[1] += 10
+    there = ids == changed
+    before, other = draw(4, 2, getattr(torch, dtype)), draw(4, 2, getattr(torch, dtype), seed=1)
+    after = [torch.where(there[..., None, None], y, x) for x, y in zip(before, other, strict=True)]
+    ids, there = ids[:, mine].clone(), there[:, mine]
+    first, second = (
+        model.attend(*(x[:, mine] for x in inputs[:3]), doc_ids=ids) for inputs in (before, after)
+    )
+    assert not there.any() or not torch.equal(first[there], second[there])
+    return torch.equal(first[~there], second[~there])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["ring of 2", "both of 4"])
+@pytest.mark.parametrize("changed", [1, 15])
+def test_a_changed_document_leaves_the_others_bit_equal(layout, dtype, changed):
+    world = LAYOUTS[layout][1] * LAYOUTS[layout][2]
+    assert all(run_ranks(attend_changed, world, layout, dtype, changed))
+
+
+SPEC = fk.TransformerSpec(
+    vocab_size=23, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=24, max_seq_len=PLACES
+)
+
+
+def train_slices(
+    rank: int, world: int, layout: str, what: str, sharded: bool, documents: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Summed gradients of a model that is given slices, and how often ranks talked."""
+    method, *sizes = LAYOUTS[layout]
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = fk.Transformer(SPEC).double()
+    apply_context(model, mesh, method)
+    for layer in model.layers:
+        recompute(layer, what)
+    for module in (*model.layers, model) if sharded else ():
+        fully_shard(module, mesh=mesh["cp"])
+        sum_gradients(module)
+    mine = places_of(*sizes, rank)
+    ids, upstream = _tokens()
+    known = documents_of(documents)
+    calls = {"all_gather": 0, "batch_isend_irecv": 0}
+    with ExitStack() as stack:
+        for name in calls:
+            stack.enter_context(patch.object(dist, name, _counted(name, calls)))
+        logits = model(ids[:, mine], doc_ids=None if known is None else known[:, mine].clone())
+        logits.backward(upstream[:, mine])
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if sharded:
+            gradients[name] = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+            gradients[name] = gradient
+    return gradients, calls
+
+
+def _counted(name: str, calls: dict[str, int]) -> Callable[..., object]:
+    original = getattr(dist, name)
+
+    def count(*args, **options):
+        calls[name] += 1
+        return original(*args, **options)
+
+    return count
+
+
+def _tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(SPEC.vocab_size, (2, PLACES), generator=generator)
+    upstream = (2, PLACES, SPEC.vocab_size)
+    return ids, torch.randn(upstream, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("documents", ["none", "ragged"])
+@pytest.mark.parametrize(
+    ("what", "sharded"), [("none", False), ("full", False), ("full", True), ("selective", True)]
+)
+@pytest.mark.parametrize("layout", ["ring of 2", "ulysses of 2", "both of 4"])
+def test_models_train_on_slices_as_on_whole_sequences(layout, what, sharded, documents):
+    """Position ids come from the socket; documents are sent once for all layers and passes."""
+    model = fk.Transformer(SPEC).double()
+    ids, upstream = _tokens()
+    model(ids, doc_ids=documents_of(documents)).backward(upstream)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    _, ring_size, ulysses = LAYOUTS[layout]
+    around = {"none": 4, "full": 5, "selective": 4}[what] * SPEC.layers if ring_size > 1 else 0
+    gathers = 0 if documents == "none" else (ring_size > 1) + (ulysses > 1)
+    arguments = layout, what, sharded, documents
+    for gradients, calls in run_ranks(train_slices, ring_size * ulysses, *arguments):
+        assert calls == {"all_gather": gathers, "batch_isend_irecv": around}
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+def keep(rank: int, world: int) -> tuple[int, int]:
+    """Numbers that are kept for backward, and those that belong to the slice."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = Sockets()
+    apply_context(model, mesh, "ring")
+    inputs = [x[:, places_of(world, 1, rank)] for x in draw(8, 2, torch.float32)[:3]]
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    kept: list[int] = []
+    note = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, _same)
+    with note:
+        out = model.attend(*inputs)
+    strided = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs]
+    again = model.attend(*strided)
+    # The gradient of a sum has no strides at all.
+    found = again, *torch.autograd.grad(again.sum(), strided)
+    wanted = out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    logarithms = out.numel() // CHANNELS
+    return sum(kept), sum(x.numel() for x in (*inputs, out)) + logarithms
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def test_what_is_kept_for_backward_stays_with_the_slice():
+    for kept, local in run_ranks(keep, 4):
+        assert kept == local
+
+
+def change_documents(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether documents that change in place are noticed, and send again what others need."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = Sockets()
+    apply_context(model, mesh, "ring")
+    mine = places_of(world, 1, rank)
+    inputs = [x[:, mine] for x in draw(8, 2, torch.float64)[:3]]
+    ids = documents_of("ragged")[:, mine].clone()
+    first = model.attend(*inputs, doc_ids=ids)
+    ids.fill_(3)
+    second, alone = model.attend(*inputs, doc_ids=ids), model.attend(*inputs)
+    return torch.allclose(first, second), torch.allclose(second, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_that_change_in_place_are_noticed():
+    assert run_ranks(change_documents, 2) == [(False, True)] * 2
+
+
+def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float:
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = Sockets()
+    apply_context(model, mesh, LAYOUTS[layout][0])
+    mine = places_of(*LAYOUTS[layout][1:], rank)
+    *inputs, upstream = (x[:, mine] for x in draw(8, 2, torch.float64))
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    ids = documents_of(documents)
+    ids = None if ids is None else ids[:, mine]
+
+    def twice(q, k, v):
+        return model.attend(q * 2, k, v, doc_ids=ids) * 2
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    found, wanted = (
+        (out, *torch.autograd.grad(out, inputs, upstream))
+        for out in (compiled(*inputs), twice(*inputs))
+    )
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "documents"),
+    [("ring of 2", "none"), ("ring of 2", "ragged"), ("ulysses of 2", "none")],
+)
+def test_compiled_sockets_attend_alike(layout, documents):
+    """As one graph, without a break."""
+    assert max(run_ranks(compile_sockets, 2, layout, documents)) <= 1e-12
+
+
+def check_operators(rank: int, world: int) -> None:
+    """Schema, fake tensors, strides and autograd, by torch's own checks."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    members = Members.of(mesh.get_group("cp"))
+    mine = places_of(world, 1, rank)
+    inputs = [x[:, mine].clone().requires_grad_() for x in draw(8, 2, torch.float32)[:3]]
+    ids = documents_of("ragged")
+    operators = torch.ops.forgekit
+    for known in (None, ids):
+        torch.library.opcheck(operators.attend_ring, (*inputs, known, members.name))
+    parts = torch.randn(world, 3, 5, requires_grad=True)
+    torch.library.opcheck(operators.exchange_heads, (parts, members.name))
+    torch.library.opcheck(operators.gather_ids, (ids[:, mine], members.name))
+
+
+def test_operators_are_what_torch_expects():
+    run_ranks(check_operators, 2)
+
+
+def generate_whole(rank: int, world: int) -> bool:
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    model = fk.Transformer(SPEC)
+    ids = torch.arange(7)[None]
+    wanted = model(ids)
+    apply_context(model, mesh, "ring")
+    attend, locate = model.layers[0].attention.attend, model.locate
+    with whole_sequences(model):
+        same = torch.equal(model(ids), wanted)
+    with pytest.raises(ZeroDivisionError), whole_sequences(model):
+        raise ZeroDivisionError
+    assert model.layers[0].attention.attend is attend
+    assert model.locate is locate
+    copy.deepcopy(attend)
+    return same
+
+
+def test_every_rank_can_run_whole_sequences_for_a_while():
+    assert all(run_ranks(generate_whole, 2))
+
+
+def test_a_model_on_one_device_keeps_its_own_sockets():
+    model = Sockets()
+    model.attend = own = lambda *args, **options: None
+    with whole_sequences(model):
+        assert model.attend is own
+
+
+SPLITS = [
+    (4, "ring", 6, (4, 1)),
+    (3, "ulysses", 6, (1, 3)),
+    (4, "both", 6, (2, 2)),
+    (8, "both", 8, (2, 4)),
+    (8, "both", 6, (4, 2)),
+    (12, "both", 6, (2, 6)),
+    (12, "both", 9, (4, 3)),
+    (8, "both", None, (2, 4)),
+]
+
+
+@pytest.mark.parametrize(("context", "method", "heads", "expected"), SPLITS)
+def test_ranks_are_split_between_rings_and_heads(context, method, heads, expected):
+    assert split_context(context, method, heads) == expected
+
+
+BAD_SPLITS = {
+    "method": ((4, "star", 4), "context_parallel is 'star'; it is one of 'ring', 'ulysses', 'both"),
+    "two": ((2, "both", 4), r"both above 1, and 2 has no such factors\. Use 'ring' or 'ulysses'"),
+    "prime": ((5, "both", 10), "both above 1, and 5 has no such factors"),
+    "heads": ((9, "both", 8), r"cp 9 needs ulysses to be one of \[3\] and to divide the 8 query"),
+    "ulysses": (
+        (4, "ulysses", 6),
+        r"6 query heads .* must be divisible by ulysses = 4, .* can be one of \[1, 2, 3, 6\], "
+        "with 4 ranks the nearest are 4 and 8 heads",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("arguments", "message"), BAD_SPLITS.values(), ids=BAD_SPLITS)
+def test_ranks_that_cannot_be_split_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        split_context(*arguments)
+
+
+def test_fewer_heads_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="with 8 ranks the nearest are 8 heads"):
+        check_heads(4, 8)
+
+
+def test_slices_are_located_in_the_whole_sequence():
+    device = torch.device("cpu")
+    both = [locate_slice(2, 2, rank)(4, device).tolist() for rank in range(4)]
+    assert both == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def refuse(rank: int, world: int) -> None:
+    """Each of these on one rank alone: nothing may be sent before it is refused."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    heads = fk.Transformer(attrs.evolve(SPEC, dim=24, heads=3, kv_heads=1))
+    with pytest.raises(ValueError, match=r"3 query heads .* by ulysses = 2"):
+        apply_context(heads, mesh, "ulysses")
+    with pytest.raises(ValueError, match=r"1 query heads .* by ulysses = 2"):
+        apply_context(fk.Transformer(attrs.evolve(SPEC, heads=2)), mesh, "ulysses", tensor=2)
+    with pytest.raises(
+        ValueError, match=r"no module of Linear has an 'attend' socket, .* \(cp 2\)"
+    ):
+        apply_context(nn.Linear(2, 2), mesh, "ring")
+    ring_model, ulysses_model = Sockets(), Sockets()
+    apply_context(ring_model, mesh, "ring")
+    apply_context(ulysses_model, mesh, "ulysses")
+    if rank:
+        return
+    q, k = torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 1, 4)
+    for model in (ring_model, ulysses_model):
+        with pytest.raises(
+            ValueError, match=r"q \(1, 4, 2, 4\), k \(1, 3, 1, 4\) and v .* must be"
+        ):
+            model.attend(q, k[:, :3], k[:, :3])
+        with pytest.raises(ValueError, match=r"k a divisor of h"):
+            model.attend(q, k.expand(1, 4, 3, 4), k.expand(1, 4, 3, 4))
+        with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 8\); .* here \(1, 4\): this"):
+            model.attend(q, k, k, doc_ids=torch.zeros(1, 8))
+    with pytest.raises(ValueError, match=r"holds 3 places; .* Cut sequences whose length 2 \* 2"):
+        ring_model.attend(q[:, :3], k[:, :3], k[:, :3])
+    with pytest.raises(ValueError, match=r"1 query heads"):
+        ulysses_model.attend(q[:, :, :1], k, k)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent():
+    run_ranks(refuse, 2)
+
+
+def test_one_rank_keeps_its_sockets():
+    mesh = fk.build_mesh(device="cpu")
+    try:
+        model = Sockets()
+        assert apply_context(model, mesh, "both") == (1, 1, 0)
+        assert model.attend is fk.attend_causal
+    finally:
+        fk.shutdown()

@@ -1,0 +1,296 @@
+"""Tensor parallelism against one process in float64: full gradients of every parameter."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import LOSSES, SPEC, full_tensors, relative_error
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import forgekit as fk
+from forgekit.parallel.fsdp import shard
+from forgekit.parallel.tensor.tensor_parallel import apply_plan
+
+VOCAB, PLACES = 40, 8
+WIDE = attrs.evolve(SPEC, vocab_size=VOCAB, dim=32, heads=8, kv_heads=4)  # four ranks can share it
+MODELS: dict[str, dict[str, Any]] = {
+    "untied, norms of heads": {},
+    "tied": {"tied": True, "qk_norm": False},
+    "dropout": {"dropout": 0.3},
+}
+
+
+def draw_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (2, PLACES + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[torch.randint(0, 10, labels.shape, generator=generator) < 3] = -100
+    return {"input_ids": ids[:, :-1], "labels": labels}
+
+
+BATCHES = [draw_batch(0), draw_batch(1)]
+BATCHES[1]["labels"][:] = -100  # a data-parallel rank without targets
+
+
+def build(kind: str = "untied, norms of heads") -> fk.Transformer:
+    return fk.Transformer(attrs.evolve(WIDE, **MODELS[kind]))
+
+
+def reference(model: nn.Module, batches: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of torch's cross-entropies and its gradients."""
+    model = model.double()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        torch.manual_seed(1)  # data-parallel ranks may draw alike here
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+    total.backward()
+    return total.detach(), full_tensors(model, gradients=True)
+
+
+def measure(model: nn.Module, batch: Any, loss: str = "logits") -> tuple[Tensor, Any]:
+    torch.manual_seed(1)
+    found = LOSSES[loss](model, batch).sum
+    assert type(found) is Tensor
+    found.backward()
+    return found.detach().double(), full_tensors(model, gradients=True)
+
+
+def tensor_mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+
+
+# Gradients
+
+
+def _gradients(rank, world, kind, loss, dtype):
+    model = build(kind).to(dtype)
+    names = [name for name, _ in model.named_parameters()]
+    assert apply_plan(model, tensor_mesh(world)) == world
+    assert [name for name, _ in model.named_parameters()] == names
+    result = measure(model, BATCHES[0], loss)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        assert torch.equal(LOSSES[loss](model, BATCHES[0]).sum.double(), result[0])
+    return result
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_one_process(kind, loss):
+    expected_loss, expected = reference(build(kind), BATCHES[:1])
+    for world, dtype, most in [(2, torch.float64, 1e-10), (4, torch.float32, 5e-7)]:
+        everyone = run_ranks(_gradients, world, kind, loss, dtype)
+        for found_loss, found in everyone:
+            assert torch.equal(found_loss, everyone[0][0])
+            torch.testing.assert_close(found_loss, expected_loss, rtol=most, atol=0)
+            assert relative_error(found, expected) < most
+
+
+def _with_fsdp(rank, world, shape, kind, loss, precision, recompute):
+    names = ("dp_shard", "tp") if len(shape) == 2 else ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = build(kind)
+    if precision == "fp64":
+        model, precision = model.double(), "fp32"
+    apply_plan(model, mesh["tp"])
+    if recompute:
+        for layer in model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    data = mesh[names[:-1]] if len(names) > 2 else mesh["dp_shard"]
+    shard([model], list(model.layers), data, precision)
+    row = rank // shape[-1] * 2 // (world // shape[-1])  # of two halves of data-parallel ranks
+    return measure(model, BATCHES[row], loss)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "loss", "recompute"),
+    [
+        ((2, 2), "untied, norms of heads", "logits", False),
+        ((2, 2), "tied", "head", True),
+        ((2, 2), "dropout", "logits", True),
+        ((1, 4), "untied, norms of heads", "head", True),
+        ((2, 1, 2), "tied", "logits", False),
+        ((4, 1), "untied, norms of heads", "head", False),
+    ],
+)
+def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
+    batches = BATCHES if shape[0] == 2 else BATCHES[:1] if shape[0] == 1 else BATCHES[:1] * 2
+    expected_loss, expected = reference(build(kind), batches)
+    everyone = run_ranks(_with_fsdp, 4, shape, kind, loss, "fp64", recompute)
+    for _, found in everyone:
+        assert relative_error(found, expected) < 1e-10
+    if shape[0] == 2:
+        losses = [everyone[0][0] + everyone[2][0]]
+        torch.testing.assert_close(losses[0], expected_loss, rtol=1e-10, atol=0)
+
+
+def test_gradients_in_bfloat16_come_in_float32():
+    _, expected = reference(build(), BATCHES)
+    args = (2, 2), "untied, norms of heads", "head", "bf16", True
+    for _, found in run_ranks(_with_fsdp, 4, *args):
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        assert relative_error(found, expected) < 0.03
+        assert relative_error(found, expected) > 1e-5, "it was not computed in bfloat16"
+
+
+def _train(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp_shard", "tp"))
+    model = build().double()
+    apply_plan(model, mesh["tp"])
+    shard([model], list(model.layers), mesh["dp_shard"], "fp32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for seed in range(3):
+        optimizer.zero_grad()
+        measure(model, draw_batch(seed))
+        optimizer.step()
+    return full_tensors(model)
+
+
+def test_fused_adamw_trains_it():
+    model = build().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(3):
+        optimizer.zero_grad()
+        reference(model, [draw_batch(seed)])
+        optimizer.step()
+    for found in run_ranks(_train, 2):
+        assert relative_error(found, full_tensors(model)) < 1e-10
+
+
+# Placements and initial values
+
+
+def _placed(rank, world, on_meta):
+    mesh = tensor_mesh(world)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build()
+    with _Collectives() as sent:
+        apply_plan(model, mesh)
+    assert not sent.names
+    assert all(isinstance(p, DTensor) and p.is_meta == on_meta for p in model.parameters())
+    if on_meta:
+        model._apply(lambda t: torch.empty_like(t, device="cpu"))
+        fk.init_weights(model, 0)
+    held = {n: p.to_local().untyped_storage().nbytes() // 4 for n, p in model.named_parameters()}
+    return held, full_tensors(model), {n: p.placements[0] for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_ranks_cut_what_they_hold_and_keep_no_more_than_their_part(on_meta):
+    model = build()
+    for held, values, placements in run_ranks(_placed, 2, on_meta):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(values[name], parameter)
+            is_cut = not placements[name].is_replicate()
+            assert is_cut == ("norm" not in name)
+            assert held[name] == parameter.numel() // (2 if is_cut else 1)
+        assert placements["layers.0.attention.key.weight"] == Shard(0)
+        assert placements["layers.1.feed_forward.down.weight"] == Shard(1)
+        assert placements["embedding.weight"] == placements["output.weight"] == Shard(0)
+
+
+# Communication, masks, memory
+
+
+class _Collectives(TorchDispatchMode):
+    """Names of the collectives and the elements of the largest plain tensor computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = re.match(r"(?:c10d|_c10d_functional)::(?!wait|_wrap)_?(.*?)_?$", func.name())
+        if found:
+            self.names[found[1].replace("_", "").removesuffix("base")] += 1
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if type(tensor) is Tensor:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def _counted(rank, world, layers, loss):
+    model = fk.Transformer(attrs.evolve(WIDE, layers=layers))
+    apply_plan(model, tensor_mesh(world))
+    with _Collectives() as forward:
+        found = LOSSES[loss](model, BATCHES[0]).sum
+    with _Collectives() as backward:
+        found.backward()
+    return forward.names, backward.names
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_block_takes_two_gathers_and_two_scatters_each_way(loss):
+    gathers, scatters = "allgatherintotensor", "reducescattertensor"
+    for rank, (forward, backward) in enumerate(run_ranks(_counted, 2, 3, loss)):
+        less, less_back = run_ranks(_counted, 2, 1, loss)[rank]
+        assert forward - less == {gathers: 4, scatters: 4}
+        assert backward - less_back == {gathers: 4, scatters: 4}
+        # The embedding's scatter, the last norm's gather, and the loss.
+        assert less == {gathers: 3, scatters: 3, "allgather": 1}
+        assert less_back == {gathers: 3, scatters: 3}
+
+
+def _embedding_memory(rank, world):
+    model = nn.Sequential(nn.Embedding(1000, 8))
+    apply_plan(model, tensor_mesh(world), {"0": "embedding"})
+    with _Collectives() as seen:
+        model(torch.tensor([[1, 999]])).sum().backward()
+    return seen.largest
+
+
+def test_an_embedding_has_the_gradient_of_its_own_rows_only():
+    assert run_ranks(_embedding_memory, 2) == [500 * 8] * 2
+
+
+def _masks(rank, world):
+    model = nn.ModuleDict({"drop": nn.Dropout(0.5)})
+    apply_plan(model, tensor_mesh(world), {"drop": "sequence"})
+    torch.manual_seed(3)
+    return model["drop"](torch.ones(4, 8, 16)), model["drop"].eval()(torch.ones(1, 2, 3))
+
+
+def test_dropout_masks_are_slices_of_one_mask():
+    torch.manual_seed(3)
+    whole = F.dropout(torch.ones(4, 16, 16), 0.5)
+    (first, quiet), (second, _) = run_ranks(_masks, 2)
+    assert torch.equal(torch.cat([first, second], dim=1), whole)
+    assert torch.equal(quiet, torch.ones(1, 2, 3))
+
+
+def _compiled(rank, world):
+    model = build("tied").double()
+    apply_plan(model, tensor_mesh(world))
+    torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        result = measure(model, BATCHES[0], "head")
+    return *result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_blocks_compile_into_whole_graphs():
+    expected_loss, expected = reference(build("tied"), BATCHES[:1])
+    for loss, found, graphs in run_ranks(_compiled, 2, timeout_s=150):
+        assert graphs >= 1
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
+        assert relative_error(found, expected) < 1e-10

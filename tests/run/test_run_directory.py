@@ -1,0 +1,342 @@
+"""However a run ends, its directory says so and nothing is left open."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import forgekit as fk
+
+
+def create(step=0):
+    model = nn.Linear(2, 2)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    return fk.donate(state, step=step, samples=8 * step)
+
+
+def status(out):
+    return json.loads((out / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("stopped", "expected"), [(None, "finished"), ("SIGTERM", "stopped"), ("budget", "stopped")]
+)
+def test_a_run_that_ended_says_where_and_why(tmp_path, capsys, stopped, expected):
+    out = tmp_path / "deep" / "run"
+    with fk.open_run(out, {}) as run:
+        assert (run.out, run.checkpoints, run.is_writer) == (out, out / "checkpoints", True)
+        with run.start(create(), every=1) as log:
+            assert isinstance(log, fk.MetricsLog)
+            assert status(out).items() >= {"status": "running", "step": 0}.items()
+        run.end(create(step=5), stopped)
+    found = status(out)
+    assert found.pop("time")
+    assert found == {"status": expected, "step": 5, "samples": 40, "reason": stopped}
+    assert (
+        f"{out}: step 0, sample 0; 0.00 M parameters on 1 rank, set up" in capsys.readouterr().err
+    )
+
+
+class Unexpected(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("oh"), ValueError("oh"), Unexpected("oh"), KeyboardInterrupt("oh")]
+)
+def test_what_goes_wrong_in_the_loop_goes_on_as_it_is(tmp_path, error):
+    """A ValueError too: set-up is over, so it is a failure."""
+    with pytest.raises(type(error)) as raised, fk.open_run(tmp_path, {}) as run:  # noqa: PT012
+        run.start(create(step=3), every=1).close()
+        raise error
+    assert raised.value is error
+    found = status(tmp_path)
+    assert found["status"] == "failed"
+    assert found["reason"] == f"{type(error).__name__}: oh"
+    assert (found["step"], found["samples"]) == (3, 24)
+
+
+USAGE = {
+    "a size": (lambda: fk.MeshSpec(tp=0), "ValueError: tp is 0; a mesh dimension is at least 1"),
+    "a file": (lambda: fk.token_dataset("nowhere"), "FileNotFoundError: "),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("refused", "reason"), USAGE.values(), ids=USAGE)
+def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(
+    tmp_path, capsys, refused, reason
+):
+    with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
+        refused()
+    assert raised.value.code == 2
+    assert raised.value.__suppress_context__
+    assert status(tmp_path)["status"] == "failed"
+    assert status(tmp_path)["reason"].startswith(reason)
+    message = status(tmp_path)["reason"].split(": ", 1)[1]
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_what_a_recipe_gets_wrong_itself_keeps_its_traceback(tmp_path, error):
+    with pytest.raises(error, match="mine"), fk.open_run(tmp_path, {}):
+        raise error("mine")
+    assert status(tmp_path)["reason"] == f"{error.__name__}: mine"
+
+
+def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path / "file", {}):
+        raise AssertionError("no run can be there")
+    assert "file" in capsys.readouterr().err
+
+
+OUTS = {
+    "nothing": ("", " cannot be a run directory: the name is empty. Choose another, out=DIR."),
+    "a file": ("file", "file cannot be a run directory: File exists."),
+    "below a file": ("file/run", "file/run cannot be a run directory: Not a directory."),
+    "a device": ("/dev/null", "/dev/null cannot be a run directory: File exists."),
+    "where nobody writes": ("/proc/run", "/proc/run cannot be a run directory: No such file or"),
+    "a folder that is no place for files": ("/proc", "/proc cannot be a run directory: "),
+    "a NUL": ("a\0b", r"a\\x00b cannot be a run directory: embedded null byte"),
+    "too long a name": ("a" * 300, r"a{197}\.\.\. cannot be a run directory: File name too long"),
+    "too long a path": ("a/" * 3000, r"(a/){98}a\.\.\. cannot be a run directory: File name too l"),
+    "a circle": ("circle", "circle cannot be a run directory: (File exists|Too many levels)"),
+    "a circle above": ("circle/run", "circle/run cannot be a run directory: Too many levels of"),
+    "nowhere": ("link", "link cannot be a run directory: File exists"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("out", "message"), OUTS.values(), ids=OUTS)
+def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(SystemExit) as stop, fk.open_run(out, {}):
+        raise AssertionError("no run can be there")
+    assert stop.value.code == 2
+    assert re.match(f"error: {message}", capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file", "link"]
+
+
+KEPT = (".lock", "config.json", "config_changes.jsonl", "metrics.jsonl", "bad_steps.jsonl")
+WAYS = {
+    "a folder": Path.mkdir,
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nowhere": lambda path: path.symlink_to("gone/away"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", [*KEPT, "status.json"])
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_what_is_in_the_way_of_a_file_is_refused_and_not_read(make, name, tmp_path, capsys):
+    """A FIFO would be waited for, and a device read, for ever."""
+    make(tmp_path / name)
+    with pytest.raises(SystemExit) as stop, fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / name} is not a file, and a run keeps one of that name. Move it away, "
+        "or choose another run directory, out=DIR.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, WAYS["a device"]])
+def test_what_is_in_the_way_of_checkpoints_is_refused(make, tmp_path, capsys):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert "checkpoints is not a folder, and a run keeps one of that" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input
+def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
+        raise AssertionError("no run can be there")
+    assert capsys.readouterr().err.startswith("error: the environment variable RANK is '2'; ranks")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_its_end_a_run_stays_what_it_was(tmp_path):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}) as run:  # noqa: PT012
+        run.start(create(), every=1).close()
+        run.end(create(step=2))
+        raise Unexpected("a picture")
+    assert (status(tmp_path)["status"], status(tmp_path)["step"]) == ("finished", 2)
+
+
+def test_a_status_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path, capsys):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path / "run", {}):  # noqa: PT012
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("")
+        raise Unexpected("bug")
+    assert "status.json could not be written: [Errno" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_a_configuration_that_cannot_be_read_is_replaced(kept, tmp_path):
+    (tmp_path / "config.json").write_bytes(kept)
+    with fk.open_run(tmp_path, {"a": 1}) as run:
+        run.start(create(), every=1).close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+    assert not (tmp_path / "config_changes.jsonl").exists()
+
+
+def test_each_configuration_can_be_found_again(tmp_path):
+    """From the last one back: keys that came, went and moved into sections."""
+    configs = [{"a": 1}, {"a": 2, "b": {"c": [1]}}, {"b": {"c": [1, 2]}}, {"b": {}}]
+    for config in configs:
+        with fk.open_run(tmp_path, config) as run:
+            run.start(create(), every=1).close()
+    lines = (tmp_path / "config_changes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["changed"] for line in lines] == [
+        {"a": [1, 2], "b.c": [None, [1]]},
+        {"a": [2, None], "b.c": [[1], [1, 2]]},
+        {"b.c": [[1, 2], None], "b": [None, {}]},
+    ]
+
+
+def test_a_file_that_is_in_the_way_later_is_not_a_usage_error(tmp_path):
+    with pytest.raises(FileExistsError, match="mine"), fk.open_run(tmp_path, {}):
+        raise FileExistsError("mine")
+    assert status(tmp_path)["reason"] == "FileExistsError: mine"
+
+
+def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(create(step=3), every=1, total=3).close()
+    assert "all 3 steps are done already" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_of_set_up_keeps_its_traceback(tmp_path, capsys):
+    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}):
+        raise Unexpected("bug")
+    assert status(tmp_path)["reason"] == "Unexpected: bug"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_directory_in_use_exits_1_and_is_left_as_it_is(tmp_path, capsys):
+    with fk.open_run(tmp_path, {"first": True}) as run:
+        run.start(create(), every=1).close()
+        before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+        with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {"first": False}):
+            raise AssertionError("two runs in one directory")
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+        run.end(create(step=1))
+    assert raised.value.code == 1
+    assert f"error: {tmp_path} is in use by pid" in capsys.readouterr().err
+    with fk.open_run(tmp_path, {"first": False}):
+        pass
+
+
+def test_the_configuration_is_kept(tmp_path):
+    config = {"model": {"dim": 8}, "out": Path("runs/a"), "rates": [0.1, None], "name": "é"}
+    with fk.open_run(tmp_path, config) as run:
+        assert not (tmp_path / "config.json").exists(), "a refused run must not replace it"
+        run.start(create(), every=1).close()
+        found = json.loads((tmp_path / "config.json").read_text())
+    assert found == config | {"out": "runs/a"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_process_groups_are_destroyed(tmp_path, fails):
+    try:
+        with fk.open_run(tmp_path, {}):
+            fk.build_mesh(device="cpu")
+            assert dist.is_initialized()
+            if fails:
+                raise Unexpected
+    except Unexpected:
+        assert fails
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_under_way_is_waited_for(tmp_path, fails):
+    try:
+        with fk.open_run(tmp_path, {}) as run:
+            fk.checkpoint_save(create(step=4), run.checkpoints)
+            if fails:
+                raise Unexpected
+    except Unexpected:
+        assert fails
+    assert fk.latest_checkpoint(tmp_path / "checkpoints").name == "step_00000004"
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with fk.open_run(tmp_path, {}) as run:
+        assert not run.is_writer
+        run.start(create(), every=1).close()
+        run.end(create(step=1))
+    with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {}):
+        fk.MeshSpec(tp=0)
+    assert raised.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("steps", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, []), (0, [])])
+def test_every_so_many_steps(steps, due):
+    assert [step for step in range(1, 7) if fk.every(steps, create(step))] == due
+
+
+@pytest.mark.bad_input
+def test_a_negative_number_of_steps_is_refused():
+    with pytest.raises(ValueError, match="every -1 steps cannot be; 0 is never, 1 is at every"):
+        fk.every(-1, create(1))
+
+
+# Signals before the run begins
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
+    fk.write_status(tmp_path, "failed", reason="an earlier run")
+    before = signal.getsignal(getattr(signal, name))
+    with pytest.raises(SystemExit) as caught, fk.open_run(tmp_path, {}):
+        signal.raise_signal(getattr(signal, name))
+    assert caught.value.code == 0
+    assert status(tmp_path)["status"] == "stopped"
+    assert status(tmp_path)["reason"] == f"{name} during set-up"
+    assert signal.getsignal(getattr(signal, name)) == before
+
+
+def test_from_the_start_on_a_stop_signal_listens_and_nobody_after_it(tmp_path):
+    with fk.open_run(tmp_path, {}) as run:
+        stop = fk.StopSignal()
+        with run.start(create(), every=1), stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.reason == "SIGTERM"
+        run.end(create(), stopped=stop.reason)
+    assert status(tmp_path)["reason"] == "SIGTERM"
+    script = (
+        f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from run.test_run_directory import create, fk\n"
+        f"with fk.open_run({str(tmp_path)!r}, {{}}) as run:\n"
+        "    run.start(create(), every=1); run.end(create())\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert status(tmp_path)["status"] == "finished"

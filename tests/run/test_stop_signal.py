@@ -1,0 +1,476 @@
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.run.durable_files import write_atomic
+from forgekit.run.run_status import RunLockedError, lock_run, write_status
+from forgekit.run.stop_signal import StoppedError, StopSignal
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that are read on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func == torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+LISTENED = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
+
+
+def handlers():
+    return [signal.getsignal(number) for number in LISTENED]
+
+
+def step(*stops):
+    """What a step of several ranks does with their votes; returns what each then reads."""
+    votes = torch.tensor(sum(stop.vote() for stop in stops), dtype=torch.float64)
+    for stop in stops:
+        stop.hear(votes)
+    return [stop.requested for stop in stops]
+
+
+@pytest.mark.parametrize("number", LISTENED, ids=lambda number: number.name)
+def test_a_signal_is_a_vote_and_nothing_else(number):
+    with StopSignal() as stop:
+        assert stop.vote() == 0.0
+        os.kill(os.getpid(), number)
+        assert stop.vote() == 1.0
+        assert not stop.requested
+        assert stop.reason == number.name
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.vote() == 0.0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.vote() == 1.0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_are_heard_without_with():
+    before = handlers()
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.vote() == 1.0
+    stop.close()
+    stop.close()
+    assert handlers() == before
+
+
+def test_previous_handlers_come_back():
+    before = handlers()
+    with StopSignal():
+        outer = handlers()
+        with StopSignal((signal.SIGTERM,)):
+            assert handlers()[0] != outer[0]
+            assert handlers()[1:] == outer[1:]
+        assert handlers() == outer
+    assert handlers() == before
+
+
+def test_a_handler_that_was_installed_inside_stays():
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with StopSignal():
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_second_interrupt_is_immediate():
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_other_threads_are_told_where_to_build_it():
+    errors = []
+
+    def build():
+        with StopSignal(()) as stop:
+            stop.request("fine")
+        try:
+            StopSignal()
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=build, name="worker-7")
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "built in thread 'worker-7'" in errors[0]
+    assert "only the main thread" in errors[0]
+
+
+def test_all_ranks_stop_after_the_same_step_two_steps_later():
+    first, second = StopSignal(()), StopSignal(())
+    answers = [step(first, second), step(first, second), step(first, second)]
+    second.request("enough")
+    answers += [step(first, second) for _ in range(5)]
+    assert answers == [[False, False]] * 5 + [[True, True]] * 3
+    assert (first.reason, second.reason) == ("another rank", "enough")
+
+
+def test_the_first_three_steps_are_enough_for_an_answer():
+    stop = StopSignal(())
+    stop.request("at once")
+    assert [step(stop)[0] for _ in range(3)] == [False, False, True]
+
+
+def test_a_request_stays():
+    stop = StopSignal(())
+    for votes in (1.0, 0.0, 0.0):
+        stop.hear(torch.tensor(votes))
+    assert stop.requested
+    for _ in range(5):
+        stop.hear(torch.tensor(0.0))
+        assert stop.requested
+
+
+def test_votes_are_kept_apart_from_a_tensor_that_is_used_again():
+    stop = StopSignal(())
+    votes = torch.zeros((), dtype=torch.float64)
+    for number in (1.0, 0.0, 0.0):
+        stop.hear(votes.fill_(number))
+    assert stop.requested
+
+
+def test_an_answer_that_is_not_due_is_not_read():
+    """The host would wait for the device: only the sum of two steps ago may be looked at."""
+    stop = StopSignal(())
+    stop.hear(torch.tensor(0.0))
+    pending = torch.tensor(1.0, requires_grad=True)
+    with HostReads() as reads:
+        stop.hear(pending)
+        stop.hear(pending)
+        assert reads.count == 0
+        assert not stop.requested
+        assert reads.count == 1
+
+
+def test_a_budget_and_a_stop_file_are_votes(tmp_path):
+    spent = StopSignal((), budget_s=0.0)
+    rich = StopSignal((), budget_s=3600)
+    file = tmp_path / "STOP"
+    waiting = StopSignal((), file=file)
+    assert [spent.vote(), rich.vote(), waiting.vote()] == [1.0, 0.0, 0.0]
+    assert spent.reason == "budget 0 s"
+    file.touch()
+    assert waiting.vote() == 1.0
+    assert waiting.reason == f"stop file {file}"
+    file.unlink()
+    assert waiting.vote() == 1.0
+
+
+ORPHAN = """
+import os, sys, time
+from forgekit.run.stop_signal import StopSignal
+stop = StopSignal(())
+print(os.getpid(), stop.vote(), flush=True)
+sys.stdin.readline()  # the end of the launcher closes it
+while not stop.vote():
+    time.sleep(0.01)
+print(stop.reason, flush=True)
+"""
+
+
+def test_a_worker_whose_launcher_died_asks_to_stop():
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, ORPHAN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "one"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline().split()[1] == "0.0"
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    assert process.stdout.read() == "launcher is gone\n"
+    process.stdout.close()
+
+
+HOLDER = """
+import sys, time
+from forgekit.run.run_status import lock_run
+with lock_run(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    out = tmp_path / "runs" / "a"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder.stdout as pipe:
+        assert pipe.readline() == b"held\n"
+    who = f"{out} is in use by pid {holder.pid} on host {socket.gethostname()}. Wait until"
+    with pytest.raises(RunLockedError, match=re.escape(who)), lock_run(out):
+        pass
+    with lock_run(out, is_writer=False):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with lock_run(out):
+        assert f"pid {os.getpid()} on" in (out / ".lock").read_text()
+
+
+def test_the_lock_ends_with_its_block(tmp_path):
+    def fail_while_holding():
+        with lock_run(tmp_path):
+            with pytest.raises(RunLockedError, match=f"pid {os.getpid()}"), lock_run(tmp_path):
+                pass
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_while_holding()
+    with lock_run(tmp_path):
+        pass
+
+
+def test_ranks_that_do_not_write_touch_nothing(tmp_path):
+    with lock_run(tmp_path / "a", is_writer=False):
+        write_status(tmp_path / "a", "running", is_writer=False)
+    assert not (tmp_path / "a").exists()
+
+
+def test_status_says_how_the_run_ended(tmp_path):
+    write_status(tmp_path / "a", status="running", step=0)
+    write_status(tmp_path / "a", "stopped", step=7, samples=56, reason="SIGTERM", at=tmp_path)
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    age = datetime.now(UTC) - datetime.fromisoformat(status.pop("time"))
+    assert timedelta(0) <= age < timedelta(minutes=1)
+    assert status == {
+        "status": "stopped",
+        "step": 7,
+        "samples": 56,
+        "reason": "SIGTERM",
+        "at": str(tmp_path),
+    }
+    assert os.listdir(tmp_path / "a") == ["status.json"]
+
+
+def test_an_unknown_status_lists_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match="'done' is not known; it is one of running, finished"):
+        write_status(tmp_path, "done")
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomic(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomic(path, "not bytes")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+class Stuck:
+    """Rows, of which one never comes; the main thread is told when it waits for that one."""
+
+    def __init__(self, at):
+        self.at, self.asked = at, threading.Event()
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == self.at:
+            self.asked.set()
+            threading.Event().wait(30)
+        return TensorDict({"x": torch.tensor([float(index)])})
+
+
+def signal_when_asked(dataset, number):
+    def wait():
+        assert dataset.asked.wait(20)
+        # Python does not see a signal that comes between its last look and a wait in C.
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    threading.Thread(target=wait).start()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_the_wait_for_data_that_never_come(workers):
+    dataset = Stuck(at=5)
+    loader = fk.make_loader(dataset, batch_size=1, shuffle=False, workers=workers)
+    seen = []
+
+    def loop():
+        with loader, StopSignal(patience_s=0.5) as stop:
+            for batch in loader:
+                seen.append(int(batch["x"]))
+                stop.vote()
+
+    signal_when_asked(dataset, signal.SIGTERM)
+    with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
+        loop()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_signal_leaves_alone_who_waits_for_something_else():
+    with StopSignal(patience_s=0.0) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert stop.vote() == 1
+
+
+def test_data_that_are_slow_are_waited_for_as_long_as_steps_go_on():
+    loader = fk.make_loader(Slow(), batch_size=1)
+    with StopSignal(patience_s=0.6) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        for _ in islice(loader, 4):
+            stop.vote()
+
+
+class Slow(Stuck):
+    """Rows of which each takes longer than a nudge, and all of them longer than the patience."""
+
+    def __init__(self):
+        super().__init__(at=None)
+
+    def __getitem__(self, index):
+        time.sleep(0.4)
+        return super().__getitem__(index)
+
+
+def fail_after_a_signal(error, patience_s):
+    with StopSignal(patience_s=patience_s):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        raise error
+
+
+def test_a_failed_collective_long_after_a_signal_is_a_stop():
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    with pytest.raises(StoppedError, match="SIGTERM, and another rank has given up"):
+        fail_after_a_signal(error, patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "error"),
+    [(20.0, RuntimeError("[gloo/pair.cc] closed")), (0.0, RuntimeError("full")), (0.0, OSError())],
+    ids=["soon", "not of ranks", "another kind"],
+)
+def test_other_failures_after_a_signal_stay_what_they_are(patience_s, error):
+    with pytest.raises(type(error)) as caught:
+        fail_after_a_signal(error, patience_s)
+    assert caught.value is error
+
+
+def test_patience_is_checked():
+    with pytest.raises(ValueError, match="patience_s is -1; it must be 0 seconds or more"):
+        StopSignal(patience_s=-1)
+
+
+class LateEvent(threading.Event):
+    """An event that is set just after the first wait for it has timed out."""
+
+    def __init__(self):
+        super().__init__()
+        self.timed_out, self.goes_on = threading.Event(), threading.Event()
+        self.waiter = None
+
+    def wait(self, timeout=None):
+        if self.waiter is not None:
+            return super().wait(timeout)
+        self.waiter = threading.current_thread()
+        self.timed_out.set()
+        assert self.goes_on.wait(20)
+        return False
+
+
+def test_no_nudge_reaches_the_handlers_that_were_there_before():
+    """The thread that sends them may be about to when the block ends; SIGTERM would then kill."""
+    late = []
+    before = signal.signal(signal.SIGTERM, lambda *_: late.append("SIGTERM"))
+    try:
+        with StopSignal([signal.SIGTERM]) as stop:
+            closed = stop._closed = LateEvent()
+            signal.raise_signal(signal.SIGTERM)
+            assert closed.timed_out.wait(20)
+        closed.goes_on.set()
+        assert closed.waiter is not None
+        closed.waiter.join(20)
+        assert not closed.waiter.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert late == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(
+    tmp_path, monkeypatch, caplog, number
+):
+    def refuse(file, kind):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_run(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()}")
+    assert f"{tmp_path} cannot be locked ({os.strerror(number)}): see to it" in caplog.text
+
+
+def test_another_failure_to_lock_is_raised(tmp_path, monkeypatch):
+    def refuse(file, kind):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"), lock_run(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0, "running"), (10, "running"), (4096, "failed")])
+def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_path, size, expected):
+    """No new file can be made, as on a disk without room; what does not fit leaves the old one."""
+    write_status(tmp_path, "running", step=3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    (tmp_path / f".status.json.{os.getpid()}").mkdir()  # in the way of the new one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with (
+            contextlib.nullcontext() if size == 4096 else pytest.raises(OSError, match="too large")
+        ):
+            write_status(tmp_path, "failed", step=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        (tmp_path / f".status.json.{os.getpid()}").rmdir()
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == expected

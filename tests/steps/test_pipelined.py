@@ -1,0 +1,546 @@
+"""A step and an evaluation through a pipeline, against one process in float64."""
+
+from __future__ import annotations
+
+import re
+import time
+from functools import partial
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import SPEC, full_tensors, relative_error
+from ranks import RankError, run_ranks
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import forgekit as fk
+from forgekit.parallel.pipeline.stages import split_stages
+from forgekit.state import Layout, set_layout
+from forgekit.steps.pipelined import evaluate_staged
+
+# Fewest micro-batches on two and four ranks, and one more (or the next that fits).
+COUNTS = {
+    "gpipe": {2: (1, 2), 4: (1,)},
+    "1f1b": {2: (2, 3), 4: (4,)},
+    "interleaved_1f1b": {2: (1, 2), 4: (5,)},
+    "interleaved_zero_bubble": {2: (1, 2), 4: (5,)},
+    "zbv": {2: (1, 4), 4: (7,)},
+    "dualpipev": {2: (4, 5), 4: (8,)},
+}
+SPECS = {2: attrs.evolve(SPEC, layers=4), 4: attrs.evolve(SPEC, layers=8)}
+
+
+def _batches(count, places=6, seed=0):
+    """Ragged targets, the second micro-batch without any, two documents a row and padding."""
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(seed))
+    batches = []
+    for number in range(count):
+        ids = draw(0, SPEC.vocab_size, (2, places + 1))
+        labels = ids[:, 1:].clone()
+        labels[draw(0, 10, labels.shape) < (10 if number == 1 else 3)] = -100
+        documents = (torch.arange(places) >= places // 2).long().expand(2, -1).clone()
+        documents[1, -1] = -1
+        named = {"input_ids": ids[:, :-1], "labels": labels, "doc_ids": documents}
+        batches.append(TensorDict(named, [2]))
+    return batches
+
+
+def _logits_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
+
+
+def _head_loss(model, batch):
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], doc_ids=batch["doc_ids"], head=head)
+
+
+def _reference(model, batches):
+    """Gradient of the summed loss, the loss and the number of targets; torch alone."""
+    model = model.double()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        logits = model(batch["input_ids"], doc_ids=batch["doc_ids"]).flatten(0, 1)
+        total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+    total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    return gradients, float(total.detach()), targets
+
+
+def _state(world, schedule, dtype=torch.float64, model=None, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = fk.Transformer(SPECS[world]).to(dtype) if model is None else model
+    model = fk.parallelize(model, mesh, pipeline_schedule=schedule, **options)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def _gradients(state):
+    scale = float(state.loss_scale)
+    return {n: g.double() / scale for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _error(state, expected):
+    found = _gradients(state)
+    assert found.keys() == dict(state.model.named_parameters()).keys()
+    scale = max(float(g.abs().max()) for g in expected.values())
+    mine = {name: expected[name] / scale for name in found}
+    return relative_error({n: g / scale for n, g in found.items()}, mine)
+
+
+def _check_step(rank, world, schedule, counts, recompute):
+    options = {"activation_checkpoint": recompute}
+    state = _state(world, schedule, **options)
+    for count in counts:
+        batches = _batches(count)
+        expected, loss, targets = _reference(fk.Transformer(SPECS[world]), batches)
+        for loss_fn in (_logits_loss, _head_loss) if count == counts[0] else (_logits_loss,):
+            totals = fk.accumulate(state, batches, loss_fn)
+            assert _error(state, expected) < 1e-10
+            assert totals.samples == 2 * count
+            is_last = state.layout.stages.has_last
+            assert float(totals["targets"]) == (targets if is_last else 0)
+            assert float(totals["loss"]) == pytest.approx(loss if is_last else 0, rel=1e-12)
+        found = fk.evaluate(state, batches, _head_loss)
+        assert float(found["loss"]) == pytest.approx(loss / max(targets, 1), rel=1e-12)
+        assert float(found["targets"]) == targets
+        assert state.model.training
+
+
+@pytest.mark.parametrize("schedule", COUNTS)
+def test_gradients_and_losses_are_those_of_one_process(schedule):
+    run_ranks(_check_step, 2, schedule, COUNTS[schedule][2], "none")
+
+
+@pytest.mark.parametrize("schedule", COUNTS)
+def test_gradients_and_losses_on_four_ranks(schedule):
+    run_ranks(_check_step, 4, schedule, COUNTS[schedule][4], "none")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_blocks_have_the_same_gradients(schedule, recompute):
+    run_ranks(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
+
+
+def _check_whole_backward(rank, world, schedule):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = fk.Transformer(SPECS[world]).double()
+    stages = split_stages(model, mesh, schedule, splits_backward=False)
+    set_layout(model, Layout(stages=stages, owns_loss=stages.has_last))
+    for stage in stages.modules:
+        fully_shard(stage, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    fk.accumulate(state, _batches(4), _logits_loss)
+    assert _error(state, _reference(fk.Transformer(SPECS[world]), _batches(4))[0]) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_a_backward_in_one_part_gives_the_same(schedule):
+    """Blocks are sharded with their stage, and resharded after forward: it needs no split."""
+    run_ranks(_check_whole_backward, 2, schedule)
+
+
+def _check_float32(rank, world, schedule):
+    batches = _batches(4)
+    expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
+    state = _state(world, schedule, dtype=torch.float32)
+    fk.accumulate(state, batches, _head_loss)
+    assert _error(state, expected) < 5e-7
+
+
+def test_float32_gradients_are_close():
+    run_ranks(_check_float32, 2, "dualpipev")
+
+
+def _check_updates(rank, world):
+    """Whole steps: the norm and the factor are those of the whole model."""
+    reference = fk.Transformer(SPECS[world]).double()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    state = _state(world, "interleaved_1f1b")
+    state = attrs.evolve(state, optimizer=torch.optim.SGD(state.model.parameters(), lr=0.1))
+    step = fk.make_step(_logits_loss, schedule=lambda _: 0.1, max_norm=0.5)
+    for number in range(3):
+        batches = _batches(2, seed=number)
+        optimizer.zero_grad()
+        _, loss, targets = _reference(reference, batches)
+        for parameter in reference.parameters():
+            parameter.grad /= targets
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        state, metrics = step(state, batches)
+        assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-9)
+        assert float(metrics["loss"]) == pytest.approx(loss / targets, rel=1e-9)
+    expected = {n: p.detach() for n, p in reference.named_parameters()}
+    found = full_tensors(state.model)
+    assert relative_error(found, {name: expected[name] for name in found}) < 1e-9
+
+
+def test_steps_clip_by_the_norm_of_all_stages():
+    run_ranks(_check_updates, 2)
+
+
+class _Stream:
+    """Sized; notes when each micro-batch is pulled."""
+
+    def __init__(self, batches, events):
+        self.batches, self.events = batches, events
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batches):
+            self.events.append(f"pull {number}")
+            yield batch
+
+
+def _check_lazy(rank, world, schedule, count):
+    state = _state(world, schedule)
+    fk.accumulate(state, _batches(count), _logits_loss)  # shapes are known from here on
+    events = []
+    is_last = state.layout.stages.mine[0] == world - 1 and schedule == "1f1b"
+
+    def note(_module, _args, out):
+        events.append("forward")
+        (out if is_last else out[0]).register_hook(lambda _: events.append("backward"))
+
+    state.layout.stages.modules[0].register_forward_hook(note)
+    fk.accumulate(state, _Stream(_batches(count), events), _logits_loss)
+    pulls = [event for event in events if event != "backward"]
+    assert pulls == [event for n in range(count) for event in (f"pull {n}", "forward")]
+    return events
+
+
+def test_a_micro_batch_is_pulled_when_its_first_stage_is_about_to_run():
+    first, _ = run_ranks(_check_lazy, 2, "1f1b", 4)
+    ahead = ["pull 0", "forward", "pull 1", "forward", "backward", "pull 2", "forward"]
+    assert first[:7] == ahead
+    run_ranks(_check_lazy, 2, "zbv", 4)
+
+
+def _check_evaluation(rank, world, schedule, count):
+    batches = [batch for n in range(count) for batch in _batches(1, places=3 + n % 3, seed=n)]
+    _, loss, targets = _reference(fk.Transformer(SPECS[world]), batches)
+    state = _state(world, schedule)
+    for given in (batches, iter(batches)):
+        found = fk.evaluate(state, given, _logits_loss)
+        assert float(found["loss"]) == pytest.approx(loss / targets, rel=1e-12)
+    with pytest.raises(ValueError, match="evaluate got no micro-batch"):
+        fk.evaluate(state, [], _logits_loss)
+    fk.accumulate(state, _batches(4), _logits_loss)  # what evaluation learned serves a step
+    assert _error(state, _reference(fk.Transformer(SPECS[world]), _batches(4))[0]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("1f1b", 1), ("interleaved_1f1b", 5), ("zbv", 3), ("dualpipev", 2)]
+)
+def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, count):
+    run_ranks(_check_evaluation, 2, schedule, count)
+
+
+def _check_reuse(rank, world):
+    state = _state(world, "gpipe")
+    built = state.layout.stages._engine._built
+    fk.accumulate(state, _batches(2), _logits_loss)
+    (first,) = built.values()
+    for number in range(6):
+        fk.accumulate(state, _batches(1, places=3 + number), _logits_loss)
+        fk.accumulate(state, _batches(2), _logits_loss)
+        expected, _, _ = _reference(fk.Transformer(SPECS[world]), _batches(2))
+        assert _error(state, expected) < 1e-10
+        assert any(
+            schedule is first[0] and stages is first[1] for schedule, stages in built.values()
+        )
+    assert len(built) == 4
+
+
+def test_schedules_and_stages_are_built_once_for_a_count_and_a_shape():
+    run_ranks(_check_reuse, 2)
+
+
+def _check_refusals(rank, world):
+    state = _state(world, "1f1b")
+    batches = _batches(3)
+    with pytest.raises(TypeError, match=r"generator has no len\(\), and a pipeline has to know"):
+        fk.accumulate(state, (batch for batch in batches), _logits_loss)
+    with pytest.raises(ValueError, match="a step got no micro-batch"):
+        fk.accumulate(state, [], _logits_loss)
+    with pytest.raises(ValueError, match=r"1 micro-batches do not fit .* '1f1b' on 2 ranks"):
+        fk.accumulate(state, batches[:1], _logits_loss)
+    message = "rank 0 has 2 of 2 rows and 6 places; rank 1 has 3 of 2 rows and 6 places"
+    with pytest.raises(ValueError, match=message):
+        fk.accumulate(state, batches[: 2 + rank], _logits_loss)
+    message = "rank 0 has 3 of 2 rows and 6 places; rank 1 has 3 of 2 rows and 7 places"
+    with pytest.raises(ValueError, match=message):
+        fk.accumulate(state, _batches(3, places=6 + rank), _logits_loss)
+    with pytest.raises(ValueError, match="loss_fn returned without calling its model"):
+        fk.accumulate(state, batches, lambda model, batch: fk.Loss(torch.zeros(()), 0))
+    with pytest.raises(TypeError, match="loss_fn called the model with dict first; a pipeline"):
+        fk.accumulate(state, batches, lambda model, batch: model(dict(batch)))
+    expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
+    fk.accumulate(state, batches, _logits_loss)
+    assert _error(state, expected) < 1e-10
+
+
+def test_what_cannot_run_is_refused_on_all_ranks_before_it_runs():
+    run_ranks(_check_refusals, 2)
+
+
+def _twice(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]) + model(batch["input_ids"]), batch["labels"])
+
+
+class _Wrapped(fk.Transformer):
+    def forward(self, *args, wrap=False, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return TensorDict({"logits": out}, out.shape[:1]) if wrap else out
+
+
+def _wrapped_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], wrap=True)["logits"], batch["labels"])
+
+
+def _detached_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]).detach(), batch["labels"])
+
+
+def _check_rehearsal(rank, world):
+    def wrong_type(model, batch):
+        return model(batch["input_ids"]).sum()
+
+    def careful(model, batch):
+        try:
+            return _twice(model, batch)
+        except Exception:
+            return fk.Loss(torch.zeros(()), 0)
+
+    cases = [
+        (_twice, RuntimeError, "loss_fn called its model twice"),
+        (wrong_type, TypeError, "loss_fn returned a Tensor; a step needs"),
+        (lambda model, batch: model(batch["input_ids"], mask=1), TypeError, "'mask'"),
+        (_wrapped_loss, TypeError, "returned a TensorDict; gradients through it would stay"),
+    ]
+    for loss_fn, kind, message in cases:
+        state = _state(world, "1f1b", model=_Wrapped(SPECS[world]).double())
+        with pytest.raises((kind, RuntimeError), match=message) as raised:
+            fk.accumulate(state, _batches(2), loss_fn)
+        is_told = re.match(r"stage \d of the pipeline, on rank \d: \w+Error: ", str(raised.value))
+        assert is_told or isinstance(raised.value, kind)
+    fk.evaluate(state, _batches(2), careful)  # the first call leaves through `except Exception`
+    expected, _, _ = _reference(fk.Transformer(SPECS[world]), _batches(2))
+    fk.accumulate(state, _batches(2), _logits_loss)
+    assert _error(state, expected) < 1e-10
+
+
+def test_mistakes_in_a_loss_function_reach_every_rank_before_the_first_step():
+    run_ranks(_check_rehearsal, 2)
+
+
+def _other_shape(rank, world):
+    state = _state(world, "1f1b")
+    fk.accumulate(state, [*_batches(2), *_batches(1, places=5)], _logits_loss)
+
+
+def test_a_later_micro_batch_of_another_shape_is_refused_by_the_rank_that_pulls_it():
+    with pytest.raises(RankError, match=r"micro-batch 2 has shape \(2, 5\) and the first one of"):
+        run_ranks(_other_shape, 2)
+
+
+def _detached(rank, world):
+    state = _state(world, "gpipe")
+    fk.accumulate(state, _batches(2), _detached_loss)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    with pytest.raises(RankError, match="does not depend on any trainable parameter"):
+        run_ranks(_detached, 2)
+
+
+def _short(rank, world):
+    class Short(list):
+        def __len__(self):
+            return 3
+
+    state = _state(world, "gpipe")
+    fk.accumulate(state, Short(_batches(2)), _logits_loss)
+
+
+def test_a_length_that_is_not_kept_is_refused():
+    with pytest.raises(RankError, match=r"have a len\(\) of 3 and ended after 2"):
+        run_ranks(_short, 2)
+
+
+class _Trip(Exception):
+    pass
+
+
+def _check_retry(rank, world, schedule, count):
+    """Rank 0 raises with messages sent that rank 1, which raises earlier, never receives."""
+    state, other, batches = _state(world, schedule), _batches(count, seed=1), _batches(count)
+    fk.accumulate(state, batches, _logits_loss)
+    calls = []
+
+    def tripping(model, batch):
+        calls.append(batch)
+        if rank == 0 and len(calls) == count:
+            time.sleep(0.5)  # until rank 1 has the first message
+            raise _Trip
+        loss = _logits_loss(model, batch)
+        if rank == 1:
+            raise _Trip
+        return loss
+
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(_Trip):
+            fk.accumulate(state, other, tripping)
+        assert all(p.grad is None for p in state.model.parameters())
+    expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
+    for _ in range(2):
+        fk.accumulate(state, batches, _logits_loss)
+        assert _error(state, expected) < 1e-10
+
+
+def test_the_step_after_an_exception_receives_nothing_of_the_one_before():
+    run_ranks(_check_retry, 2, "gpipe", 3)
+
+
+def _check_dropout(rank, world):
+    """The look at the shapes draws numbers of its own."""
+    model = fk.Transformer(attrs.evolve(SPECS[world], dropout=0.3)).double()
+    state = _state(world, "1f1b", model=model)
+    found = []
+    for _ in range(2):
+        fk.accumulate(state, _batches(2), _logits_loss)
+        found.append(_gradients(state))
+    assert relative_error(*found) == 0.0
+    assert float(fk.evaluate(state, _batches(2), _logits_loss)["loss"]) == pytest.approx(
+        _reference(fk.Transformer(SPECS[world]), _batches(2))[1] / 8, rel=0.5
+    )
+    stage = state.layout.stages.modules[0]
+    assert not stage.training  # followed the model into evaluation
+
+
+def test_dropout_draws_the_same_in_the_first_step_as_when_it_is_repeated():
+    run_ranks(_check_dropout, 2)
+
+
+class _Answer(dict):
+    """As models of Hugging Face return: a mapping whose first tensor is the logits."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class _Turn(nn.Module):
+    """Neither its output nor the gradient of its input is contiguous."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x.mT.cumsum(-1).mT).tanh().mT.contiguous().mT
+
+
+class _Foreign(nn.Module):
+    def __init__(self, scale=1.0, block=_Turn):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scale = scale
+        self.net = nn.Module()
+        self.net.stem = nn.Embedding(SPEC.vocab_size, 6)
+        self.net.body = nn.ModuleList(block(6) for _ in range(4))
+        self.top = nn.Linear(6, SPEC.vocab_size)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, input_ids, doc_ids=None):
+        x = self.net.stem(input_ids) * self.scale
+        for layer in self.net.body:
+            x = layer(x)
+        return _Answer(logits=self.top(x)[:, slice(0, None)], hidden=x)
+
+
+def _foreign_loss(model, batch):
+    return fk.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+
+def _check_foreign(rank, world, schedule, block, scale):
+    model = _Foreign(scale, block).double()
+    batches = _batches(4)
+    for batch in batches:
+        loss = _foreign_loss(model, batch)
+        loss.sum.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    state = _state(world, schedule, model=_Foreign(scale, block).double(), blocks="net.body")
+    fk.accumulate(state, batches, _foreign_loss)
+    assert _error(state, expected) < 1e-10
+
+
+def _square(width):
+    return nn.Linear(width, width)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize("block", [_Turn, _square])
+def test_a_foreign_model_that_returns_views_in_a_mapping(schedule, block):
+    run_ranks(_check_foreign, 2, schedule, block, 1.0)
+
+
+def test_a_model_scales_its_stream_once():
+    """Each stage runs the model's forward; what is not its own does not count."""
+    run_ranks(_check_foreign, 2, "1f1b", _square, 2.0)
+
+
+def _check_frozen(rank, world, schedule):
+    model, batches = fk.Transformer(SPECS[world]).double(), _batches(4)
+    expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("embedding", "layers.0")))
+    state = _state(world, schedule, model=model)
+    fk.accumulate(state, batches, _logits_loss)
+    found = _gradients(state)
+    trained = [n for n, p in state.model.named_parameters() if p.requires_grad]
+    assert sorted(found) == sorted(trained)
+    assert relative_error(found, {n: expected[n] for n in found}) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_a_stage_without_trainable_parameters_passes_on(schedule):
+    run_ranks(_check_frozen, 2, schedule)
+
+
+def _autocast_loss(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return _foreign_loss(model, batch)
+
+
+def _check_autocast(rank, world):
+    model, batches = _Foreign(), _batches(2)
+    for batch in batches:
+        _autocast_loss(model, batch).sum.backward()
+    expected = {name: p.grad.double() for name, p in model.named_parameters()}
+    state = _state(world, "1f1b", model=_Foreign(), blocks="net.body")
+    fk.accumulate(state, batches, _autocast_loss)
+    assert _error(state, expected) < 1e-6  # far below what bfloat16 rounds away
+
+
+def test_stages_run_under_the_autocast_of_the_loss_function():
+    run_ranks(_check_autocast, 2)
+
+
+def _check_evaluate_alone(rank, world):
+    """``evaluate_staged`` keeps nothing for a backward pass that never comes."""
+    state = _state(world, "1f1b")
+    with torch.no_grad():
+        sums = evaluate_staged(state, _batches(2), _logits_loss)
+    assert not any(loss.requires_grad for loss in sums.losses)
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_evaluation_leaves_no_gradient():
+    run_ranks(_check_evaluate_alone, 2)

@@ -1,0 +1,319 @@
+"""Losses of a vocabulary that ranks share, against torch on all of it in one process, float64."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.steps import linear_cross_entropy
+
+ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+LABELS = torch.arange(ROWS * PLACES).reshape(ROWS, PLACES) % VOCAB  # some on every rank
+LABELS[0, 2:] = -100
+LABELS[2, 1] = -100
+MASKED = LABELS == -100
+HIDDEN, WEIGHT = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
+LOGITS = HIDDEN @ WEIGHT.T
+SPREAD = {"shard": Shard(-1), "replicate": Replicate(), "places": Shard(1)}
+
+
+def mesh_of(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+
+
+def spread(tensor: Tensor, mesh: DeviceMesh, placement: object) -> DTensor:
+    """A leaf; every rank cuts what it has."""
+    local = distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+    return local.detach().requires_grad_()
+
+
+def reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    rows, labels = logits[labels != -100], labels[labels != -100]
+    squares = [row.exp().sum().log().square() for row in rows]
+    return F.cross_entropy(rows, labels, reduction="sum") + z_loss * sum(squares, torch.zeros(()))
+
+
+def expected_by_logits(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    loss = reference(logits, labels, z_loss)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def expected_by_linear(labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    loss = reference(hidden @ weight.T, labels, z_loss)
+    return loss.detach(), *torch.autograd.grad(loss, [hidden, weight])
+
+
+def assert_alike(everyone: list[list[Tensor]], expected: tuple[Tensor, ...]) -> None:
+    """Right on the first rank, and the same bits on all."""
+    for found in everyone:
+        for mine, first, wanted in zip(found, everyone[0], expected, strict=True):
+            assert mine.dtype == torch.float64
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+# Logits
+
+
+def _logits(rank, world, logits, labels, z_loss, kind):
+    there = spread(logits, mesh_of(world), SPREAD[kind])
+    loss = fk.cross_entropy(there, labels, z_loss)
+    assert not isinstance(loss.sum, DTensor)
+    assert int(loss.count) == int((labels != -100).sum())
+    (0.125 * loss.sum).backward()
+    assert there.grad.placements == there.placements
+    return [loss.sum.detach(), 8 * there.grad.full_tensor()]
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"), [(2, "shard"), (4, "shard"), (2, "replicate"), (2, "places")]
+)
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_cross_entropy_of_shared_logits_equals_torch(world, kind, z_loss):
+    logits = LOGITS if kind != "places" else LOGITS[:, :4]
+    labels = LABELS if kind != "places" else LABELS[:, :4]
+    everyone = run_ranks(_logits, world, logits, labels, z_loss, kind)
+    assert_alike(everyone, expected_by_logits(logits, labels, z_loss))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_stands_in_masked_logits_does_not_matter(value):
+    for where in (slice(None), slice(0, 1)):  # on all ranks, on one
+        dirty = LOGITS.clone()
+        dirty[..., where] = torch.where(MASKED[..., None], value, dirty[..., where])
+        everyone = run_ranks(_logits, 2, dirty, LABELS, 0.3, "shard")
+        assert_alike(everyone, expected_by_logits(LOGITS, LABELS, 0.3))
+        assert not everyone[0][1][MASKED].any()
+
+
+def test_without_targets_the_loss_and_its_gradient_are_zero():
+    labels = torch.full_like(LABELS, -100)
+    everyone = run_ranks(_logits, 2, LOGITS, labels, 0.3, "shard")
+    assert_alike(everyone, (torch.zeros(()).double(), torch.zeros_like(LOGITS)))
+
+
+def test_nan_at_a_target_makes_the_loss_nan_on_all_ranks():
+    dirty = LOGITS.clone()
+    dirty[1, 1, 0] = math.nan
+    for loss, _ in run_ranks(_logits, 2, dirty, LABELS, 0.0, "shard"):
+        assert loss.isnan()
+
+
+def test_a_rank_whose_columns_are_all_minus_infinity():
+    """As those of a vocabulary that was padded to a rounder size."""
+    logits = LOGITS.clone()
+    logits[..., VOCAB // 2 :] = -math.inf
+    labels = torch.where(MASKED, -100, LABELS % (VOCAB // 2))
+    everyone = run_ranks(_logits, 2, logits, labels, 0.3, "shard")
+    loss, gradient = expected_by_logits(logits[..., : VOCAB // 2], labels, 0.3)
+    padded = F.pad(gradient, (0, VOCAB // 2))
+    assert_alike(everyone, (loss, padded))
+
+
+def test_large_logits_do_not_overflow():
+    everyone = run_ranks(_logits, 2, 1000 * LOGITS, LABELS, 0.0, "shard")
+    logits = 1000 * LOGITS
+    log_p = logits.log_softmax(-1)
+    picked = log_p.gather(-1, LABELS.clamp(min=0)[..., None])[..., 0]
+    one_hot = F.one_hot(LABELS.clamp(min=0), VOCAB)
+    gradient = torch.where(MASKED[..., None], 0.0, log_p.exp() - one_hot)
+    assert_alike(everyone, (-picked[~MASKED].sum(), gradient))
+
+
+# Linear
+
+
+def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
+    mesh = mesh_of(world)
+    linear_cross_entropy._chunk_rows, chunk_rows = (
+        lambda weight: chunk,
+        linear_cross_entropy._chunk_rows,
+    )
+    weight = spread(WEIGHT, mesh, {"shard": Shard(0), "replicate": Replicate()}[kinds[1]])
+    if kinds[0] == "plain":
+        hidden = hidden.clone().requires_grad_()
+    else:
+        hidden = spread(hidden, mesh, {"replicate": Replicate(), "places": Shard(1)}[kinds[0]])
+    try:
+        loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
+    finally:
+        linear_cross_entropy._chunk_rows = chunk_rows
+    assert int(loss.count) == int((labels != -100).sum())
+    (0.125 * loss.sum).backward()
+    full = [g.full_tensor() if isinstance(g, DTensor) else g for g in (hidden.grad, weight.grad)]
+    assert weight.grad.placements == weight.placements
+    return [loss.sum.detach(), *(8 * gradient for gradient in full)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 15, 1000])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(z_loss, chunk):
+    for world in (2, 4):
+        kinds = "replicate", "shard"
+        everyone = run_ranks(_linear, world, HIDDEN, kinds, LABELS, z_loss, chunk)
+        assert_alike(everyone, expected_by_linear(LABELS, z_loss))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("plain", "shard"), ("places", "shard"), ("plain", "replicate"), ("replicate", "replicate")],
+)
+def test_linear_cross_entropy_of_tensors_that_are_spread_otherwise(kinds):
+    hidden, labels = HIDDEN, LABELS
+    if kinds[0] == "places":  # five places do not divide
+        hidden, labels = hidden.clone(), labels.clone()
+        hidden[:, 4], labels[:, 4] = 0.0, -100
+        labels = labels[:, :4]
+        hidden = hidden[:, :4]
+    everyone = run_ranks(_linear, 2, hidden, kinds, labels, 0.3, 4)
+    wanted = LABELS if kinds[0] != "places" else F.pad(labels, (0, 1), value=-100)
+    loss, by_hidden, by_weight = expected_by_linear(wanted, 0.3)
+    assert_alike(everyone, (loss, by_hidden[:, : hidden.shape[1]], by_weight))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_stands_in_masked_hidden_states_does_not_matter(value):
+    dirty = torch.where(MASKED[..., None], value, HIDDEN)
+    everyone = run_ranks(_linear, 2, dirty, ("replicate", "shard"), LABELS, 0.3, 4)
+    assert_alike(everyone, expected_by_linear(LABELS, 0.3))
+
+
+def test_linear_cross_entropy_without_targets_is_zero():
+    labels = torch.full_like(LABELS, -100)
+    everyone = run_ranks(_linear, 2, HIDDEN, ("replicate", "shard"), labels, 0.3, 4)
+    zeros = (torch.zeros_like(HIDDEN), torch.zeros_like(WEIGHT))
+    assert_alike(everyone, (torch.zeros(()).double(), *zeros))
+
+
+def _sixteen_bit(rank, world):
+    mesh = mesh_of(world)
+    hidden = spread(HIDDEN.bfloat16(), mesh, Replicate())
+    weight = spread(WEIGHT.bfloat16(), mesh, Shard(0))
+    loss = fk.linear_cross_entropy(hidden, weight, LABELS, 0.01)
+    loss.sum.backward()
+    logits = spread((HIDDEN @ WEIGHT.T).bfloat16(), mesh, Shard(-1))
+    other = fk.cross_entropy(logits, LABELS, 0.01)
+    other.sum.backward()
+    assert loss.sum.dtype == other.sum.dtype == torch.float32
+    assert hidden.grad.dtype == weight.grad.dtype == logits.grad.dtype == torch.bfloat16
+    found = [loss.sum.detach(), hidden.grad.full_tensor(), weight.grad.full_tensor()]
+    return [t.double() for t in (*found, other.sum.detach(), logits.grad.full_tensor())]
+
+
+def test_sixteen_bit_inputs_have_a_float32_loss():
+    wanted = (*expected_by_linear(LABELS, 0.01), *expected_by_logits(LOGITS, LABELS, 0.01))
+    for found in run_ranks(_sixteen_bit, 2):
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+# Communication and memory
+
+
+class Seen(TorchDispatchMode):
+    """Collectives by name, and the elements of the largest tensor that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        if re.match(r"c10d::|_c10d_functional::(?!wait|wrap)", name):
+            self.collectives.append(name.split("::")[1].strip("_").split(".")[0])
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def _seen(rank, world, rows, vocab, chunk):
+    mesh = mesh_of(world)
+    hidden = spread(torch.ones(rows, 1), mesh, Replicate())
+    weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
+    linear_cross_entropy._chunk_rows, chunk_rows = (
+        lambda weight: chunk,
+        linear_cross_entropy._chunk_rows,
+    )
+    try:
+        with Seen() as linear:
+            loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
+            loss.sum.backward()
+    finally:
+        linear_cross_entropy._chunk_rows = chunk_rows
+    logits = spread(torch.ones(rows, vocab), mesh, Shard(1))
+    with Seen() as full:
+        fk.cross_entropy(logits, torch.arange(rows) % vocab, 0.1).sum.backward()
+    return linear.collectives, linear.largest, full.collectives, full.largest
+
+
+def test_one_collective_for_each_chunk_and_never_all_logits():
+    for linear, largest, full, full_largest in run_ranks(_seen, 2, 40, 200, 10):
+        assert len(linear) == 4, linear
+        assert largest == 10 * 200 / 2
+        assert len(full) == 1, full
+        assert full_largest == 40 * 200 / 2
+
+
+# Errors
+
+
+def _refused(rank, world):
+    mesh = mesh_of(world)
+    logits = distribute_tensor(torch.zeros(1, 2, 37), mesh, [Shard(2)], src_data_rank=None)
+    message = (
+        r"^logits has a vocabulary of 37, which 2 ranks share; .* The nearest are 36 and 38\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        fk.cross_entropy(logits, torch.zeros(1, 2).long())
+    weight = distribute_tensor(torch.zeros(37, 4), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"^weight has a vocabulary of 37, which 2 ranks share"):
+        fk.linear_cross_entropy(torch.zeros(1, 2, 4), weight, torch.zeros(1, 2).long())
+    both = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    weight = DTensor.from_local(torch.zeros(4, 4), both, [Replicate(), Shard(0)])
+    message = r"^weight is a DTensor over the mesh dimensions 'dp', 'tp'; a loss takes shards over"
+    with pytest.raises(ValueError, match=message):
+        fk.linear_cross_entropy(torch.zeros(1, 2, 4), weight, torch.zeros(1, 2).long())
+    for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
+        labels = LABELS.clone()
+        labels[1, 0] = label
+        with pytest.raises((IndexError, RuntimeError), match=r"is out of bounds"):
+            fk.cross_entropy(spread(LOGITS, mesh, Shard(2)), labels)
+        weight = spread(WEIGHT, mesh, Shard(0))
+        with pytest.raises((IndexError, RuntimeError), match=r"is out of bounds"):
+            fk.linear_cross_entropy(HIDDEN, weight, labels)
+
+
+def test_what_cannot_be_shared_is_refused():
+    run_ranks(_refused, 2)
+
+
+def _partial(rank, world):
+    local = LOGITS if rank == 0 else torch.zeros_like(LOGITS)
+    there = DTensor.from_local(local, mesh_of(world), [Partial()], run_check=False)
+    return [fk.cross_entropy(there, LABELS).sum]
+
+
+def test_logits_that_are_parts_of_a_sum_are_summed():
+    assert_alike(run_ranks(_partial, 2), expected_by_logits(LOGITS, LABELS, 0.0)[:1])
