@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
+from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.steps.update import skips_on_device
 
 
@@ -170,6 +171,37 @@ def test_a_chain_survives_what_torch_does_to_optimizers(pair, way):
     assert all(m.state is optimizer.state for m in optimizer.members)
     here = [group for member in optimizer.members for group in member.param_groups]
     assert all(own is group for own, group in zip(here, optimizer.param_groups, strict=True))
+
+
+@pytest.mark.bad_input
+def test_a_chain_with_another_split_does_not_load(tmp_path):
+    """Momentum of one optimizer is none of another's."""
+    model = build_model()
+    state = train(fk.TrainState.create(model, chained(model, "muon and adamw")), 2)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    other = build_model()
+    muon, adamw = PAIRS["muon and adamw"]
+    matrices, biases = split(other)
+    moved = fk.chain_optimizers(muon(matrices[:1]), adamw([*matrices[1:], *biases]))
+    message = r"has the state of another split: '2.weight' is stepped by Muon there and AdamW here"
+    with pytest.raises(CheckpointError, match=message):
+        fk.checkpoint_load(fk.TrainState.create(other, moved), tmp_path)
+
+
+def test_a_parameter_may_move_between_members_of_one_class(tmp_path):
+    """Their state is of one kind, so each finds what it needs."""
+    model = build_model()
+    first, second = split(model)
+    chain_of = lambda a, b: fk.chain_optimizers(AdamW(a, fused=True), AdamW(b, fused=True))  # noqa: E731
+    straight = train(fk.TrainState.create(model, chain_of(first, second)), 4)
+    model = build_model()
+    state = train(fk.TrainState.create(model, chain_of(*split(model))), 2)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    other = build_model()
+    first, second = split(other)
+    moved = chain_of(first[:1], [*first[1:], *second])
+    state = train(fk.checkpoint_load(fk.TrainState.create(other, moved), tmp_path), 2, start=2)
+    assert_equal(dict(other.named_parameters()), dict(straight.model.named_parameters()))
 
 
 BROKEN = {"infinite": batch_of(9, scale=torch.inf), "finite": batch_of(9)}

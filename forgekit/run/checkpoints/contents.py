@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
+from forgekit.optim.chain import Chained
 from forgekit.run.checkpoints.json_trees import decode, encode
 from forgekit.run.checkpoints.per_rank_fields import (
     find_difference,
@@ -56,6 +57,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
           without state is there too, so that a forgotten parameter can be told from a new one;
         - ``optimizer_class``: its class's name;
+        - ``optimizer_members``: of a chain, the class of the member that steps each parameter;
         - ``fields``: the other fields of the state as trees.
 
     Raises:
@@ -74,6 +76,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         "tensors": {key: describe(tensor) for key, tensor in tensors.items()},
         "optimizer": optimizer,
         "optimizer_class": name_of(state.optimizer),
+        "optimizer_members": _members(state),
         "fields": fields,
     }
     return tensors, description
@@ -86,7 +89,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
-        for part in ("tensors", "optimizer"):
+        for part in ("tensors", "optimizer", "optimizer_members"):
             merged[part] = other[part] | merged[part]
         merged["fields"] = join(merged["fields"], other["fields"])
     return merged
@@ -246,6 +249,8 @@ def find_mismatch(
     if stateful and described["optimizer_class"] != manifest["optimizer_class"]:
         saved, now = manifest["optimizer_class"], described["optimizer_class"]
         return f"has the state of {saved}, and the optimizer is {now}. Build a {saved}"
+    if stateful and (moved := _other_members(described, manifest)):
+        return f"has the state of another split: {moved}. Give each optimizer what it had"
     known = {*manifest["fields"], *optional}
     if missing := [name for name in described["fields"] if name not in known]:
         return (
@@ -266,6 +271,22 @@ def _held(state: TrainState) -> dict[str, nn.Parameter]:
             "has no name to be saved under. Keep it in optimizer.state[parameter]."
         )
     return {names[parameter]: parameter for parameter in held}
+
+
+def _members(state: TrainState) -> dict[str, str]:
+    """Return by a parameter's name the class of the chain's member that steps it."""
+    members = state.optimizer.members if isinstance(state.optimizer, Chained) else ()
+    steps = {p: m for m in members for group in m.param_groups for p in group["params"]}
+    named = _held(state).items() if members else ()
+    return {name: type(steps[parameter]).__qualname__ for name, parameter in named}
+
+
+def _other_members(described: dict[str, Any], manifest: dict[str, Any]) -> str:
+    """Say which parameters another class of optimizer steps now; older checkpoints do not know."""
+    here, there = described["optimizer_members"], manifest.get("optimizer_members") or {}
+    moved = [n for n in here if here[n] != there.get(n, here[n])]
+    shown = [f"is stepped by {there[n]} there and {here[n]} here" for n in moved]
+    return "; ".join(f"{n!r} {by}" for n, by in zip(moved[:NAMES_SHOWN], shown, strict=False))
 
 
 def _value(state: TrainState, name: str) -> Any:
