@@ -133,9 +133,8 @@ def _is_spread(loss: Loss) -> bool:
 def _plain(loss: Loss) -> Loss:
     metrics = {name: tuple(map(_full, _pair(metric))) for name, metric in loss.metrics.items()}
     rows = loss.rows and (_full(loss.rows[0]), _full(loss.rows[1]))
-    return dataclasses.replace(
-        loss, sum=_full(loss.sum), count=_full(loss.count), metrics=metrics, rows=rows
-    )
+    own = {name: _full(getattr(loss, name)) for name in ("sum", "count", "means")}
+    return dataclasses.replace(loss, metrics=metrics, rows=rows, **own)
 
 
 def _pair(metric: Any) -> tuple[Any, Any]:

@@ -45,6 +45,7 @@ class Loss:
             step and divided then; a single number counts as one observation. Of one that is named
             ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
         rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
+        means: The part of the sum that ``with_mean`` added.
 
     Examples:
         >>> loss = Loss(torch.tensor(6.0), 3)
@@ -58,6 +59,7 @@ class Loss:
     count: Tensor | int
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     rows: tuple[Tensor, Tensor] | None = None
+    means: Number = dataclasses.field(default=0.0, repr=False)
 
     def __add__(self, other: Loss) -> Loss:
         """Add a loss over the same targets.
@@ -80,7 +82,8 @@ class Loss:
         rows = None
         if self.rows is not None and other.rows is not None:
             rows = (self.rows[0] + other.rows[0], self.rows[1])
-        return Loss(self.sum + other.sum, self.count, {**self.metrics, **other.metrics}, rows)
+        metrics, means = {**self.metrics, **other.metrics}, self.means + other.means
+        return Loss(self.sum + other.sum, self.count, metrics, rows, means)
 
     def __radd__(self, other: int) -> Loss:
         """Let ``sum`` add losses, which starts from 0."""
@@ -101,7 +104,7 @@ class Loss:
         """
         # Widened before the count: float16 ends at 65,504, and bfloat16 rounds 257.
         term = weight * aux.to(wide(aux.dtype)) * self.count
-        return dataclasses.replace(self, sum=self.sum + term)
+        return dataclasses.replace(self, sum=self.sum + term, means=self.means + term.detach())
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:

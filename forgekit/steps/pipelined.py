@@ -27,6 +27,13 @@ from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
 from forgekit.steps.losses import Loss
+from forgekit.steps.position_proof import (
+    SUMS_CLOSE,
+    find_unequal,
+    halves_of,
+    raise_together,
+    take_positions,
+)
 from forgekit.steps.recorded_call import Call, note_call, once
 from forgekit.steps.totals import LossSums
 
@@ -59,8 +66,9 @@ def accumulate_staged(
         TypeError: If the number of micro-batches is not known, a stage returns no tensor, or
             ``loss_fn`` no ``Loss``.
         ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
-            those of other ranks, ``loss_fn`` does not call the model, or the model's own
-            ``forward`` changes what passes between its blocks.
+            those of other ranks, ``loss_fn`` does not call the model or is no sum over positions
+            under context parallelism, or the model's own ``forward`` changes what passes between
+            its blocks.
         RuntimeError: If ``loss_fn`` calls the model twice.
     """
     size = length_of(batches)
@@ -77,6 +85,8 @@ def accumulate_staged(
         work.check_positions()
     if size:
         work.stages.run(size, shape, work.train)
+    if is_first and work.layout.context > 1:
+        raise_together(work.problem)
     return work.sums
 
 
@@ -127,6 +137,7 @@ class _Work:
         is_first: bool = False,
     ) -> None:
         self._is_first = is_first
+        self.problem: str | None = None
         self.model: nn.Module = state.model
         self.layout = state.layout
         assert self.layout.stages is not None
@@ -234,10 +245,25 @@ class _Work:
             self._count_rows(stage, call)
             return out
         loss = self._loss(out, call)
+        if self._is_first and micro_batch == 0 and self.layout.context > 1:
+            self.problem = self._find_unequal(loss, out, call)
         if torch.is_grad_enabled():
             check_loss(loss)
         self.sums.add(loss, rows=call.batch.batch_size[0])
         return (loss.sum,)
+
+    @torch.no_grad()
+    def _find_unequal(self, loss: Loss, out: Any, call: Call) -> str | None:
+        """Find whether the loss is no sum over positions; not of one that a ``head`` computes."""
+        if isinstance(out, Loss):
+            return None
+        places = self._shape[1]
+        parts = []
+        for half in halves_of(call.batch):
+            taken = take_positions(call.batch, half, places)
+            model = once(self.model, take_positions(out, half, places))
+            parts.append(compute_loss(model, taken, self._loss_fn))
+        return find_unequal(loss, parts, context=self.layout.context, close=SUMS_CLOSE)
 
     def _loss(self, out: Any, call: Call) -> Loss:
         """Call the loss function again, with the real output."""

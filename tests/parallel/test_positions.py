@@ -83,6 +83,8 @@ class _Model(nn.Module):
             x = layer(x)
         if self.kind == "shifted at the end":
             x = x + 0.5 * _shift(x)
+        if self.kind == "mean at the end":
+            x = x - x.mean(1, keepdim=True)
         return self.output(x)
 
 
@@ -141,8 +143,9 @@ WRONG = {
     "token shift": INSIDE.format(1),
     "cumulative mean": INSIDE.format(1),
     "convolution": INSIDE.format(1),
-    "own attention": "the loss at a position depends on other positions, past the attend",
-    "shifted at the end": "the loss at a position depends on other positions, past the attend",
+    "own attention": "what the model returns at a position depends on other positions",
+    "shifted at the end": "what the model returns at a position depends on other positions",
+    "mean at the end": "what the model returns at a position depends on other positions",
 }
 
 
