@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Agreement", "DonatedStateError", "TrainState", "check_optimizer", "donate"]
+__all__ = [
+    "Agreement",
+    "DonatedStateError",
+    "SaveHandle",
+    "TrainState",
+    "check_optimizer",
+    "donate",
+]
 
 DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
@@ -122,6 +129,24 @@ class Agreement:
     parameters: tuple[str, ...]
 
 
+@attrs.define(eq=False)
+class SaveHandle:
+    """What the saves of one run share; every state that follows from another has the same handle.
+
+    ``checkpoint_save`` fills it in, so two runs in one process never wait for each other.
+
+    Attributes:
+        pending: The last save; it may still be running.
+        group: Process group of the saves, after the default group and the ranks that it was made
+            for; None before the first save on several ranks.
+        buffers: Copies in host memory by key, which the next save writes into again.
+    """
+
+    pending: Any = None
+    group: tuple[Any, Any] | None = None
+    buffers: dict[str, Tensor] = attrs.field(factory=dict)
+
+
 @attrs.frozen(kw_only=True, slots=True, eq=False)
 class TrainState:
     """Everything that a step needs and changes; passed in, returned, never hidden.
@@ -191,6 +216,7 @@ class TrainState:
         metadata={"checkpoint": False},
     )
     agreed: Agreement | None = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
+    saves: SaveHandle = attrs.field(factory=SaveHandle, repr=False, metadata={"checkpoint": False})
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )

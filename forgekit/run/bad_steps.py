@@ -18,7 +18,7 @@ from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.per_rank_fields import is_per_rank
 from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.save import wait_for_saves
-from forgekit.run.checkpoints.storage import place_of
+from forgekit.run.checkpoints.storage import committed, discard_after, storage_of
 from forgekit.state import TrainState, donate
 
 __all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]
@@ -157,7 +157,7 @@ def roll_back(
             f"{which} would roll this run back again, after {len(skips)} times; {times} are "
             "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
-    wait_for_saves()
+    wait_for_saves(state)
     state = _load_before(state, directory, step - bad, which, version, migrate)
     if since < 0:  # a checkpoint of before it was kept: all steps since count alike
         since = samples - bad * ((samples - state.samples) // (step - state.step))
@@ -179,8 +179,8 @@ def _load_before(
     migrate: Migration | None,
 ) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
-    ranks, place = ranks_of(state), place_of(directory)
-    found = ranks.first(lambda: sorted(place.committed()))
+    ranks, storage = ranks_of(state), storage_of(directory)
+    found = ranks.first(lambda: sorted(committed(storage)))
     damaged = []
     for candidate in [known for known in reversed(found) if known <= step]:
         try:
@@ -190,7 +190,7 @@ def _load_before(
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        ranks.first(lambda: place.discard_after(candidate))  # noqa: B023
+        ranks.first(lambda: discard_after(storage, candidate))  # noqa: B023
         return state
     there = ", ".join(map(str, found)) or "none"
     raise BadStepError(

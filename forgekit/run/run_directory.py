@@ -32,7 +32,7 @@ from forgekit.run.metrics import MetricsLog
 from forgekit.run.run_config import keep_config
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, is_ignored, put_back
-from forgekit.state import TrainState
+from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
 __all__ = ["Run", "every", "open_run"]
@@ -77,6 +77,7 @@ class Run:
     _is_over: bool = False
     _log: MetricsLog | None = None
     _loader: Any = None
+    _saves: SaveHandle | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -122,7 +123,7 @@ class Run:
             log.message(f"{self.out}: configuration changed: {changed}")
         if total is not None and state.step >= total:
             log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
-        self._log, self._loader = log, loader
+        self._log, self._loader, self._saves = log, loader, state.saves
         return log
 
     def roll_back(
@@ -175,7 +176,7 @@ class Run:
         Raises:
             CheckpointError: If the last save failed.
         """
-        wait_for_saves()
+        wait_for_saves(state)
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
         self._is_over = True
         if stopped and self._log is not None:
@@ -329,7 +330,8 @@ def _stopping(run: Run) -> Iterator[None]:
 def _closing(run: Run) -> Iterator[None]:
     try:
         yield
-        wait_for_saves()
+        wait_for_saves(run._saves)
+        wait_for_saves()  # those of states that the run was not started with
     except StoppedError as stop:
         _drain()
         run._give_up(str(stop))

@@ -39,7 +39,7 @@ CASES = {
     "a newer format": (
         manifest(format=99),
         {},
-        r"has format 99, from a newer version: .* reads format 1\. Upgrade forgekit to load it",
+        r"has format 99, from a newer version, .* reads format 1\. Upgrade forgekit to load it",
     ),
     "a newer state": (
         manifest(version=99),

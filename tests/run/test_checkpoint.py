@@ -22,12 +22,12 @@ from manifests import age
 from ranks import run_ranks
 from torch import nn
 
-from forgekit.run.checkpoints.commit import discard_after, remove_leftovers
-from forgekit.run.checkpoints.contents import model_tensors, stage
+from forgekit.run.checkpoints.contents import copy_to_host, model_tensors
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.local_storage import LocalStorage
 from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves
-from forgekit.run.checkpoints.storage import latest_checkpoint
+from forgekit.run.checkpoints.storage import discard_after, latest_checkpoint, storage_of
 from forgekit.state import DonatedStateError, TrainState, donate
 
 
@@ -171,9 +171,9 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
 
 def test_a_later_copy_of_the_same_layout_takes_no_new_memory():
     tensors, buffers = model_tensors(Net()), {}
-    first = {key: tensor.data_ptr() for key, tensor in stage(tensors, buffers).items()}
+    first = {key: tensor.data_ptr() for key, tensor in copy_to_host(tensors, buffers).items()}
     tensors["model.unused"] += 1
-    again = stage(tensors, buffers)
+    again = copy_to_host(tensors, buffers)
     assert {key: tensor.data_ptr() for key, tensor in again.items()} == first
     assert_same(again, tensors)
     assert not set(first.values()) & {tensor.data_ptr() for tensor in tensors.values()}
@@ -410,7 +410,7 @@ def test_a_newer_format_is_refused_rather_than_skipped(tmp_path):
     saved(tmp_path, 1, 2)
     file = tmp_path / "step_00000002" / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match=r"2 has format 2, from a newer version: .*Upgrade"):
+    with pytest.raises(CheckpointError, match=r"2 has format 2, from a newer version, .*Upgrade"):
         checkpoint_load(build(), tmp_path)
 
 
@@ -535,8 +535,8 @@ def test_a_failure_nobody_waited_for_is_raised_once_by_the_next_save(tmp_path, c
     assert checkpoint_save(state, tmp_path / "good").wait().name == "step_00000001"
     checkpoint_save(state, tmp_path / "file" / "checkpoints")
     with pytest.raises(CheckpointError, match=message):
-        wait_for_saves()
-    wait_for_saves()
+        wait_for_saves(state)
+    wait_for_saves(state)
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (None, [1, 2, 3, 4])])
@@ -556,7 +556,7 @@ def test_going_back_keeps_what_was_just_saved_and_says_what_is_newer(tmp_path, c
 
 def test_what_a_run_was_rolled_back_from_is_deleted(tmp_path):
     saved(tmp_path, 1, 2, 3, 4)
-    discard_after(tmp_path, 2)
+    discard_after(storage_of(tmp_path), 2)
     assert names(tmp_path) == ["latest", "step_00000002"]
     assert os.readlink(tmp_path / "latest") == "step_00000002"
 
@@ -616,7 +616,7 @@ def test_a_temporary_directory_in_use_is_not_a_leftover(tmp_path, gate):
     (tmp_path / ".tmp-latest-dead").symlink_to("step_00000007")
     pending = checkpoint_save(build(), tmp_path)
     assert gate.reached.wait(20)
-    remove_leftovers(tmp_path)
+    LocalStorage(tmp_path).remove_leftovers()
     assert len(names(tmp_path)) == 1
     gate.opened.set()
     pending.wait()

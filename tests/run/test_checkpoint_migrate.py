@@ -394,12 +394,9 @@ def test_what_one_rank_cannot_migrate_no_rank_loads(directory):
 
 
 FORMATS = {
-    "newer": (
-        2,
-        r"has format 2, from a newer version: forgekit 9\.9 wrote it, .* Upgrade forgekit",
-    ),
-    "older": (0, r"has format 0, which forgekit 9\.9 wrote, and .* Load it with the version that"),
-    "odd": ("1", r"has format '1', which forgekit 9\.9 wrote, and .* reads format 1\. Load it"),
+    "newer": (2, r"has format 2, from a newer version, written by forgekit 9\.9; .* Upgrade forge"),
+    "older": (0, r"has format 0, written by forgekit 9\.9; .* Load it with the version that wrote"),
+    "odd": ("1", r"has format '1', written by forgekit 9\.9; .* reads format 1\. Load it"),
 }
 
 

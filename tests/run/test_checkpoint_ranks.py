@@ -176,9 +176,10 @@ def _full_disk_on_one(rank, world, directory):
 
     os.fsync = full if rank == 1 else fsync
     try:
-        checkpoint_save(train(state, 1), directory)
+        state = train(state, 1)
+        checkpoint_save(state, directory)
         with pytest.raises(CheckpointError) as failure:
-            wait_for_saves()
+            wait_for_saves(state)
     finally:
         os.fsync = fsync
     dist.barrier()

@@ -39,8 +39,8 @@ from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
-"""What a checkpoint can be taken apart into; the fields are all else that a state holds."""
-_ELSEWHERE = ("model", "optimizer", "mesh")
+"""What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
+_NOT_FIELDS = ("model", "optimizer", "mesh")
 
 
 def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -53,7 +53,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     Returns:
         This rank's tensors by key, sharded ones as DTensors, and what it adds to the manifest:
 
-        - ``tensors``: global shape, dtype and place of each tensor;
+        - ``tensors``: global shape and dtype of each tensor, and whether it is in host memory;
         - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
           without state is there too, so that a forgotten parameter can be told from a new one;
         - ``optimizer_class``: its class's name;
@@ -66,7 +66,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     tensors = model_tensors(state.model)
     optimizer = {
         name: _encode_entries(name, parameter, state.optimizer.state.get(parameter, {}), tensors)
-        for name, parameter in _held(state).items()
+        for name, parameter in _optimizer_parameters(state).items()
     }
     fields = {
         name: _encode_field(state, name, rank if is_per_rank(state, field) else None, tensors)
@@ -110,7 +110,7 @@ def saved_fields(state: TrainState) -> dict[str, Any]:
     return {
         field.name: field
         for field in attrs.fields(type(state))
-        if field.init and field.name not in _ELSEWHERE and field.metadata.get("checkpoint", True)
+        if field.init and field.name not in _NOT_FIELDS and field.metadata.get("checkpoint", True)
     }
 
 
@@ -131,13 +131,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def stage(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors into host memory, so that training may go on while they are written.
 
     Args:
         tensors: What to copy.
-        buffers: The copies of an earlier call; memory is used again where the layout is the same.
-            Page faults of fresh memory cost more than the copy itself. Changed in place.
+        buffers: The copies of an earlier call, written into again where the layout is the same:
+            page faults of fresh memory cost more than the copy itself. Changed in place.
 
     Returns:
         The copies by key; DTensors keep their placements.
@@ -145,17 +145,17 @@ def stage(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, T
     for key in buffers.keys() - tensors.keys():
         del buffers[key]
     for key, tensor in tensors.items():
-        if key not in buffers or not _same_layout(buffers[key], tensor):
+        if key not in buffers or _layout(buffers[key]) != _layout(tensor):
             buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)
         _local(buffers[key]).copy_(_local(tensor), non_blocking=True)
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize()  # the copies run beside the host until here
     return dict(buffers)
 
 
 @attrs.frozen
-class Restoration:
-    """Places for a checkpoint's tensors, and the values that will hold them once they are read.
+class Allocation:
+    """Memory for a checkpoint's tensors, and the values that hold them once they are read.
 
     Attributes:
         tensors: Tensors by key, to be read into in place; the model's are the model's own.
@@ -168,38 +168,32 @@ class Restoration:
     fields: dict[str, Any]
 
 
-def prepare(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Restoration:
-    """Make room for a checkpoint without changing the state.
+def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allocation:
+    """Allocate what a checkpoint holds without changing the state.
 
     Args:
         state: The state.
         manifest: The checkpoint's manifest, without what is not to be loaded.
         rank: As in ``collect``.
     """
-    tensors = model_tensors(state.model)
+    tensors, specs = model_tensors(state.model), manifest["tensors"]
     is_chosen = manifest["optimizer_class"] is not None
-    optimizer = _prepare_optimizer(state, manifest, tensors) if is_chosen else None
-    fields = {
-        name: decode(
-            own_tree(tree, rank),
-            _value(state, name),
-            tensors,
-            _field_maker(state, name, manifest["tensors"]),
-        )
-        for name, tree in manifest["fields"].items()
-        if name in saved_fields(state)  # an optional one may be missing
-    }
-    return Restoration(tensors, optimizer, fields)
+    optimizer = _allocate_optimizer(state, manifest, tensors) if is_chosen else None
+    fields = {}
+    for name in saved_fields(state).keys() & manifest["fields"].keys():  # optional ones may lack
+        tree = own_tree(manifest["fields"][name], rank)
+        make = _field_maker(getattr(state, name), specs)
+        fields[name] = decode(tree, _value(state, name), tensors, make)
+    return Allocation(tensors, optimizer, fields)
 
 
-def _prepare_optimizer(
+def _allocate_optimizer(
     state: TrainState, manifest: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
-    specs = manifest["tensors"]
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
     optimizer: dict[Tensor, dict[str, Any]] = {}
-    for name, parameter in _held(state).items():
-        make = partial(_optimizer_tensor, specs, parameter, groups[parameter])
+    for name, parameter in _optimizer_parameters(state).items():
+        make = partial(_optimizer_tensor, manifest["tensors"], parameter, groups[parameter])
         before = state.optimizer.state.get(parameter, {})
         if entries := manifest["optimizer"][name]:
             optimizer[parameter] = {
@@ -208,20 +202,20 @@ def _prepare_optimizer(
     return optimizer
 
 
-def restore(state: TrainState, restoration: Restoration) -> dict[str, Any]:
+def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
     """Give optimizer and stateful fields what was read; return the changes of the other fields."""
-    if restoration.optimizer is not None:
+    if allocation.optimizer is not None:
         state.optimizer.state.clear()
-        state.optimizer.state.update(restoration.optimizer)
+        state.optimizer.state.update(allocation.optimizer)
     changes = {}
     for name, field in saved_fields(state).items():
-        if name not in restoration.fields:
+        if name not in allocation.fields:
             continue
         value = getattr(state, name)
         if is_stateful(value):
-            value.load_state_dict(restoration.fields[name])
+            value.load_state_dict(allocation.fields[name])
         else:
-            changes[field.alias] = restoration.fields[name]
+            changes[field.alias] = allocation.fields[name]
     return changes
 
 
@@ -235,11 +229,9 @@ def find_mismatch(
         manifest: The checkpoint's manifest.
         optional: Fields that it may lack; see ``optional_fields``.
     """
-    here = {k: s["shape"] for k, s in described["tensors"].items() if k.startswith("model.")}
-    there = {k: s["shape"] for k, s in manifest["tensors"].items() if k.startswith("model.")}
-    kinds = {k: s["dtype"] for k, s in described["tensors"].items() if k.startswith("model.")}
-    kinds_there = {k: s["dtype"] for k, s in manifest["tensors"].items() if k in kinds}
-    differences = [*_shape_difference(here, there), *_dtype_difference(kinds, kinds_there)]
+    here = {k: spec for k, spec in described["tensors"].items() if k.startswith("model.")}
+    there = {k: spec for k, spec in manifest["tensors"].items() if k.startswith("model.")}
+    differences = [d for what in ("shape", "dtype") for d in _spec_difference(what, here, there)]
     if parts := [*_name_difference(here, there), *differences]:
         return f"is of another model: {'; '.join(parts)}. Build the model that was saved"
     if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
@@ -261,7 +253,7 @@ def find_mismatch(
     return find_difference(described["fields"], manifest["fields"])
 
 
-def _held(state: TrainState) -> dict[str, nn.Parameter]:
+def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by name; refuses state that belongs to none of them."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     held = [p for group in state.optimizer.param_groups for p in group["params"]]
@@ -277,7 +269,7 @@ def _members(state: TrainState) -> dict[str, str]:
     """Return by a parameter's name the class of the chain's member that steps it."""
     members = state.optimizer.members if isinstance(state.optimizer, Chained) else ()
     steps = {p: m for m in members for group in m.param_groups for p in group["params"]}
-    named = _held(state).items() if members else ()
+    named = _optimizer_parameters(state).items() if members else ()
     return {name: type(steps[parameter]).__qualname__ for name, parameter in named}
 
 
@@ -345,29 +337,23 @@ def _optimizer_tensor(
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-def _field_maker(
-    state: TrainState, name: str, specs: dict[str, Any]
-) -> Callable[[str, Any], Tensor]:
-    """How to make the tensors of a field; those of an optimizer follow its parameters."""
-    field = getattr(state, name)
-    if not isinstance(field, Optimizer):
-        return partial(_field_tensor, specs)
-    held = [(p, group) for group in field.param_groups for p in group["params"]]
+def _field_maker(value: Any, specs: dict[str, Any]) -> Callable[[str, Any], Tensor]:
+    """Return what makes the tensors of a field; those of an optimizer follow its parameters."""
+    groups = value.param_groups if isinstance(value, Optimizer) else []
+    owners = [(parameter, group) for group in groups for parameter in group["params"]]
 
     def make(key: str, now: Any) -> Tensor:
-        of_parameter = re.match(r"state\.\w+\.state\.(\d+)\.", key)
-        if not of_parameter:
-            return _field_tensor(specs, key, now)
-        return _optimizer_tensor(specs, *held[int(of_parameter[1])], key, now)
+        # An optimizer's state_dict files entries under the position of their parameter.
+        number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
+        if number:
+            return _optimizer_tensor(specs, *owners[int(number[1])], key, now)
+        shape, dtype = torch.Size(specs[key]["shape"]), getattr(torch, specs[key]["dtype"])
+        if isinstance(now, Tensor) and now.shape == shape:
+            return torch.empty_like(now, dtype=dtype, requires_grad=False)
+        device = now.device if isinstance(now, Tensor) else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
 
     return make
-
-
-def _field_tensor(specs: dict[str, Any], key: str, now: Any) -> Tensor:
-    shape, dtype = torch.Size(specs[key]["shape"]), getattr(torch, specs[key]["dtype"])
-    if isinstance(now, Tensor) and now.shape == shape:
-        return torch.empty_like(now, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=now.device if isinstance(now, Tensor) else "cpu")
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
@@ -380,14 +366,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _same_layout(buffer: Tensor, tensor: Tensor) -> bool:
-    if isinstance(buffer, DTensor) != isinstance(tensor, DTensor):
-        return False
-    if isinstance(buffer, DTensor) and isinstance(tensor, DTensor):
-        same = buffer.placements == tensor.placements and buffer.device_mesh == tensor.device_mesh
-        if not same:
-            return False
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.shape, tensor.dtype, mesh
 
 
 def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
@@ -400,16 +381,17 @@ def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
     return _some("it lacks", missing) + _some("only it has", extra)
 
 
-def _shape_difference(here: dict[str, list[int]], there: dict[str, list[int]]) -> list[str]:
-    different = [name for name in here if name in there and here[name] != there[name]]
-    shapes = [f"{n!r} is {tuple(there[n])} there and {tuple(here[n])} here" for n in different]
-    return _some("shapes differ:", shapes)
+def _spec_difference(what: str, here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    def shown(spec: dict[str, Any]) -> Any:
+        return tuple(spec[what]) if what == "shape" else spec[what]
 
-
-def _dtype_difference(here: dict[str, str], there: dict[str, str]) -> list[str]:
-    different = [name for name in here if name in there and here[name] != there[name]]
-    dtypes = [f"{name!r} is {there[name]} there and {here[name]} here" for name in different]
-    return _some("dtypes differ:", dtypes)
+    both = [name for name in here if name in there]
+    different = [
+        f"{name!r} is {shown(there[name])} there and {shown(here[name])} here"
+        for name in both
+        if here[name][what] != there[name][what]
+    ]
+    return _some(f"{what}s differ:", different)
 
 
 def _some(what: str, names: list[str]) -> list[str]:

@@ -12,21 +12,21 @@ from typing import Any, Literal, TypeVar
 
 from forgekit.run.checkpoints.contents import (
     PARTS,
+    allocate,
     choose,
     collect,
     find_mismatch,
     merge,
     optional_fields,
-    prepare,
     restore,
 )
 from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.migration import Migrated, Migration, bring_up
-from forgekit.run.checkpoints.ranks import Ranks, ranks_of
+from forgekit.run.checkpoints.migration import Migrated, Migration, migrate_manifest
+from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.read import check_data, choose_checkpoint, read_tensors
 from forgekit.run.checkpoints.savable_optimizers import check_holds_none
-from forgekit.run.checkpoints.save import check_version, named_fingerprint, wait_for_saves
-from forgekit.run.checkpoints.storage import place_of
+from forgekit.run.checkpoints.save import as_json, check_version, join_saves, wait_for_saves
+from forgekit.run.checkpoints.storage import storage_of
 from forgekit.state import TrainState, donate
 
 __all__ = ["checkpoint_load"]
@@ -97,17 +97,19 @@ def checkpoint_load(
     check_version(version)
     if "optimizer" in parts:
         check_holds_none(state.optimizer)
-    wait_for_saves()
-    place, ranks = place_of(directory), ranks_of(state)
-    found = choose_checkpoint(ranks, place, step)
+    wait_for_saves(state)
+    join_saves()  # what another state of this process is saving may be the checkpoint to load
+    storage, ranks = storage_of(directory), ranks_of(state)
+    found = choose_checkpoint(ranks, storage, step)
     if found is None:
         return state
     path, written = found
-    migrated = _migrated(ranks, path, written, version, migrate)
+    migrated: list[Migrated] = []  # stays on its rank: it holds tensors that the migration may give
+    ranks.each(lambda: migrated.append(migrate_manifest(path, written, version, migrate)))
     if not allow_other_data and "fields" in parts:  # else the data begin anew
-        samples = written["fields"]["samples"]
-        check_data(path, written.get("fingerprint"), named_fingerprint(fingerprint, samples))
-    manifest = choose(migrated.manifest, parts)
+        now = as_json(fingerprint, written["fields"]["samples"])
+        check_data(path, written.get("fingerprint"), now)
+    manifest = choose(migrated[0].manifest, parts)
     described = choose(collect(state, ranks.rank)[1], parts)
     descriptions = ranks.gather(described)
     optional = optional_fields(state)
@@ -115,19 +117,10 @@ def checkpoint_load(
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
-    restoration = prepare(state, manifest, ranks.rank)
-    targets = migrated.place(restoration.tensors)
-    read_tensors(ranks, place, path, written, targets)
+    allocation = allocate(state, manifest, ranks.rank)
+    read_tensors(ranks, storage, path, written, migrated[0].targets(allocation.tensors))
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     changes: dict[str, Any] = {}
-    ranks.each(lambda: changes.update(restore(state, restoration)))  # a field may refuse its state
+    ranks.each(lambda: changes.update(restore(state, allocation)))  # a field may refuse its state
     return donate(state, **changes)
-
-
-def _migrated(
-    ranks: Ranks, path: object, manifest: dict[str, Any], version: int, migrate: Migration | None
-) -> Migrated:
-    found: list[Migrated] = []  # stays on its rank: it holds tensors that the migration may give
-    ranks.each(lambda: found.append(bring_up(path, manifest, version, migrate)))
-    return found[0]

@@ -1,9 +1,8 @@
 """The manifest of a checkpoint: written whole, read with distrust.
 
 It holds a checksum of itself, so that a changed number of samples is found as surely as a changed
-shard. Checkpoints that were written before it had one load as they did. A manifest that is not one,
-whatever it is, makes a checkpoint that does not count; reading it never waits and never ends the
-process.
+shard. Older checkpoints without one load as they did. A checkpoint whose manifest is damaged, or is
+no manifest, does not count; reading it never waits and never ends the process.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "FORMAT",
+    "INDEX",
     "MANIFEST",
     "ManifestError",
     "format_manifest",
@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+INDEX = ".metadata"
+"""torch's own description of the shards."""
 FORMAT = 1
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
 
@@ -35,7 +37,7 @@ _KINDS = {"step": int, "files": dict, "tensors": dict, "optimizer": dict, "field
 
 
 class ManifestError(ValueError):
-    """What is there instead of a manifest; the message goes on after its name."""
+    """A manifest is missing, damaged, or not one; the message continues a sentence about it."""
 
 
 def format_manifest(manifest: dict[str, Any]) -> bytes:
@@ -61,7 +63,9 @@ def load_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes) -> dict[str, Any]:
-    """Return a manifest that is as it was written; of another format whatever it says.
+    """Parse a manifest and check that it was not changed.
+
+    One of a newer format is returned unchecked: only a newer version can tell.
 
     Raises:
         ManifestError: If it is not one, or was changed.
@@ -73,7 +77,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int | str):
         raise ManifestError("describes no checkpoint")
     if isinstance(manifest["format"], int) and manifest["format"] > FORMAT:
-        return manifest  # only a newer version knows what is in it
+        return manifest
     found = _checksum(manifest)
     if manifest.get(_CHECKSUM, found) != found:
         raise ManifestError(
@@ -86,14 +90,14 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Open a file for reading, but no pipe and no device: reading those may never end.
+    """Open a file for reading; refuse pipes and devices, whose reading may never end.
 
     Args:
         path: The file.
         follow: Open what a symbolic link points to.
 
     Raises:
-        OSError: If it cannot be opened, or is something else than a file.
+        OSError: If it cannot be opened, or is not a file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -108,7 +112,7 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def _check(manifest: dict[str, Any]) -> None:
-    """Look at what is used before anything of a checkpoint is read."""
+    """Check the entries that are used before anything of a checkpoint is read."""
     for key, kind in _KINDS.items():
         if not isinstance(manifest.get(key), kind):
             raise ManifestError(f"has no {key!r}, or none that is one")

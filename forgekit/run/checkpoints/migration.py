@@ -67,8 +67,8 @@ class Migrated:
     keys: dict[str, str] = attrs.field(factory=dict)
     given: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fill in what the migration gave; return the rest under the keys of the files.
+    def targets(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy in what the migration gave; return the other tensors under the keys of the files.
 
         Args:
             tensors: Where tensors go, by today's keys; those that are given are changed in place.
@@ -79,7 +79,7 @@ class Migrated:
         return {self.keys.get(k, k): t for k, t in tensors.items() if k not in self.given}
 
 
-def bring_up(
+def migrate_manifest(
     path: object, manifest: dict[str, Any], version: int, migrate: Migration | None
 ) -> Migrated:
     """Bring a manifest to today's version of the state.

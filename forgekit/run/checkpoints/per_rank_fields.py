@@ -1,6 +1,6 @@
 """Fields of a state that each rank has for itself, above all streams: how a manifest keeps them.
 
-In place of one tree there is ``{"$ranks": [[rank, tree], ...]}``, and the tensors of a rank's tree
+Instead of one tree there is ``{"$ranks": [[rank, tree], ...]}``, and the tensors of a rank's tree
 are filed under ``state.<field>.rank<rank>``. Such fields load on as many ranks as saved them.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from forgekit.state import TrainState
 
-__all__ = ["find_difference", "is_per_rank", "is_stateful", "join", "own_tree", "tag"]
+__all__ = ["find_difference", "is_per_rank", "is_stateful", "join", "own_tree", "tag", "trees_of"]
 
 TAG = "$ranks"
 
@@ -23,7 +23,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_per_rank(state: TrainState, field: Any) -> bool:
-    """Say whether each rank has a value of its own: streams, and what a field says of itself."""
+    """Say whether each rank has its own value: streams, and fields that are marked so."""
     value = getattr(state, field.name)
     is_stream = hasattr(value, "__iter__") and not isinstance(value, nn.Module)
     return field.metadata.get("per_rank", is_stateful(value) and is_stream)
@@ -40,9 +40,14 @@ def join(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return fields | {name: {TAG: _pairs(fields[name]) + trees} for name, trees in added.items()}
 
 
+def trees_of(tree: Any) -> dict[int, Any]:
+    """Return the trees of a field by rank; a tree that all ranks share counts as rank 0's."""
+    return dict(_pairs(tree)) or {0: tree}
+
+
 def own_tree(tree: Any, rank: int) -> Any:
     """Pick a rank's tree, or what all ranks share."""
-    trees = dict(_pairs(tree)) or {0: tree}
+    trees = trees_of(tree)
     return trees.get(rank, trees[0])
 
 

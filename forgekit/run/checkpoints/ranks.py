@@ -1,14 +1,13 @@
 """Ranks that save or load together: what fails on one of them fails on all.
 
 A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
-runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. It has a
-process group of its own, because a save runs beside the collectives of training.
+runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import torch.distributed as dist
@@ -17,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.state import TrainState
 
-T = TypeVar("T")
+__all__ = ["GROUP_NAME", "Ranks", "explain", "ranks_of"]
 
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+GROUP_NAME = "forgekit checkpoints"
+"""Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -33,24 +35,23 @@ class Ranks:
     def each(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` on every rank; return all results, or raise on all if one raised."""
         answer = _attempt(function)
-        answers = [answer]
+        answers = [answer] * self.world
         if self.group is not None:
-            answers = [answer] * self.world
             dist.all_gather_object(answers, answer, group=self.group)
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
-        return [value for value, _ in answers]  # pyright: ignore[reportReturnType]
+        return [value for value, _ in answers]
 
     def first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on the first rank; return its result, or raise, on every rank."""
-        answers = [_attempt(function) if self.rank == 0 else None]
+        answers = [_attempt(function) if self.rank == 0 else (None, None)]
         if self.group is not None:
             dist.broadcast_object_list(answers, group=self.group, group_src=0)
-        value, error = answers[0] or (None, None)
+        value, error = answers[0]
         if error is not None:
             raise CheckpointError(error)
-        return value  # pyright: ignore[reportReturnType]
+        return cast(T, value)
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on the first rank, and nothing on the others."""
@@ -61,7 +62,7 @@ class Ranks:
         return values or []
 
 
-def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(function: Callable[[], T]) -> tuple[Any, str | None]:
     try:
         return function(), None
     except BaseException as error:  # torch's CheckpointException derives from it
@@ -81,7 +82,10 @@ def explain(error: BaseException) -> str:
 
 
 def ranks_of(state: TrainState) -> Ranks:
-    """Find the ranks that hold a state; make their process group on the first call."""
+    """Return the ranks that hold a state, with the process group of its saves.
+
+    The first call on every rank makes the group; the state's handle keeps it.
+    """
     mesh = state.mesh
     if mesh is None:
         sharded = (p for p in state.model.parameters() if isinstance(p, DTensor))
@@ -95,8 +99,11 @@ def ranks_of(state: TrainState) -> Ranks:
             f"this process is none of the ranks {members} that hold the state, or its process "
             "groups are gone. Save and load on every rank, before forgekit.shutdown()."
         )
-    if members not in _groups or _groups[members][0] is not default:
-        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        _groups[members] = default, cast(dist.ProcessGroup, group)
-    group = _groups[members][1]
+    key = default, members
+    if state.saves.group is None or state.saves.group[0] != key:
+        # A save runs in a thread beside the collectives of training. On the group of training
+        # both would take each other's messages, which aborts the process.
+        options = {"backend": "gloo", "use_local_synchronization": True, "group_desc": GROUP_NAME}
+        state.saves.group = key, dist.new_group(list(members), **options)
+    group = state.saves.group[1]
     return Ranks(group, dist.get_rank(group), len(members))

@@ -1,4 +1,4 @@
-"""From a place to tensors: which checkpoint is loaded, whether it is whole, and its contents."""
+"""Which checkpoint is loaded, whether it is whole, and its tensors."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import forgekit.run.checkpoints.commit as files
 from forgekit.data.fingerprint import compare_facts, facts_of, hash_of
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import decode
-from forgekit.run.checkpoints.manifest import FORMAT
-from forgekit.run.checkpoints.per_rank_fields import TAG
+from forgekit.run.checkpoints.manifest import FORMAT, INDEX, MANIFEST
+from forgekit.run.checkpoints.per_rank_fields import trees_of
 from forgekit.run.checkpoints.ranks import Ranks, explain
-from forgekit.run.checkpoints.storage import Checkpoint, Place
+from forgekit.run.checkpoints.step_names import step_name
+from forgekit.run.checkpoints.storage import Checkpoint, Storage, committed, find_damage, torn
 
 log = logging.getLogger("forgekit")
 
 
 def choose_checkpoint(
-    ranks: Ranks, place: Place, step: int | None
+    ranks: Ranks, storage: Storage, step: int | None
 ) -> tuple[Checkpoint, dict[str, Any]] | None:
     """Return the checkpoint to load and its manifest: the one asked for or the newest good one.
 
     Raises:
         CheckpointError: As ``checkpoint_load`` says, on every rank.
     """
-    candidates = ranks.first(lambda: _candidates(place, step))
     damages = []
-    for path in candidates:
-        manifest = ranks.first(lambda path=path: _readable_manifest(place, path))
-        damage = _find_malformed(path, manifest) or _find_damage(ranks, place, path, manifest)
+    for path in ranks.first(lambda: _candidates(storage, step)):
+        manifest = ranks.first(lambda path=path: _readable_manifest(storage, path))
+        damage = _find_malformed(path, manifest) or _damaged_files(ranks, storage, path, manifest)
         if not damage:
             return path, manifest
         damages += damage
@@ -43,7 +42,7 @@ def choose_checkpoint(
             name = posixpath.basename(str(path))
             log.warning("skipped the damaged checkpoint %s: %s", name, "; ".join(damage))
     if damages:
-        good = "" if step is None else f" Others are there: {_steps(place)}."
+        good = "" if step is None else f" Others are there: {_steps(storage)}."
         raise CheckpointError(f"no whole checkpoint to load: {'; '.join(damages)}.{good}")
     return None
 
@@ -53,12 +52,12 @@ def check_data(path: Checkpoint, saved: Any, now: Any) -> None:
     if saved is None or now is None or saved == now:
         return
     then, today = facts_of(saved), facts_of(now)
-    if then is not None and today is not None:
+    if then and today:
         if not (changed := compare_facts(then, today)):
             return
         what = f"what changed is: {', '.join(changed)}."
-    elif then is None and today is not None and isinstance(saved, str):
-        if saved == hash_of(now):  # of before there were facts
+    elif today and isinstance(saved, str):  # saved before fingerprints had facts
+        if saved == hash_of(now):
             return
         what = (
             f"it holds only a hash of them, {saved!r:.80}, so nothing says which of files, "
@@ -77,7 +76,7 @@ def check_data(path: Checkpoint, saved: Any, now: Any) -> None:
 
 def read_tensors(
     ranks: Ranks,
-    place: Place,
+    storage: Storage,
     path: Checkpoint,
     manifest: dict[str, Any],
     tensors: dict[str, Tensor],
@@ -86,7 +85,7 @@ def read_tensors(
 
     Args:
         ranks: All ranks that load.
-        place: Where it is kept.
+        storage: Where it is kept.
         path: The checkpoint.
         manifest: Its manifest.
         tensors: Where they go, by the keys of the files.
@@ -98,19 +97,18 @@ def read_tensors(
 
     from forgekit.run.checkpoints.tensor_shards import IndexReader, read_index
 
-    folder = manifest.get("folder", "")
+    folder, indexes = manifest.get("folder", ""), []
     listed = {posixpath.relpath(name, folder or ".") for name in manifest["files"]}
-    index = posixpath.join(folder, files.INDEX)
 
-    def indexed() -> None:
-        with place.opened(path, index) as stream:
+    def read() -> None:
+        index = posixpath.join(folder, INDEX)
+        with storage.opened(path, index) as stream:
             indexes.append(read_index(stream, f"{path}/{index}", listed))
 
-    indexes = []
-    ranks.each(indexed)
+    ranks.each(read)
     if ranks.group is None:
         expect_one_process()
-    with place.reading(path, folder) as (where, fs):
+    with storage.reading(path, folder) as (where, fs):
         try:
             dcp.load(
                 dict(tensors),
@@ -128,53 +126,68 @@ def expect_one_process() -> None:
 
 
 def _explained(path: Checkpoint, error: Any) -> CheckpointError:
-    after = "The model may hold a part of it; build it anew before the next try"
+    what = f"is whole but could not be read: {explain(error)}"
     for rank, (cause, _) in error.failures.items():
         if isinstance(cause, pickle.UnpicklingError):
-            return CheckpointError(
-                f"{path} has a shard that is no tensor (read by rank {rank}), and nothing of it "
-                "was run. Somebody may have changed it: delete this checkpoint and load one that "
-                f"you trust. {after}."
+            what = (
+                f"has a shard that is no tensor (read by rank {rank}), and nothing of it was run. "
+                "Somebody may have changed it: delete this checkpoint and load one that you trust"
             )
-    return CheckpointError(f"{path} is whole but could not be read: {explain(error)}. {after}.")
+    after = "The model may hold a part of it; build it anew before the next try"
+    return CheckpointError(f"{path} {what}. {after}.")
 
 
-def _candidates(place: Place, step: int | None) -> list[Checkpoint]:
-    torn, found = place.torn(), place.committed()
+def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
+    storage.restore_replaced()
+    found, faulty = committed(storage), torn(storage)
     if step is None:
-        for path, fault in torn.items():
+        for path, fault in faulty.items():
             log.warning(
                 "%s has no readable %s and does not count as a checkpoint: it %s",
-                *(path, files.MANIFEST, fault),
+                *(path, MANIFEST, fault),
             )
         if not found:
-            place.check_empty()
+            storage.check_directory()
+            _check_undamaged(faulty)
         return [found[known] for known in sorted(found, reverse=True)]
     if step not in found:
-        named = files.step_name(step)
-        faults = [f for path, f in torn.items() if posixpath.basename(str(path)) == named]
-        why = "".join(f" {named}/{files.MANIFEST} {fault}." for fault in faults)
-        raise CheckpointError(f"{place} has no committed step {step}; it has {_steps(place)}.{why}")
+        named = step_name(step)
+        faults = [f for path, f in faulty.items() if posixpath.basename(str(path)) == named]
+        why = "".join(f" {named}/{MANIFEST} {fault}." for fault in faults)
+        raise CheckpointError(
+            f"{storage} has no committed step {step}; it has {_steps(storage)}.{why}"
+        )
     return [found[step]]
 
 
-def _steps(place: Place) -> str:
-    return ", ".join(str(step) for step in sorted(place.committed())) or "none"
+def _check_undamaged(faulty: dict[Checkpoint, str]) -> None:
+    """Refuse to start over beside a manifest that was damaged after its checkpoint was whole.
+
+    A directory without a manifest was never committed and is no reason not to start.
+    """
+    for path, fault in faulty.items():
+        if fault != "is missing":
+            raise CheckpointError(
+                f"no whole checkpoint to load: {path}/{MANIFEST} is damaged. Restore it, "
+                f"or delete {path} to start over. It {fault}."
+            )
 
 
-def _readable_manifest(place: Place, path: Checkpoint) -> dict[str, Any]:
-    manifest = place.manifest(path) or {}
-    if (found := manifest.get("format")) == FORMAT:
+def _steps(storage: Storage) -> str:
+    return ", ".join(str(step) for step in sorted(committed(storage))) or "none"
+
+
+def _readable_manifest(storage: Storage, path: Checkpoint) -> dict[str, Any]:
+    manifest = storage.load_manifest(path)
+    if (found := manifest["format"]) == FORMAT:
         return manifest
-    writer = f"forgekit {manifest.get('forgekit', 'of unknown version')}"
+    where, remedy = "", "Load it with the version that wrote it, or load another step."
     if isinstance(found, int) and found > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {found}, from a newer version: {writer} wrote it, and forgekit "
-            f"{forgekit_version()} reads format {FORMAT}. Upgrade forgekit to load it."
-        )
+        where, remedy = ", from a newer version", "Upgrade forgekit to load it."
     raise CheckpointError(
-        f"{path} has format {found!r}, which {writer} wrote, and forgekit {forgekit_version()} "
-        f"reads format {FORMAT}. Load it with the version that wrote it, or load another step."
+        f"{path} has format {found!r}{where}, written by forgekit "
+        f"{manifest.get('forgekit', 'of unknown version')}; forgekit {forgekit_version()} reads "
+        f"format {FORMAT}. {remedy}"
     )
 
 
@@ -192,21 +205,19 @@ def _find_malformed(path: Checkpoint, manifest: dict[str, Any]) -> list[str]:
         for spec in specs.values():
             torch.Size(spec["shape"]).numel(), torch.empty(0, dtype=getattr(torch, spec["dtype"]))
         trees = [tree for entries in manifest["optimizer"].values() for tree in entries.values()]
-        for tree in manifest["fields"].values():
-            is_ranks = isinstance(tree, dict) and TAG in tree
-            trees += [own for _, own in tree[TAG]] if is_ranks else [tree]
+        trees += [own for tree in manifest["fields"].values() for own in trees_of(tree).values()]
         for tree in trees:
             decode(tree, None, {}, lambda key, _: specs[key])
         int(manifest["fields"]["samples"]), manifest["optimizer_class"]
     except Exception as error:
-        return [f"{path}/{files.MANIFEST} is malformed: {explain(error)}"]
+        return [f"{path}/{MANIFEST} is malformed: {explain(error)}"]
     return []
 
 
-def _find_damage(
-    ranks: Ranks, place: Place, path: Checkpoint, manifest: dict[str, Any]
+def _damaged_files(
+    ranks: Ranks, storage: Storage, path: Checkpoint, manifest: dict[str, Any]
 ) -> list[str]:
     """Check the files of a checkpoint, each on one rank; return what is wrong with them."""
     mine = list(manifest["files"].items())[ranks.rank :: ranks.world]
-    found = ranks.each(lambda: [place.find_damage(path, name, digest) for name, digest in mine])
+    found = ranks.each(lambda: [find_damage(storage, path, name, digest) for name, digest in mine])
     return [damage for part in found for damage in part if damage]

@@ -1,9 +1,7 @@
 """Save a ``TrainState`` while training goes on.
 
-A save blocks only to copy the state into host memory. A thread then writes it, over a process group
-of its own (collectives of a save must not mix with those of training), and commits it: see
-``checkpoints/commit.py`` for what a crash leaves and ``checkpoints/contents.py`` for what is in the
-files.
+A save blocks only to copy the state into host memory. A thread then writes it and commits it: see
+``local_storage.py`` for what a crash leaves and ``contents.py`` for what is in the files.
 """
 
 from __future__ import annotations
@@ -14,32 +12,29 @@ import math
 import os
 import posixpath
 import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from forgekit.run.checkpoints.commit import INDEX, Workspace, digest, only_warns, step_name
-from forgekit.run.checkpoints.contents import collect, merge, stage
+from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
 from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.manifest import FORMAT
+from forgekit.run.checkpoints.local_storage import only_warns
+from forgekit.run.checkpoints.manifest import FORMAT, INDEX
 from forgekit.run.checkpoints.ranks import Ranks, explain, ranks_of
 from forgekit.run.checkpoints.read import expect_one_process, forgekit_version
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.savable_optimizers import check_complete, check_holds_none
-from forgekit.run.checkpoints.storage import Place, place_of
-from forgekit.state import TrainState
+from forgekit.run.checkpoints.step_names import step_name
+from forgekit.run.checkpoints.storage import Storage, committed, digest, retain, storage_of
+from forgekit.state import SaveHandle, TrainState
 
-__all__ = ["PendingSave", "checkpoint_save", "wait_for_saves"]
+__all__ = ["PendingSave", "checkpoint_save", "join_saves", "wait_for_saves"]
 
 log = logging.getLogger("forgekit")
-
-_in_flight: PendingSave | None = None
-_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
 
 class PendingSave:
@@ -52,7 +47,7 @@ class PendingSave:
     def __init__(self, step: int, work: Callable[[], Path | str]) -> None:
         self.step = step
         self._work = work
-        self._future: Future[Path | str] = Future()
+        self._future: futures.Future[Path | str] = futures.Future()
         self._reported = False
 
     @property
@@ -64,7 +59,7 @@ class PendingSave:
         """Block until the checkpoint is durable.
 
         Returns:
-            The committed directory, a ``Path``; its URL for a place that is one.
+            The committed directory, a ``Path``; for a URL its URL.
 
         Raises:
             CheckpointError: If the save failed, on every rank if it failed on one. Earlier
@@ -83,7 +78,16 @@ class PendingSave:
             log.error("%s", error)
             self._future.set_exception(error)
         finally:
-            del self._work  # drops the staged tensors of a save whose model is gone
+            del self._work  # drops the copied tensors of a save whose state is gone
+
+
+class _SaveThread(threading.Thread):
+    """The thread of a save; Python's list of threads says which saves are running."""
+
+    def __init__(self, save: PendingSave) -> None:
+        # Not a daemon: the interpreter waits for it, so a script may end right after a save.
+        super().__init__(target=save._run, name=f"checkpoint {save.step}")
+        self.save = save
 
 
 def checkpoint_save(
@@ -98,8 +102,8 @@ def checkpoint_save(
 ) -> PendingSave:
     """Save a state as ``directory/step_00000100``; training may go on while it is written.
 
-    Every rank calls it. The state is copied before the call returns and is not consumed. One save
-    runs at a time: the next one first waits for it, and raises if it failed. State that an
+    Every rank calls it. The state is copied before the call returns and is not consumed. A run has
+    one save at a time: the next one first waits for it, and raises if it failed. State that an
     optimizer keeps in its parameter groups is configuration and is not saved.
 
     Args:
@@ -127,7 +131,7 @@ def checkpoint_save(
         ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
         TypeError: If a field of the state cannot be saved, or the optimizer keeps its state where
             a checkpoint cannot find it.
-        CheckpointError: If the previous save failed and nobody has been told yet.
+        CheckpointError: If the run's previous save failed and that was not raised yet.
 
     Examples:
         >>> import tempfile
@@ -138,125 +142,123 @@ def checkpoint_save(
         >>> pending.wait().name
         'step_00000000'
     """
-    global _in_flight
     rule = Keep(last=keep) if isinstance(keep, int) else keep
     if not isinstance(rule, Keep | None):
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     check_version(version)
     check_holds_none(state.optimizer)
-    place = place_of(directory)
-    ranks = ranks_of(state)
+    storage, ranks = storage_of(directory), ranks_of(state)
     tensors, description = collect(state, ranks.rank)
-    description = {
+    description |= {
         "format": FORMAT,
         "forgekit": forgekit_version(),
         "version": version,
         "step": state.step,
-        "fingerprint": named_fingerprint(fingerprint, state.samples),
+        "fingerprint": as_json(fingerprint, state.samples),
         "metric": None if metric is None or math.isnan(metric) else float(metric),
         "torch": torch.__version__,
-        **description,
     }
-    wait_for_saves()
+    wait_for_saves(state)
     check_complete(state, ranks)
-    staged = stage(tensors, _buffers.setdefault(state.model, {}))
-    pending = PendingSave(
-        state.step, lambda: _write_or_explain(ranks, place, staged, description, rule)
-    )
-    _in_flight = pending
+    # Only now: the save before this one was still reading the buffers.
+    copies = copy_to_host(tensors, state.saves.buffers)
+    pending = PendingSave(state.step, lambda: _write(ranks, storage, copies, description, rule))
+    state.saves.pending = pending
     if blocking:
         pending._run()
         pending.wait()
     else:
-        # Not a daemon: the interpreter waits for it, so a script may end right after a save.
-        threading.Thread(target=pending._run, name=f"checkpoint {state.step}").start()
+        _SaveThread(pending).start()
     return pending
 
 
-def wait_for_saves() -> None:
-    """Block until no save is running; call it before process groups are destroyed.
+def wait_for_saves(state: TrainState | SaveHandle | None = None) -> None:
+    """Block until a run's last save has ended; call it before process groups are destroyed.
+
+    Args:
+        state: Any state of the run, or its ``saves``. Without it the call waits for all saves that
+            are running in this process; one that failed before is only in the log then.
 
     Raises:
-        CheckpointError: If the last save failed and nobody has been told yet.
+        CheckpointError: If such a save failed and that was not raised yet.
     """
-    global _in_flight
-    pending, _in_flight = _in_flight, None
-    if pending is not None and not pending._reported:
-        pending.wait()
+    saves: list[PendingSave | None] = [*join_saves()] if state is None else []
+    if state is not None:
+        saves = [(state.saves if isinstance(state, TrainState) else state).pending]
+    for save in saves:
+        if save is not None and not save._reported:
+            save.wait()
 
 
-def _write_or_explain(
-    ranks: Ranks,
-    place: Place,
-    tensors: dict[str, Tensor],
-    description: dict[str, Any],
-    keep: Keep | None,
-) -> Path | str:
-    committed: list[Path | str] = []
-    try:
-        _write(ranks, place, tensors, description, keep, committed)
-    except BaseException as error:
-        if not committed:
-            raise CheckpointError(
-                f"step {description['step']} could not be saved to {place}: {explain(error)}. "
-                f"Checkpoints that were there are untouched: {_remains(place)}."
-            ) from error
-        log.warning("%s is saved; what came after failed: %s", committed[0], explain(error))
-    return committed[0]
-
-
-def _remains(place: Place) -> str:
-    try:
-        found = place.committed()
-    except Exception:  # whatever kept it from being saved
-        return "they cannot be listed now"
-    return f"{step_name(max(found))} is good" if found else "there is none"
+def join_saves() -> list[PendingSave]:
+    """Wait for all saves that are running in this process, and return them."""
+    running = [t.save for t in threading.enumerate() if isinstance(t, _SaveThread)]
+    futures.wait([save._future for save in running])
+    return running
 
 
 def _write(
     ranks: Ranks,
-    place: Place,
+    storage: Storage,
     tensors: dict[str, Tensor],
     description: dict[str, Any],
     keep: Keep | None,
-    committed: list[Path | str],
-) -> None:
-    """Write and commit; ``committed`` gets the checkpoint as soon as it is one."""
+) -> Path | str:
+    """Write and commit on all ranks; what goes wrong after the commit is logged."""
     import torch.distributed.checkpoint as dcp
 
     from forgekit.run.checkpoints.tensor_shards import ShardWriter
 
-    step = description["step"]
-    with place.workspace(ranks, step) as workspace:
-        if ranks.group is None:
-            expect_one_process()
-        writer = ShardWriter(workspace.path, sync_files=True)
-        dcp.save(
-            tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
-        )
-        digests = ranks.each(lambda: _deliver(place, workspace, step, ranks.rank))
-        descriptions = ranks.gather(description)
+    step, done = description["step"], []
+    try:
+        with storage.workspace(ranks, step) as (path, folder):
+            if ranks.group is None:
+                expect_one_process()
+            dcp.save(
+                tensors,
+                storage_writer=ShardWriter(path, sync_files=True),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+            digests = ranks.each(lambda: _deliver(storage, path, folder, step, ranks.rank))
+            descriptions = ranks.gather(description)
 
-        def commit() -> Path | str:
-            listed = {name: digest for part in digests for name, digest in part.items()}
-            manifest = merge(descriptions) | {"world": ranks.world, "files": listed}
-            committed.append(place.commit(workspace, manifest))
-            with only_warns(f"{committed[0]} is saved, but older ones could not be deleted"):
-                place.retain(keep, step)
-            return committed[0]
+            def commit() -> Path | str:
+                files = {name: digest for part in digests for name, digest in part.items()}
+                manifest = merge(descriptions) | {"world": ranks.world, "files": files}
+                manifest |= {"folder": folder} if folder else {}
+                done.append(storage.commit(path, manifest))
+                with only_warns(f"{done[0]} is saved, but older ones could not be deleted"):
+                    retain(storage, keep, step)
+                return done[0]
 
-        committed[:] = [ranks.first(commit)]
+            done[:] = [ranks.first(commit)]
+    except BaseException as error:
+        if not done:
+            raise CheckpointError(
+                f"step {step} could not be saved to {storage}: {explain(error)}. "
+                f"Checkpoints that were there are untouched: {_remains(storage)}."
+            ) from error
+        log.warning("%s is saved; what came after failed: %s", done[0], explain(error))
+    return done[0]
 
 
-def _deliver(place: Place, workspace: Workspace, step: int, rank: int) -> dict[str, Any]:
-    """Check-sum the files that a rank wrote and hand them over; the first also has the index."""
-    written = sorted(workspace.path.glob(f"__{rank}_*"))
-    written += [workspace.path / INDEX] if rank == 0 else []
+def _remains(storage: Storage) -> str:
+    try:
+        found = committed(storage)
+    except Exception:  # whatever made the save fail
+        return "they cannot be listed now"
+    return f"{step_name(max(found))} is good" if found else "there is none"
+
+
+def _deliver(storage: Storage, path: Path, folder: str, step: int, rank: int) -> dict[str, Any]:
+    """Checksum the files that a rank wrote and deliver them; the first also has the index."""
+    written = sorted(path.glob(f"__{rank}_*")) + ([path / INDEX] if rank == 0 else [])
     digests = {}
     for file in written:
         with file.open("rb") as stream:
-            digests[posixpath.join(workspace.folder, file.name)] = digest(stream)
-    place.deliver(workspace, step, [file.name for file in written])
+            digests[posixpath.join(folder, file.name)] = digest(stream)
+    storage.deliver(path, folder, step, [file.name for file in written])
     return digests
 
 
@@ -268,7 +270,7 @@ def check_version(version: int) -> None:
         )
 
 
-def named_fingerprint(fingerprint: Any, samples: int) -> Any:
-    """Return what a manifest would give back, so that a tuple equals the list it becomes."""
-    named = fingerprint(samples) if callable(fingerprint) else fingerprint
-    return json.loads(json.dumps(named))
+def as_json(fingerprint: Any, samples: int) -> Any:
+    """Return a fingerprint as a manifest gives it back: a tuple becomes a list."""
+    value = fingerprint(samples) if callable(fingerprint) else fingerprint
+    return json.loads(json.dumps(value))

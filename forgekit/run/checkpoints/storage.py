@@ -1,141 +1,67 @@
-"""Where checkpoints are kept: a directory that all ranks share, or a URL; the same words for both.
+"""Where checkpoints are kept, and which of them count.
 
-Two classes with the same methods. A save fills a *workspace*, each rank its own files, delivers
-them, and commits. What counts as a checkpoint, and what a crash leaves, is the business of
-``commit.py`` and ``remote_storage.py``.
+``LocalStorage`` is a directory that all ranks share, ``RemoteStorage`` a URL; both have the same
+methods. A save fills a workspace, each rank its own files, delivers them, and commits.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import re
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
 
-import attrs
-
-import forgekit.run.checkpoints.commit as files
-from forgekit.data.atomic_directory import held
-from forgekit.run.checkpoints.commit import Workspace
-from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.manifest import open_regular
-from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.data.atomic_directory import is_held
+from forgekit.run.checkpoints.local_storage import LocalStorage
+from forgekit.run.checkpoints.manifest import MANIFEST, ManifestError
 from forgekit.run.checkpoints.retention import Keep
+from forgekit.run.checkpoints.step_names import step_name
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystem
+    from forgekit.run.checkpoints.remote_storage import RemoteStorage
 
-    from forgekit.run.checkpoints.remote_storage import Remote
+__all__ = [
+    "Checkpoint",
+    "Storage",
+    "committed",
+    "digest",
+    "discard_after",
+    "find_damage",
+    "latest_checkpoint",
+    "retain",
+    "storage_of",
+    "torn",
+]
 
-__all__ = ["latest_checkpoint"]
-
-Place: TypeAlias = "Disk | Remote"
+Storage: TypeAlias = "LocalStorage | RemoteStorage"
 Checkpoint: TypeAlias = Any
-"""The directory of a checkpoint on a ``Disk``, its URL on a ``Remote``."""
+"""A directory in a ``LocalStorage``, a URL in a ``RemoteStorage``."""
+
+CHUNK_BYTES = 4 << 20
+_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
+
+log = logging.getLogger("forgekit")
 
 
-@attrs.frozen
-class Disk:
-    """A directory on a file system that all ranks share."""
-
-    directory: Path
-
-    def __str__(self) -> str:
-        return str(self.directory)
-
-    def committed(self) -> dict[int, Path]:
-        """Return the checkpoints by step."""
-        return files.committed(self.directory)
-
-    def torn(self) -> dict[Path, str]:
-        """Return what looks like a checkpoint and does not count, after putting back what does."""
-        files.put_back(self.directory)
-        return files.torn(self.directory)
-
-    def check_empty(self) -> None:
-        """Refuse to take a directory for that of a new run when it is something else.
-
-        A save renames a whole checkpoint into place, so a bad manifest was damaged later.
-
-        Raises:
-            CheckpointError: If it is a file or a checkpoint itself, or holds damaged ones only.
-        """
-        if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError(
-                f"{self} is a file; name the directory that holds the checkpoints."
-            )
-        if files.read_manifest(self.directory) is not None:
-            raise CheckpointError(
-                f"{self} is a checkpoint itself; name the directory that holds it, "
-                f"{self.directory.parent}, and choose it with step=."
-            )
-        for torn, fault in self.torn().items():
-            if os.path.lexists(torn / files.MANIFEST):
-                raise CheckpointError(
-                    f"no whole checkpoint to load: {torn / files.MANIFEST} is damaged. Restore it, "
-                    f"or delete {torn} to start over. It {fault}."
-                )
-
-    def manifest(self, path: Path) -> dict[str, Any] | None:
-        """Read a checkpoint's manifest; None if it is missing or not one."""
-        return files.read_manifest(path)
-
-    def find_damage(self, path: Path, name: str, expected: dict[str, Any]) -> str | None:
-        """Compare a file with its manifest entry; return what is wrong, or None."""
-        file = path / name
-        size, opened = lambda: file.stat().st_size, lambda: open_regular(file)
-        return files.find_damage(file, expected, size, opened)
-
-    def opened(self, path: Path, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file of a checkpoint."""
-        return open_regular(path / name)
-
-    @contextmanager
-    def reading(self, path: Path, folder: str) -> Iterator[tuple[Path, FileSystem | None]]:
-        """Keep a checkpoint while it is read.
-
-        Yields:
-            Where its shards are, and what torch reads them through; None for its own way.
-        """
-        with held(path, shared=True):  # nobody's retention deletes it meanwhile
-            yield path / folder, None
-
-    @contextmanager
-    def workspace(self, ranks: Ranks, step: int) -> Iterator[Workspace]:
-        """Make room for a checkpoint, and clear what was not committed in the end."""
-        with ExitStack() as stack:
-            fresh = files.temporary_directory(self.directory, step)
-            yield Workspace(ranks.first(lambda: stack.enter_context(fresh)))
-
-    def deliver(self, workspace: Workspace, step: int, names: list[str]) -> None:
-        """Bring this rank's files to where they belong: they are, all share the directory."""
-
-    def commit(self, workspace: Workspace, manifest: dict[str, Any]) -> Path:
-        """Make a checkpoint of what all ranks delivered, as the last act."""
-        return files.commit(workspace.path, manifest)
-
-    def retain(self, keep: Keep | None, saved: int) -> None:
-        """Delete the checkpoints that a rule does not name."""
-        files.retain(self.directory, keep, saved)
-
-    def discard_after(self, step: int) -> None:
-        """Delete the checkpoints after a step, to which a run was rolled back."""
-        files.discard_after(self.directory, step)
-
-
-def place_of(directory: str | os.PathLike[str]) -> Place:
-    """Find what keeps the checkpoints of a directory or a URL.
+def storage_of(directory: str | os.PathLike[str]) -> Storage:
+    """Return the storage of a directory or a URL.
 
     Raises:
         ValueError: If it is a URL that became a path.
         ImportError: If it is a URL and fsspec, or what it needs for it, is not installed.
     """
-    if not files.is_url(directory):
-        return Disk(Path(directory))
-    from forgekit.run.checkpoints.remote_storage import Remote
+    if isinstance(directory, Path) and _URL_AS_PATH.match(str(directory)):
+        raise ValueError(
+            f"directory {directory} looks like a URL that became a Path, which merges its slashes. "
+            "Pass the URL as a string."
+        )
+    if "://" not in os.fspath(directory):
+        return LocalStorage(Path(directory))
+    from forgekit.run.checkpoints.remote_storage import RemoteStorage
 
-    return Remote.at(os.fspath(directory))
+    return RemoteStorage.at(os.fspath(directory))
 
 
 @overload
@@ -147,7 +73,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None: .
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
-    """Find the newest committed checkpoint by looking, not by trusting the ``latest`` symlink.
+    """Find the newest committed checkpoint by listing, not by trusting the ``latest`` symlink.
 
     Args:
         directory: What ``checkpoint_save`` was given.
@@ -159,5 +85,101 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
         >>> latest_checkpoint("/nowhere") is None
         True
     """
-    found: dict[int, Any] = place_of(directory).committed()
+    found = committed(storage_of(directory))
     return found[max(found)] if found else None
+
+
+def committed(storage: Storage) -> dict[int, Checkpoint]:
+    """Return the checkpoints by step: those whose manifest is whole and names that step."""
+    return {step: path for step, path, fault in _faults(storage) if fault is None}
+
+
+def torn(storage: Storage) -> dict[Checkpoint, str]:
+    """Return what looks like a checkpoint and does not count, each with its fault."""
+    return {path: fault for _, path, fault in _faults(storage) if fault is not None}
+
+
+def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
+    """Delete the checkpoints that a rule does not name; never the one that was just saved.
+
+    One that another process is loading stays, too.
+
+    Args:
+        storage: Where they are.
+        keep: The rule; None keeps all.
+        saved: The step that was just saved.
+    """
+    found = committed(storage)
+    for path, fault in torn(storage).items():
+        if fault != "is missing":
+            log.warning("%s is kept and not counted: its %s %s", path, MANIFEST, fault)
+    if max(found, default=saved) > saved:
+        log.warning(
+            "%s holds step %d, newer than step %d that was just saved, and a resumed run will "
+            "start from there. Delete the newer ones or save to another directory.",
+            *(storage, max(found), saved),
+        )
+    metrics = {step: storage.load_manifest(path).get("metric") for step, path in found.items()}
+    kept = {*found} if keep is None else {*keep.of(metrics), saved}
+    for step in sorted(found.keys() - kept):
+        if not (isinstance(found[step], Path) and is_held(found[step])):
+            _discard(storage, found[step])
+
+
+def discard_after(storage: Storage, step: int) -> None:
+    """Delete the checkpoints after a step to which a run was rolled back; ``latest`` names it."""
+    storage.point_latest(step_name(step))
+    for newer, path in sorted(committed(storage).items()):
+        if newer > step:
+            _discard(storage, path)
+
+
+def digest(stream: BinaryIO) -> dict[str, Any]:
+    """Return the size and checksum that the manifest keeps of a file."""
+    size, checksum = 0, 0
+    while chunk := stream.read(CHUNK_BYTES):
+        size += len(chunk)
+        checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": size, "crc32": f"{checksum:08x}"}
+
+
+def find_damage(
+    storage: Storage, path: Checkpoint, name: str, expected: dict[str, Any]
+) -> str | None:
+    """Compare a file with its manifest entry; return what is wrong, or None."""
+    file = f"{path}/{name}"
+    try:
+        with storage.opened(path, name) as stream:
+            found = digest(stream)
+    except FileNotFoundError:
+        return f"{file} is missing ({expected['bytes']} bytes expected)"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}"
+    if found["bytes"] != expected["bytes"]:
+        return f"{file} has {found['bytes']} bytes instead of {expected['bytes']}"
+    if found["crc32"] != expected["crc32"]:
+        return f"{file} has crc32 {found['crc32']} instead of {expected['crc32']}"
+    return None
+
+
+def _faults(storage: Storage) -> list[tuple[int, Checkpoint, str | None]]:
+    """List each step's directory with what its manifest is or does wrong; None for nothing."""
+    steps: dict[int, Any] = storage.steps()
+    return [(step, path, _find_fault(storage, step, path)) for step, path in steps.items()]
+
+
+def _find_fault(storage: Storage, step: int, path: Checkpoint) -> str | None:
+    try:
+        named = storage.load_manifest(path).get("step", step)
+    except ManifestError as error:
+        return str(error)
+    if named == step:
+        return None
+    return f"says step {named}, so the directory was renamed; {step_name(named)} is its name"
+
+
+def _discard(storage: Storage, path: Checkpoint) -> None:
+    try:
+        storage.discard(path)
+    except Exception as error:  # stores have errors of their own
+        log.warning("could not delete the old checkpoint %s: %s", path, error)

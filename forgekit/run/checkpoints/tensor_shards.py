@@ -9,10 +9,15 @@ with a short list of names, and the shards with ``weights_only``. The list leave
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
-from collections.abc import Collection
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -61,7 +66,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class IndexReader(dcp.FileSystemReader):
-    """torch's reader with an index that was read before, and any place for files."""
+    """torch's reader with an index that was read before, and files from any storage."""
 
     def __init__(self, path: str | Path, index: Metadata, fs: FileSystem | None = None) -> None:
         super().__init__(path)
@@ -71,6 +76,22 @@ class IndexReader(dcp.FileSystemReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return the index; torch would unpickle the file here."""
         return self._index
+
+
+class Downloads(FileSystem):
+    """What torch opens remote files with: each that a rank needs is fetched whole, once."""
+
+    def __init__(self, opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> None:
+        self._opened = opened
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Yield a local copy of a file; torch seeks in it, tensor by tensor."""
+        with tempfile.TemporaryFile(mode.replace("r", "w+")) as local:
+            with self._opened(str(path)) as stream:
+                shutil.copyfileobj(stream, local, 4 << 20)
+            local.seek(0)
+            yield cast(io.IOBase, local)
 
 
 def read_index(stream: BinaryIO, name: str, files: Collection[str]) -> Metadata:

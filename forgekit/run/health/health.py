@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.run.checkpoints import ranks
+from forgekit.run.checkpoints.ranks import GROUP_NAME
 from forgekit.run.health.memory import periodic_collection, report_out_of_memory
 from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, same_place
 from forgekit.run.health.watchdog import Watch
@@ -269,8 +269,7 @@ def _compare(notes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
     """The time-outs of all groups of this process but those of checkpoints: a save takes long."""
-    saving = [group for _, group in ranks._groups.values()]
-    groups = [group for group in c10d._world.pg_map if group not in saving]
+    groups = [group for group in c10d._world.pg_map if group.group_desc != GROUP_NAME]
     options = {group: getattr(_backend(group), "options", None) for group in groups}
     return {group: found._timeout for group, found in options.items() if found is not None}
 

@@ -32,12 +32,10 @@ __all__ = [
 
 GIB = 2.0**30
 LINES = 40
-_CPU_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of torch's error when host memory runs out; it has no class of its own."""
 
 _log = logging.getLogger("forgekit")
-_snapshots: list[Path] = []
-"""Where the observer writes: torch has no way to detach one, so there is one for the process."""
-_observed = False
 
 
 @attrs.frozen(order=True)
@@ -123,8 +121,8 @@ def report_out_of_memory(
 
     ``out/memory/rank_0.txt`` lists the largest tensors that Python holds, by kind, and the resident
     memory; what only a graph of autograd holds is not seen. On CUDA there is also a snapshot of
-    the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken before anything is
-    freed.
+    the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken while the error
+    still holds the local variables of all that it came through.
 
     Args:
         out: The run directory.
@@ -133,13 +131,18 @@ def report_out_of_memory(
             costs time in each allocation; 0 keeps the blocks and not how they came to be.
     """
     path = Path(out) / "memory" / f"rank_{rank}.txt"
+    records = bool(history) and torch.cuda.is_available()
+    if records:
+        torch.cuda.memory._record_memory_history(max_entries=history)
     try:
-        with _snapshot(path.with_suffix(".pickle"), history):
-            yield
+        yield
     except (RuntimeError, MemoryError) as error:
         if _is_out_of_memory(error):
             _write_report(path, error)
         raise
+    finally:
+        if records:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def live_tensors() -> list[LiveTensors]:
@@ -188,7 +191,7 @@ def _tensors() -> Iterator[Tensor]:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return any(message in str(error) for message in _CPU_MESSAGES)
+    return _CPU_ALLOCATOR in str(error)
 
 
 def _write_report(path: Path, error: BaseException) -> None:
@@ -196,6 +199,8 @@ def _write_report(path: Path, error: BaseException) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_report(error))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         _log.error("out of memory; what was held is in %s", path)
     except (OSError, RuntimeError, MemoryError) as failure:
         _log.error("out of memory, and no report of it: %s", failure)
@@ -215,39 +220,3 @@ def _report(error: BaseException) -> str:
     if torch.cuda.is_available():
         lines += ["", torch.cuda.memory_summary()]
     return "\n".join([*lines, ""])
-
-
-@contextmanager
-def _snapshot(path: Path, history: int) -> Iterator[None]:
-    """Let the CUDA allocator write a snapshot to ``path`` when it runs out inside."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    _observe()
-    if history:
-        torch.cuda.memory._record_memory_history(max_entries=history)
-    _snapshots.append(path)
-    try:
-        yield
-    finally:
-        _snapshots.remove(path)
-        if history:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _observe() -> None:
-    global _observed
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is not None and not _observed:
-        attach(_on_out_of_memory)
-        _observed = True
-
-
-def _on_out_of_memory(*_numbers: Any) -> None:
-    """Called by the allocator, before it raises; an exception in here would end the process."""
-    for path in _snapshots[-1:]:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
-        except Exception as error:
-            _log.error("no snapshot of the memory: %s", error)

@@ -1,0 +1,205 @@
+"""Checkpoints in a directory that all ranks share: what is there is complete or does not count.
+
+A checkpoint is written into a hidden temporary directory and described by a manifest that holds
+the size and checksum of each file. Only when all of it is durable is the directory renamed to
+``step_00000100``, and only after that does the symlink ``latest`` move. A process that dies at any
+point leaves the earlier checkpoints as they were and a temporary directory that nobody mistakes for
+a checkpoint; the next save removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import attrs
+
+from forgekit.data.atomic_directory import held, is_held, sync
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.manifest import (
+    MANIFEST,
+    ManifestError,
+    format_manifest,
+    load_manifest,
+    open_regular,
+)
+from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
+from forgekit.run.durable_files import write_atomic
+
+__all__ = ["LocalStorage", "only_warns"]
+
+_HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")
+_LINK = re.compile(r"\.tmp-latest-[0-9a-f]+")
+
+log = logging.getLogger("forgekit")
+
+
+@attrs.frozen
+class LocalStorage:
+    """A directory on a file system that all ranks share."""
+
+    directory: Path
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def steps(self) -> dict[int, Path]:
+        """Return every ``step_*`` directory by step, committed or not."""
+        named = steps_among(path.name for path in self._entries())
+        return {step: self.directory / name for step, name in named.items()}
+
+    def load_manifest(self, path: Path) -> dict[str, Any]:
+        """Read the manifest of a checkpoint; raises ``ManifestError`` if it is not one."""
+        return load_manifest(path)
+
+    def opened(self, path: Path, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of a checkpoint."""
+        return open_regular(path / name)
+
+    @contextmanager
+    def reading(self, path: Path, folder: str) -> Iterator[tuple[Path, None]]:
+        """Lock a checkpoint against retention; yield the folder of its shards.
+
+        Yields:
+            The folder, and None: torch opens local files by itself.
+        """
+        with held(path, shared=True):
+            yield path / folder, None
+
+    @contextmanager
+    def workspace(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
+        """Make a directory for the files of a save, and remove it unless it was committed.
+
+        Yields:
+            The directory, which all ranks share, and the folder of the checkpoint in which the
+            files will be; empty for the checkpoint itself.
+        """
+        with ExitStack() as stack:
+            fresh = self._temporary(step)
+            yield ranks.first(lambda: stack.enter_context(fresh)), ""
+
+    def deliver(self, path: Path, folder: str, step: int, names: list[str]) -> None:
+        """Do nothing: the files were written where they belong."""
+
+    def commit(self, path: Path, manifest: dict[str, Any]) -> Path:
+        """Turn a written directory into a checkpoint and point ``latest`` at it."""
+        final = self.directory / step_name(manifest["step"])
+        # Each of these is durable before the next one starts: contents (synced by their writers),
+        # manifest, the directory that lists them, the new name, latest. A crash between any two
+        # leaves either a directory without a name or a checkpoint that is whole.
+        write_atomic(path / MANIFEST, format_manifest(manifest))
+        sync(path)
+        aside = _replace(path, final)
+        with only_warns(f"{final} is saved, but may be lost if the machine stops now"):
+            sync(self.directory)
+        self.point_latest(final.name)
+        if aside is not None:  # an earlier save of this step; last, so that one of them is whole
+            shutil.rmtree(aside, ignore_errors=True)
+        return final
+
+    def point_latest(self, name: str) -> None:
+        """Let the symlink ``latest`` point to a checkpoint; a failure is logged."""
+        link = self.directory / unique(".tmp-latest")
+        with only_warns(f"{self.directory / 'latest'} does not point to {name}"):
+            try:
+                link.symlink_to(name)
+                link.replace(self.directory / "latest")  # a symlink cannot be changed in one step
+                sync(self.directory)
+            finally:
+                link.unlink(missing_ok=True)
+
+    def discard(self, path: Path) -> None:
+        """Delete a checkpoint, renamed first, so that a half-deleted one does not count."""
+        doomed = path.with_name(unique(f".tmp-{path.name}-deleted"))
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def check_directory(self) -> None:
+        """Refuse a path that cannot hold checkpoints because it is something else.
+
+        Raises:
+            CheckpointError: If it is a file or a checkpoint itself.
+        """
+        if self.directory.exists() and not self.directory.is_dir():
+            raise CheckpointError(
+                f"{self} is a file; name the directory that holds the checkpoints."
+            )
+        with contextlib.suppress(ManifestError):
+            load_manifest(self.directory)
+            raise CheckpointError(
+                f"{self} is a checkpoint itself; name the directory that holds it, "
+                f"{self.directory.parent}, and choose it with step=."
+            )
+
+    def restore_replaced(self) -> None:
+        """Give a checkpoint its name back if a save set it aside and died before replacing it."""
+        hidden = self._hidden()
+        if any(is_held(path) for path in hidden if path.name.startswith(".tmp-")):
+            return  # that save is alive
+        for path in hidden:
+            match = _HIDDEN.fullmatch(path.name)
+            if not match or match[1] != "old" or (self.directory / match[2]).exists():
+                continue
+            with contextlib.suppress(ManifestError):
+                load_manifest(path)
+                path.rename(self.directory / match[2])
+
+    def remove_leftovers(self) -> None:
+        """Delete what dead processes left; directories of living ones are locked."""
+        self.restore_replaced()
+        for path in self._hidden():
+            if not is_held(path):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self._entries():
+            if _LINK.fullmatch(path.name) and path.is_symlink():
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _temporary(self, step: int) -> Iterator[Path]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.remove_leftovers()
+        temporary = self.directory / unique(f".tmp-{step_name(step)}")
+        temporary.mkdir()
+        with held(temporary):
+            try:
+                yield temporary
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _entries(self) -> list[Path]:
+        return [*self.directory.iterdir()] if self.directory.is_dir() else []
+
+    def _hidden(self) -> list[Path]:
+        named = [path for path in self._entries() if _HIDDEN.fullmatch(path.name)]
+        return [path for path in named if path.is_dir() and not path.is_symlink()]
+
+
+@contextmanager
+def only_warns(what: str) -> Iterator[None]:
+    """Log what goes wrong once a checkpoint is committed: it is good whatever comes after."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s", what, error)
+
+
+def _replace(temporary: Path, final: Path) -> Path | None:
+    """Rename ``temporary`` to ``final``; return where an earlier ``final`` now is."""
+    if not final.exists():
+        temporary.rename(final)
+        return None
+    aside = final.with_name(unique(f".old-{final.name}"))
+    final.rename(aside)  # rename cannot replace a directory that is not empty
+    try:
+        temporary.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    return aside
