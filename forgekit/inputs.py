@@ -22,6 +22,7 @@ __all__ = [
     "check_numbers",
     "is_integer",
     "is_number",
+    "nearest_multiples",
     "parse_json",
     "path_of",
     "path_problem",
@@ -125,6 +126,17 @@ def _number(value: Any) -> float | None:
         return math.inf
     except (TypeError, ValueError, RuntimeError):  # arrays, and tensors of several numbers
         return None
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
+    """Write the multiples of ``divisor`` around a size that is none, for a message.
+
+    Examples:
+        >>> nearest_multiples(13, 4), nearest_multiples(3, 4)
+        ('12 and 16', '4')
+    """
+    lower = max(size, 0) // divisor * divisor
+    return " and ".join(str(multiple) for multiple in (lower, lower + divisor) if multiple)
 
 
 def brief(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Processes and their mesh: who am I, who are the others, which of them share my data.
 
-Three ways of starting lead to the same place: torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``),
+Three ways of starting lead to the same mesh: torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``),
 srun (``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``), or one plain process. Every size is
 checked before the first process group is made, because a mesh that does not fit would otherwise
 fail on some ranks and leave the others waiting.
@@ -20,12 +20,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forgekit.environment import identity, local_world, rendezvous
+from forgekit.inputs import nearest_multiples
 
 __all__ = ["MeshSpec", "build_mesh", "data_ranks", "expert_ranks", "process_rank", "shutdown"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
-_EXPERT_RANKS = "_forgekit_expert_ranks"
+EXPERT_DIMENSIONS = ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
+"""Those of the root mesh where ranks share experts: ``fsdp_ep * ep`` is ``dp_shard * cp``."""
 START_TIMEOUT = timedelta(minutes=30)
 
 
@@ -71,8 +73,9 @@ def build_mesh(
         device: ``"cpu"`` or ``"cuda"``; by default the accelerator where there is one.
 
     Returns:
-        A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. A default
-        process group that exists is used as it is.
+        A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. Where ranks
+        share experts, its root mesh has them as the dimension ``ep``. A default process group that
+        exists is used as it is.
 
     Raises:
         ValueError: If the sizes do not fit the number of ranks, the device is not there, or what
@@ -94,10 +97,7 @@ def build_mesh(
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
         _start(kind, rank, world)
-    mesh = init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
-    # On the object: meshes of equal shape compare equal, whatever their experts do.
-    setattr(mesh, _EXPERT_RANKS, spec.ep)
-    return mesh
+    return _arrange(kind, sizes, spec.ep)
 
 
 def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
@@ -141,9 +141,9 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
 
 
 def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This process's place among the data-parallel ranks.
+    """This process's position among the data-parallel ranks.
 
-    Ranks that differ only in tensor, context or pipeline place read the same samples.
+    Ranks that differ only in their tensor, context or pipeline position read the same samples.
 
     Args:
         mesh: What ``build_mesh`` returned, or None for one process.
@@ -181,9 +181,10 @@ def check_dimensions(mesh: DeviceMesh) -> None:
 
 
 def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This process's place among the ranks that share the experts, a view over ``dp_shard * cp``.
+    """This process's position among the ranks that share the experts.
 
-    Neighbours share them, so that tokens travel within a machine where that is possible.
+    Neighbours on ``dp_shard * cp`` share them, so that tokens stay within a machine where that is
+    possible.
 
     Args:
         mesh: What ``build_mesh`` returned, or None for one process.
@@ -191,11 +192,14 @@ def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     Returns:
         ``(rank, world)``; the world is ``MeshSpec.ep``.
     """
-    world = getattr(mesh, _EXPERT_RANKS, 1)
-    if mesh is None or world == 1:
-        return 0, 1
-    place = mesh.get_local_rank("dp_shard") * mesh["cp"].size() + mesh.get_local_rank("cp")
-    return place % world, world
+    view = expert_view(mesh)
+    return (0, 1) if view is None else (view.get_local_rank("ep"), view["ep"].size())
+
+
+def expert_view(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The same ranks with the dimensions ``EXPERT_DIMENSIONS``; None if none share experts."""
+    root = mesh and mesh._get_root_mesh()
+    return root if root is not None and root.mesh_dim_names == EXPERT_DIMENSIONS else None
 
 
 def process_rank() -> int:
@@ -242,6 +246,17 @@ def _start(kind: str, rank: int, world: int) -> None:
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=START_TIMEOUT)
 
 
+def _arrange(kind: str, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
+    """Make the mesh, and its root where ranks share experts: torch keeps the one with the other."""
+    if ep == 1:
+        return init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
+    pp, replicate, shards, context, tensor = sizes
+    view = pp, replicate, shards * context // ep, ep, tensor
+    root = init_device_mesh(kind, view, mesh_dim_names=EXPERT_DIMENSIONS)
+    ranks = root.mesh.reshape(sizes)
+    return DeviceMesh(kind, ranks, mesh_dim_names=DIMENSIONS, _root_mesh=root)
+
+
 def _share_cores() -> None:
     """Give each process on this machine its share of the cores unless the user decided.
 
@@ -260,9 +275,7 @@ def _nearest(sizes: Mapping[str, int], world: int) -> str:
     """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
-        lower = world // model * model
-        counts = [count for count in (lower, lower + model) if count]
-        return f"the nearest numbers of ranks are {' and '.join(map(str, counts))}."
+        return f"the nearest numbers of ranks are {nearest_multiples(world, model)}."
     data = world // model
     replicate = min(_divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
     return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

@@ -45,7 +45,7 @@ _RECIPES = _PACKAGE + "recipes" + os.sep
 
 
 _ATTRIBUTE = "_forgekit_layout"
-"""Where ``parallelize`` leaves a layout on a model, until ``TrainState`` reads it."""
+"""Where ``parallelize`` leaves a layout on a model, the only mark that forgekit makes."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -54,11 +54,14 @@ class Layout:
 
     Attributes:
         ring: Ranks over which a sequence goes round in ring attention.
-        ulysses: Ranks that exchange places for heads; ``ring * ulysses`` is the size of ``cp``.
-        context_rank: This rank's place on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
+        ulysses: Ranks that exchange positions for heads; ``ring * ulysses`` is the size of ``cp``.
+        context_rank: This rank's position on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
+        sockets: The model's own ``attend`` and ``locate`` by module name, for whole sequences;
+            empty where they were not replaced.
+        experts: Ranks that share the experts.
         tensor: Ranks that share each matrix.
-        sequence: Ranks over which tensor parallelism spreads the places of the residual stream.
-        longest: Most places of a whole sequence that the model takes; None if it does not say.
+        sequence: Ranks over which tensor parallelism shards the positions of the residual stream.
+        longest: Most positions of a whole sequence that the model takes; None if it does not say.
         locates: Whether a module of the model has a ``locate`` socket for positions.
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
@@ -72,6 +75,8 @@ class Layout:
     ring: int = 1
     ulysses: int = 1
     context_rank: int = 0
+    sockets: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    experts: int = 1
     tensor: int = 1
     sequence: int = 1
     longest: int | None = None
@@ -88,13 +93,18 @@ class Layout:
         """Ranks that share a sequence."""
         return self.ring * self.ulysses
 
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the losses: the last pipeline stage does."""
+        return self.stages is None or self.stages.has_last
+
     def roots(self, model: nn.Module) -> list[nn.Module]:
         """The modules that FSDP wraps as roots: the model, or this rank's pipeline stages."""
         return [model] if self.stages is None else [model, *self.stages.modules]
 
     @property
-    def places_multiple(self) -> int:
-        """What the places of a sequence must be divisible by, so that every rank has as many."""
+    def positions_multiple(self) -> int:
+        """Divides the length of every sequence that all ranks can share evenly."""
         chunks = 2 * self.ring if self.ring > 1 else 1  # zigzag gives each rank two
         return chunks * self.ulysses * self.sequence
 
@@ -104,7 +114,12 @@ def layout_of(model: nn.Module) -> Layout:
 
     ``TrainState`` does so once. Only what has no state at hand, as ``generate``, asks the model.
     """
-    return getattr(model, _ATTRIBUTE, None) or Layout()
+    return getattr(model, _ATTRIBUTE, None) or Layout(longest=longest_of(model))
+
+
+def longest_of(model: nn.Module) -> int | None:
+    """Most positions that a model says it takes: its ``spec.max_seq_len``; None if it does not."""
+    return getattr(getattr(model, "spec", None), "max_seq_len", None)
 
 
 def set_layout(model: nn.Module, layout: Layout) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.inputs import brief, is_integer, is_number
+from forgekit.inputs import brief, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
 
@@ -76,11 +76,10 @@ class TransformerSpec:
                 raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be a number.")
         if self.dim % (2 * self.heads):
             step = 2 * self.heads
-            lower = max(self.dim // step * step, step)
             raise ValueError(
                 f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
-                f"embedding can pair the channels of a head; the nearest are {lower} and "
-                f"{lower + step}."
+                f"embedding can pair the channels of a head; the nearest are "
+                f"{nearest_multiples(self.dim, step)}."
             )
         if self.heads % self.kv_heads:
             fitting = [k for k in range(1, self.heads + 1) if self.heads % k == 0]

@@ -1,14 +1,13 @@
 """What backward recomputes instead of keeping it, and the compilation of blocks.
 
-Both work on one block at a time and keep its parameters' names: ``forward`` is replaced, where a
-wrapper module would put a prefix before them.
+Both work on one block at a time and keep its parameters' names.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["ActivationCheckpoint", "check_recompute", "compile_block", "recompute"]
+from forgekit.parallel.module_forward import wrap_forward
+
+__all__ = ["ActivationCheckpoint", "check_recompute", "compile_blocks", "recompute"]
 
 ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
 
@@ -65,7 +66,7 @@ def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
     Args:
         block: A repeated layer, before it is compiled and wrapped by FSDP.
         what: ``"full"``: everything; ``"selective"``: everything but matrix products and
-            attention; with ``"none"`` nothing happens, and with ``"budget"`` ``compile_block``
+            attention; with ``"none"`` nothing happens, and with ``"budget"`` ``compile_blocks``
             sees to it.
     """
     if what in ("none", "budget"):
@@ -73,27 +74,26 @@ def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if what == "selective":
         options["context_fn"] = _selective_contexts
-    forward: Callable[..., Any] = block.forward
 
     # A function of this file: the compiler passes over a bound `checkpoint`, which is torch's own,
     # and the block with it.
-    def repeatable(*args: Any, **kwargs: Any) -> Any:
+    def repeatable(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    block.forward = repeatable
+    wrap_forward(block, repeatable)
 
 
-def compile_block(
-    block: nn.Module,
+def compile_blocks(
+    blocks: Iterable[nn.Module],
     what: ActivationCheckpoint = "none",
     *,
     memory_budget: float = 0.5,
     backend: str = "inductor",
 ) -> None:
-    """Compile a block, in place; with ``"budget"`` so that it keeps no more than its share.
+    """Compile blocks, in place; with ``"budget"`` so that each keeps no more than its share.
 
     Args:
-        block: A repeated layer.
+        blocks: Repeated layers; those that are alike share what is compiled.
         what: What backward recomputes.
         memory_budget: Share of the bytes that a compiled block would keep for backward; the
             compiler recomputes what costs least until the rest fits.
@@ -102,16 +102,10 @@ def compile_block(
     References:
         https://pytorch.org/blog/activation-checkpointing-techniques/
     """
-    if what != "budget":
-        block.compile(backend=backend)
-        return
-    block.compile(backend=_budgeted(memory_budget, backend))
-
-
-@cache
-def _budgeted(budget: float, backend: str) -> Callable[..., Any]:
-    """One object for all blocks: with one each, alike blocks would not share what is compiled."""
-    return partial(_within_budget, budget, backend)
+    # One object for all blocks: with one each, alike blocks would not share what is compiled.
+    chosen = partial(_within_budget, memory_budget, backend) if what == "budget" else backend
+    for block in blocks:
+        block.compile(backend=chosen)
 
 
 def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **options: Any) -> Any:

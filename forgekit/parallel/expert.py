@@ -16,47 +16,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from forgekit.mesh import expert_ranks
+from forgekit.inputs import nearest_multiples
+from forgekit.mesh import expert_view
 from forgekit.model.dispatch import Compute, invert, sort_by_expert
+from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
 
 __all__ = ["apply_experts", "expert_mesh", "find_experts"]
 
-DIMENSIONS = ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
 
-
-def expert_mesh(mesh: DeviceMesh, ep: int | None = None) -> DeviceMesh | None:
-    """Arrange the ranks of a mesh for experts.
-
-    A collective: process groups are made.
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks of a mesh as experts share them.
 
     Args:
         mesh: What ``build_mesh`` returned.
-        ep: Ranks that share the experts; what ``MeshSpec.ep`` said if None.
 
     Returns:
         A mesh over the same ranks with the dimensions ``pp, dp_replicate, fsdp_ep, ep, tp``, where
         ``fsdp_ep * ep = dp_shard * cp`` and neighbours share experts; None where ``ep`` is 1.
 
     Raises:
-        ValueError: If ``ep`` does not divide ``dp_shard * cp``, or ``tp`` is above 1.
+        ValueError: If ``tp`` is above 1.
     """
-    ep = expert_ranks(mesh)[1] if ep is None else ep
-    if ep == 1:
-        return None
-    pp, replicate, shards, context, tensor = mesh.mesh.shape
-    if shards * context % ep:
+    view = expert_view(mesh)
+    if view is not None and view["tp"].size() > 1:
         raise ValueError(
-            f"ep {ep} does not divide dp_shard {shards} * cp {context} = {shards * context}."
+            f"ep {view['ep'].size()} with tp {view['tp'].size()}: tokens that ranks compute alike "
+            "would travel to the experts several times over. Use tp=1, and dp_shard or cp in its "
+            "place."
         )
-    if tensor > 1:
-        raise ValueError(
-            f"ep {ep} with tp {tensor}: tokens that ranks compute alike would travel to the "
-            "experts several times over. Use tp=1, and dp_shard or cp in its place."
-        )
-    ranks = mesh.mesh.reshape(pp, replicate, shards * context // ep, ep, tensor)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=DIMENSIONS)
+    return view
 
 
 def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
@@ -89,11 +79,12 @@ def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
 def apply_experts(
     model: nn.Module, view: DeviceMesh, modules: Iterable[nn.Module]
 ) -> list[nn.Module]:
-    """Spread experts over the ranks of ``ep``, in place.
+    """Shard experts over the ranks of ``ep``, in place.
 
-    Parameters become DTensors cut by their experts; inside ``forward`` a module sees its own
+    Parameters become DTensors sharded by their experts; inside ``forward`` a module sees its own
     experts as plain tensors. The ``dispatch`` socket of the module that owns them, itself or the
-    nearest above, exchanges tokens from then on. Nothing is sent: each rank cuts what it holds.
+    nearest above, exchanges tokens from then on. Nothing is sent: each rank keeps its part of what
+    it holds.
 
     Args:
         model: The model, on meta or filled with the same values on every rank.
@@ -115,7 +106,7 @@ def apply_experts(
         owner = _owner(model, names[module])
         _cut(module, view["ep"])
         owner.dispatch = exchange
-        module.forward = partial(_with_own_experts, module, module.forward)
+        wrap_forward(module, partial(_with_own_experts, module))
     return present
 
 
@@ -134,19 +125,14 @@ def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:
     if experts % ep:
         raise ValueError(
             f"{name!r} has {experts} experts, which ep {ep} must divide; the nearest are "
-            f"{_nearest(experts, ep)}."
+            f"{nearest_multiples(experts, ep)}."
         )
     for leaf, shape in shapes.items():
         if shape[1] % rest:
             raise ValueError(
                 f"'{name}.{leaf}' is {shape}; dp_shard * cp / ep = {rest} must divide its second "
-                f"dimension, the nearest are {_nearest(shape[1], rest)}. Or raise ep."
+                f"dimension, the nearest are {nearest_multiples(shape[1], rest)}. Or raise ep."
             )
-
-
-def _nearest(size: int, divisor: int) -> str:
-    lower = size // divisor * divisor
-    return " and ".join(str(n) for n in (lower, lower + divisor) if n)
 
 
 def _owner(model: nn.Module, name: str) -> Any:
@@ -175,18 +161,7 @@ def _with_own_experts(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a module's forward with its parameters as the plain tensors that this rank holds."""
-    hidden: list[tuple[nn.Module, str]] = []
-    try:
-        for part in module.modules():
-            for leaf, parameter in part._parameters.items():
-                if isinstance(parameter, DTensor):
-                    # Found before the parameter, which FSDP still knows under its name.
-                    part.__dict__[leaf] = parameter.to_local()
-                    hidden.append((part, leaf))
-        return forward(*args, **kwargs)
-    finally:
-        for part, leaf in hidden:
-            del part.__dict__[leaf]
+    return with_local_parameters(list(module.modules()), Shard(0), forward, *args, **kwargs)
 
 
 def _dispatch_over(

@@ -10,38 +10,41 @@ that was built there.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.mesh import check_dimensions
+from forgekit.mesh import check_dimensions, expert_ranks
 from forgekit.model.initial import init_weights
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     check_recompute,
-    compile_block,
+    compile_blocks,
     recompute,
 )
-from forgekit.parallel.context.context_parallel import ContextParallel, apply_context
+from forgekit.parallel.context.context_parallel import Context, ContextParallel, apply_context
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
 from forgekit.parallel.fsdp import Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stage_tensors import Absent
-from forgekit.parallel.pipeline.stages import split_stages
+from forgekit.parallel.pipeline.stages import Stages, split_stages
 from forgekit.parallel.rank_agreement import check_alike
 from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import (
     EXPERT,
     Plan,
+    Style,
     apply_plan,
     logit_modules,
     read_plan,
 )
-from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, set_layout
+from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
 
 __all__ = ["parallelize"]
 
@@ -102,102 +105,194 @@ def parallelize(
             on meta (only its module knows its values), a parameter on meta is shared by two
             modules or one is shared by two blocks, or parameters are complex or sparse.
     """
-    _check_mesh(mesh)
-    check_alike(
-        model,
-        {
-            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-            "precision": precision,
-            "activation_checkpoint": activation_checkpoint,
-            "memory_budget": memory_budget,
-            "compile": compile,
-            "pipeline_schedule": pipeline_schedule,
-            "context_parallel": context_parallel,
-            "plan": None if plan is None else sorted(plan),
-            "blocks": blocks,
-            "reshard_after_forward": reshard_after_forward,
-            "cpu_offload": cpu_offload,
-            "prefetch": prefetch,
-            "seed": seed,
-        },
+    asked = _Options(
+        precision=precision,
+        activation_checkpoint=activation_checkpoint,
+        memory_budget=memory_budget,
+        compile=compile,
+        pipeline_schedule=pipeline_schedule,
+        context_parallel=context_parallel,
+        plan=plan,
+        blocks=blocks,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        prefetch=prefetch,
+        seed=seed,
     )
-    _check_choice("precision", precision, get_args(Precision))
-    _check_choice("activation_checkpoint", activation_checkpoint, get_args(ActivationCheckpoint))
-    _check_choice("pipeline_schedule", pipeline_schedule, get_args(PipelineSchedule))
-    _check_choice("context_parallel", context_parallel, get_args(ContextParallel))
-    check_recompute(activation_checkpoint, is_compiled=compile, memory_budget=memory_budget)
-    layers = _blocks(model, blocks)
-    if not layers and (compile or activation_checkpoint != "none"):
+    # What can be refused is refused here, on all ranks alike, before process groups are made.
+    _check_ranks(model, mesh, asked)
+    _check_options(model, asked)
+    _check_model(model, mesh, asked)
+    whole = dict(model.named_modules())
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
+    ranks = _Ranks(*arrange(mesh), expert_mesh(mesh))
+    experts = _find_experts(model, ranks, plan)
+    context = apply_context(model, mesh, context_parallel, tensor=size_of(mesh, "tp"))
+
+    _copy_from_first_rank(model, mesh)
+    stages = _split(model, mesh, asked)
+    roots = [model] if stages is None else stages.modules
+    layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
+    if not on_meta:
+        model.to(mesh.device_type)
+    if ranks.tensor is not None:
+        apply_plan(model, ranks.tensor, styles, whole)
+    if ranks.experts is not None:
+        experts = apply_experts(model, ranks.experts, experts)
+    for layer in layers:
+        recompute(layer, activation_checkpoint)
+    if compile:
+        compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
+    layout = _describe(model, mesh, asked, context, styles, stages)
+    if _is_wrapped(mesh, asked):
+        _shard(roots, layers, experts, ranks, asked, layout)
+    if ranks.tensor is not None and layout.has_last:
+        roots[-1].register_forward_hook(share_logits)
+    if on_meta:
+        _fill(model, roots, on_meta, mesh, asked)
+    set_layout(model, layout)
+    return model
+
+
+@attrs.frozen(kw_only=True)
+class _Options:
+    """What ``parallelize`` was asked for; see there."""
+
+    precision: Precision
+    activation_checkpoint: ActivationCheckpoint
+    memory_budget: float
+    compile: bool
+    pipeline_schedule: PipelineSchedule
+    context_parallel: ContextParallel
+    plan: Plan | None
+    blocks: str | None
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    prefetch: int
+    seed: int
+
+
+class _Ranks(NamedTuple):
+    """Views of a mesh: over what parameters are sharded.
+
+    Attributes:
+        data: By FSDP; of two dimensions, replicated over the first.
+        tensor: By tensor parallelism; None for a single rank.
+        experts: Experts; see ``expert_mesh``.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+    experts: DeviceMesh | None
+
+
+def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
+    """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
+    _check_mesh(mesh)
+    plan = None if asked.plan is None else sorted(asked.plan)
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    check_alike(model, attrs.asdict(asked, recurse=False) | {"plan": plan, "mesh": sizes})
+
+
+def _check_options(model: nn.Module, asked: _Options) -> None:
+    _check_choice("precision", asked.precision, get_args(Precision))
+    what = asked.activation_checkpoint
+    _check_choice("activation_checkpoint", what, get_args(ActivationCheckpoint))
+    _check_choice("pipeline_schedule", asked.pipeline_schedule, get_args(PipelineSchedule))
+    _check_choice("context_parallel", asked.context_parallel, get_args(ContextParallel))
+    check_recompute(what, is_compiled=asked.compile, memory_budget=asked.memory_budget)
+    if not _blocks(model, asked.blocks) and (asked.compile or what != "none"):
         raise ValueError(
             f"{type(model).__name__} has no list 'layers' to compile or recompute; name its list "
             f"of repeated layers with blocks=; {_lists(model)}"
         )
+
+
+def _check_model(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     check_dense(model)
     _check_hooks(model)
     _check_buffers(model)
     _check_shared(model)
-    is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
-    if is_wrapped:
-        _check_shared_by_blocks(layers)
-    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    # Arranging makes process groups, so what can be refused is, before and on all ranks alike.
-    styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
-    data, tensor = arrange(mesh)
-    locates = any(hasattr(module, "locate") for module in model.modules())
-    view = expert_mesh(mesh)
-    experts = [] if view is None else find_experts(model, _expert_patterns(model, plan))
-    ring, ulysses, place = apply_context(model, mesh, context_parallel, tensor=size_of(mesh, "tp"))
-    _copy_from_first_rank(model, mesh)
+    if _is_wrapped(mesh, asked):
+        _check_shared_by_blocks(_blocks(model, asked.blocks))
 
-    stages = None
-    if size_of(mesh, "pp") > 1:
-        # Each part of a backward in two would recompute, or compile, the block once more.
-        splits = activation_checkpoint == "none" and not compile
-        stages = split_stages(model, mesh, pipeline_schedule, blocks, splits_backward=splits)
-        layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
-    roots = [model] if stages is None else stages.modules
-    is_last = stages is None or stages.has_last
-    if not on_meta:
-        model.to(mesh.device_type)
-    sequence = 1 if tensor is None else apply_plan(model, tensor, plan)
-    spread = [] if view is None else apply_experts(model, view, experts)
-    for layer in layers:
-        recompute(layer, activation_checkpoint)
-        if compile:
-            compile_block(layer, activation_checkpoint, memory_budget=memory_budget)
-    if is_wrapped:
-        keep: dict[str, Any] = {
-            # A backward in two parts finds a stage's weights only while they are gathered.
-            "reshard_after_forward": reshard_after_forward if stages is None else False,
-            "cpu_offload": cpu_offload,
-        }
-        if view is not None:
-            shard_experts(spread, view, precision, **keep)
-        inner = roots[:-1] if is_last else roots
-        shard(roots, layers, data, precision, inner=inner, prefetch=prefetch, **keep)
-    if tensor is not None and is_last:
-        roots[-1].register_forward_hook(share_logits)
-    if on_meta:
-        for root in roots:
-            _materialise(root, mesh.device_type, "cpu" if cpu_offload else mesh.device_type)
-        init_weights(model, seed, only=on_meta & {name for name, _ in model.named_parameters()})
-    layout = Layout(
-        ring=ring,
-        ulysses=ulysses,
-        context_rank=place,
-        tensor=size_of(mesh, "tp"),
-        sequence=sequence,
-        longest=getattr(getattr(model, "spec", None), "max_seq_len", None),
-        locates=locates,
-        owns_loss=is_last and (tensor is None or tensor.get_local_rank() == 0),
+
+def _is_wrapped(mesh: DeviceMesh, asked: _Options) -> bool:
+    return mesh.size() > 1 or asked.precision != "fp32" or asked.cpu_offload
+
+
+def _split(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> Stages | None:
+    """Keep this rank's pipeline stages, in place; None where a rank has the whole model."""
+    if size_of(mesh, "pp") == 1:
+        return None
+    # Each part of a backward in two would recompute, or compile, the block once more.
+    splits = asked.activation_checkpoint == "none" and not asked.compile
+    schedule = asked.pipeline_schedule
+    return split_stages(model, mesh, schedule, asked.blocks, splits_backward=splits)
+
+
+def _describe(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    asked: _Options,
+    context: Context,
+    styles: Mapping[str, Style],
+    stages: Stages | None,
+) -> Layout:
+    tensor, is_fp16 = size_of(mesh, "tp"), asked.precision == "fp16"
+    has_last = stages is None or stages.has_last
+    return Layout(
+        ring=context.ring,
+        ulysses=context.ulysses,
+        context_rank=context.rank,
+        sockets=context.sockets,
+        experts=expert_ranks(mesh)[1],
+        tensor=tensor,
+        sequence=tensor if "sequence" in styles.values() else 1,
+        longest=longest_of(model),
+        locates=any("locate" in own for own in context.sockets.values()),
+        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
         stages=stages,
-        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
         styles=styles,
         logits=frozenset(logit_modules(styles)),
-        dynamic_loss_scale=precision == "fp16",
+        loss_scale=1.0 if is_fp16 else DEFAULT_LOSS_SCALE,
+        dynamic_loss_scale=is_fp16,
     )
-    set_layout(model, layout)
-    return model
+
+
+def _shard(
+    roots: list[nn.Module],
+    layers: list[nn.Module],
+    experts: list[nn.Module],
+    ranks: _Ranks,
+    asked: _Options,
+    layout: Layout,
+) -> None:
+    """Wrap experts, then blocks, then roots in FSDP, in place: inner modules first."""
+    keep: dict[str, Any] = {
+        # A backward in two parts finds a stage's weights only while they are gathered.
+        "reshard_after_forward": asked.reshard_after_forward if layout.stages is None else False,
+        "cpu_offload": asked.cpu_offload,
+    }
+    if ranks.experts is not None:
+        shard_experts(experts, ranks.experts, asked.precision, **keep)
+    inner = roots[:-1] if layout.has_last else roots
+    shard(roots, layers, ranks.data, asked.precision, inner=inner, prefetch=asked.prefetch, **keep)
+
+
+def _fill(
+    model: nn.Module, roots: list[nn.Module], on_meta: set[str], mesh: DeviceMesh, asked: _Options
+) -> None:
+    """Give parameters that were on meta memory and initial weights, in place."""
+    for root in roots:
+        device = mesh.device_type
+        _materialise(root, device, "cpu" if asked.cpu_offload else device)
+    init_weights(model, asked.seed, only=on_meta & {name for name, _ in model.named_parameters()})
+
+
+def _find_experts(model: nn.Module, ranks: _Ranks, plan: Plan | None) -> list[nn.Module]:
+    return [] if ranks.experts is None else find_experts(model, _expert_patterns(model, plan))
 
 
 def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
@@ -273,8 +368,8 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"{name!r} has a gradient hook, and parallelize puts another parameter, without "
-                "it, in its place. Change gradients after it: parameter.grad between accumulate "
+                f"{name!r} has a gradient hook, and parallelize replaces the parameter by one "
+                "without it. Change gradients after it: parameter.grad between accumulate "
                 "and reduce_totals."
             )
 

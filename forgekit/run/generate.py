@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import process_rank
-from forgekit.parallel.context.context_parallel import whole_sequences
+from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.run.durable_files import write_atomic
 from forgekit.state import TrainState, layout_of
 from forgekit.steps.forward import evaluating
@@ -66,11 +66,11 @@ def generate(
             "this model is split into pipeline stages, and a rank can run only its own. To "
             "generate, load its checkpoint into a layout with pp=1."
         )
-    window = getattr(getattr(model, "spec", None), "max_seq_len", None) or 2**31
+    window = layout.longest or 2**31
     window = window // layout.sequence * layout.sequence
     generator = torch.Generator(input_ids.device).manual_seed(seed)
     ids, ended = input_ids, torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-    with evaluating(model, layout), whole_sequences(model):
+    with evaluating(model, layout), with_sockets(model, layout.sockets):
         for _ in range(max_new_tokens):
             logits = _last_logits(model, ids[:, -window:], layout.sequence).float()
             chosen = _choose(logits, temperature, top_k, generator)

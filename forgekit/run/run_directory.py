@@ -367,8 +367,8 @@ def every(steps: int, state: TrainState) -> bool:
 def _check_places(state: TrainState, dataset: Any) -> None:
     """Refuse rows that the model will not take, before the first one is read."""
     places = getattr(dataset, "seq_len", 0)
-    limit = getattr(getattr(state.model, "spec", None), "max_seq_len", places)
-    if places > limit:
+    limit = state.layout.longest
+    if limit is not None and places > limit:
         raise ValueError(
             f"seq_len {places} of the data is above max_seq_len {limit} of the model; set "
             f"data.seq_len={limit} or less, or model.max_seq_len={places} or more."

@@ -1,8 +1,8 @@
 """One micro-batch through the model: this rank's part of it, and its loss as plain tensors.
 
 Training, evaluation and pipelines share these lines. A micro-batch arrives as whole sequences;
-ranks that share a sequence take their places of it here. Under tensor parallelism logits may be
-spread over the vocabulary; a loss function may mix them with plain tensors, which every rank has.
+ranks that share a sequence take their positions of it here. Under tensor parallelism logits may be
+sharded by the vocabulary; a loss function may mix them with plain tensors, which every rank has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import shard_sequence
+from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.state import Layout
 from forgekit.steps.losses import Loss
@@ -31,7 +32,7 @@ LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
 
 def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> TensorDictBase:
-    """Move a micro-batch to the device and keep the places that belong to this rank.
+    """Move a micro-batch to the device and keep the positions that belong to this rank.
 
     Args:
         batch: Whole sequences, ``[b s]``.
@@ -43,10 +44,10 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
 
     Raises:
         TypeError: If it is no TensorDict with rows.
-        ValueError: If the places cannot be shared evenly.
+        ValueError: If the positions cannot be shared evenly.
     """
     first = _first_tensor(batch)
-    _check_places(batch, layout)
+    _check_positions(batch, layout)
     if layout.context > 1:
         ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
         whole = TensorDict(dict(batch.items()), batch.batch_size)
@@ -67,7 +68,7 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
             f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
             "the summed loss and the number of its targets."
         )
-    return _plain(loss) if _is_spread(loss) else loss
+    return _plain(loss) if _is_sharded(loss) else loss
 
 
 def check_loss(loss: Loss) -> Loss:
@@ -100,7 +101,7 @@ def length_of(batches: Iterable[TensorDictBase]) -> int | None:
 
 
 def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:
-    """Let plain tensors meet those that tensor parallelism spreads, in a loss and its backward.
+    """Let plain tensors meet those that tensor parallelism shards, in a loss and its backward.
 
     The plain ones (labels, masks) are the same on all tensor-parallel ranks.
     """
@@ -125,7 +126,7 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
             module.reshard()  # a forward without a backward leaves the root gathered
 
 
-def _is_spread(loss: Loss) -> bool:
+def _is_sharded(loss: Loss) -> bool:
     metrics = (value for metric in loss.metrics.values() for value in _pair(metric))
     return any(isinstance(v, DTensor) for v in (loss.sum, loss.count, *(loss.rows or ()), *metrics))
 
@@ -157,26 +158,26 @@ def _first_tensor(batch: Any) -> Tensor:
     )
 
 
-def _check_places(batch: TensorDictBase, layout: Layout) -> None:
-    multiple = layout.places_multiple
+def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
+    multiple = layout.positions_multiple
     if multiple == 1 or "input_ids" not in batch.keys():  # noqa: SIM118
         return
-    places = batch["input_ids"].shape[1]
-    if layout.longest is not None and places > layout.longest:
+    positions = batch["input_ids"].shape[1]
+    if layout.longest is not None and positions > layout.longest:
         raise ValueError(
-            f"input_ids has {places} places; max_seq_len is {layout.longest}, over all ranks that "
-            "share a sequence. Shorten the sequences or build the model with a larger max_seq_len."
+            f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
+            "that share a sequence. Shorten the sequences or build the model with a larger "
+            "max_seq_len."
         )
-    if places % multiple:
+    if positions % multiple:
         parts = {
             "2 * ring": 2 * layout.ring if layout.ring > 1 else 1,
             "ulysses": layout.ulysses,
             "tp": layout.sequence,
         }
         shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-        lower = places // multiple * multiple
-        nearest = " and ".join(str(n) for n in (lower, lower + multiple) if n)
         raise ValueError(
-            f"input_ids has {places} places, which {multiple} = {shown} must divide; the nearest "
-            f"are {nearest}. Change data.seq_len or the mesh."
+            f"input_ids has {positions} positions, which {multiple} = {shown} must divide; the "
+            f"nearest are {nearest_multiples(positions, multiple)}. Change data.seq_len or the "
+            "mesh."
         )

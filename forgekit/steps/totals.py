@@ -260,7 +260,7 @@ def _claim(totals: Totals, state: TrainState) -> Claim:
     return Claim(
         sums=_summed_keys(totals),
         samples=totals.samples,
-        knows_names=_knows_names(state),
+        knows_names=state.layout.has_last,
         unreduced=totals.unreduced,
         rows=totals.digest,
     )
@@ -268,7 +268,7 @@ def _claim(totals: Totals, state: TrainState) -> Claim:
 
 def _filled(totals: Totals, state: TrainState) -> Totals:
     """Add zeros for the sums that only a pipeline's last stage has."""
-    if totals.agreed is None or _knows_names(state):
+    if totals.agreed is None or state.layout.has_last:
         return totals
     return _with_zeros(totals, totals.agreed.sums)
 
@@ -279,11 +279,6 @@ def _with_zeros(totals: Totals, keys: Iterable[Any]) -> Totals:
     for key in missing:
         sums[key] = torch.zeros_like(totals["loss"])
     return attrs.evolve(totals, sums=sums)
-
-
-def _knows_names(state: TrainState) -> bool:
-    stages = state.layout.stages
-    return stages is None or stages.has_last
 
 
 def _is_loss(key: str | tuple[str, ...]) -> bool:
@@ -315,7 +310,7 @@ def _gradient_square(state: TrainState) -> Tensor:
 def _check_names(totals: Totals, state: TrainState) -> None:
     """Raise if this step's names are not those that the ranks agreed on."""
     known, keys = state.agreed, _summed_keys(totals)
-    if known is None or not _knows_names(state) or list(known.sums) == keys:
+    if known is None or not state.layout.has_last or list(known.sums) == keys:
         return
     if world_of(state.mesh) > 1:
         # The others are on their way into the collective: meet them there, with NaN, so that

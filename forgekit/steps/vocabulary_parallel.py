@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.samples import IGNORED
+from forgekit.inputs import nearest_multiples
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
 
@@ -239,8 +240,7 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
     if not values.placements[0].is_shard(dim):
         return None
     if size % mesh.size():
-        lower = size // mesh.size() * mesh.size()
-        nearest = " and ".join(str(n) for n in (lower, lower + mesh.size()) if n)
+        nearest = nearest_multiples(size, mesh.size())
         raise ValueError(
             f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
             f"must divide it. The nearest are {nearest}."

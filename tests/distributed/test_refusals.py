@@ -102,13 +102,15 @@ LAYING_OUT = {
 }
 STEPPING = {
     "more places than the model takes, over all ranks": Case(
-        {"cp": 2}, r"28 places; max_seq_len is 24, over all ranks .*larger max_seq_len", places=28
+        {"cp": 2},
+        r"28 positions; max_seq_len is 24, over all ranks .*larger max_seq_len",
+        places=28,
     ),
-    "places by a ring": Case({"cp": 2}, r"14 places, which 4 = .* 12 and 16", places=14),
+    "places by a ring": Case({"cp": 2}, r"14 positions, which 4 = .* 12 and 16", places=14),
     "places by ulysses": Case(
-        {"cp": 2}, r"15 places, which 2", options={"context_parallel": "ulysses"}, places=15
+        {"cp": 2}, r"15 positions, which 2", options={"context_parallel": "ulysses"}, places=15
     ),
-    "places by tp": Case({"tp": 2}, r"15 places, which 2 = tp 2 .* 14 and 16", places=15),
+    "places by tp": Case({"tp": 2}, r"15 positions, which 2 = tp 2 .* 14 and 16", places=15),
     "a loss that calls twice": Case(
         {"pp": 2}, "RuntimeError: loss_fn called its model twice.*pp=1", twice=True
     ),

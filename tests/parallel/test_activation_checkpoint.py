@@ -10,7 +10,7 @@ from torch._functorch import config
 
 import forgekit as fk
 from forgekit.parallel import activation_checkpoint
-from forgekit.parallel.activation_checkpoint import check_recompute, compile_block
+from forgekit.parallel.activation_checkpoint import check_recompute, compile_blocks
 
 IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
 ONE_LAYER = attrs.evolve(SPEC, layers=1)
@@ -35,7 +35,7 @@ def _kept_and_gradient(what, **options):
     model = fk.Transformer(ONE_LAYER)
     if what is not None:
         activation_checkpoint.recompute(model.layers[0], what)
-        compile_block(model.layers[0], what, backend="aot_eager", **options)
+        compile_blocks([model.layers[0]], what, backend="aot_eager", **options)
     fk.cross_entropy(model(IDS), IDS)  # compiles
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -105,8 +105,7 @@ def test_blocks_that_are_alike_are_compiled_once():
     """Torch gives up on a ninth block whose backend is another object."""
     model = fk.Transformer(attrs.evolve(SPEC, layers=9))
     torch._dynamo.utils.counters.clear()
-    for layer in model.layers:
-        compile_block(layer, "budget", backend="aot_eager")
+    compile_blocks(model.layers, "budget", backend="aot_eager")
     model(IDS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

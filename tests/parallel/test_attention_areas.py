@@ -12,7 +12,6 @@ from forgekit.data.batches.sequence_slices import slice_places
 from forgekit.parallel.context import attention_areas
 from forgekit.parallel.context.attention_areas import (
     Area,
-    Route,
     areas_of_documents,
     areas_of_queries,
     areas_seen,
@@ -127,12 +126,3 @@ def test_a_place_sees_itself_first():
     """Then no sum of exponentials is zero when a block without a visible key is merged."""
     own = areas_seen(2, 2, 16)
     assert [area.offset for area in own] == [0, 0, None]
-
-
-def test_layers_with_the_same_documents_go_the_same_way():
-    q, ids = torch.zeros(1, 4, HEADS, 2), torch.zeros(1, 8, dtype=torch.int64)
-    first, again = (Route.plan(q, ids, rank=0, size=2) for _ in range(2))
-    other = Route.plan(q, ids.clone(), rank=0, size=2)
-    assert first.steps is again.steps
-    assert first.steps is not other.steps
-    assert first.steps == other.steps

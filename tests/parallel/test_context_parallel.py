@@ -25,11 +25,12 @@ from forgekit.parallel.context.context_parallel import (
     apply_context,
     locate_slice,
     split_context,
-    whole_sequences,
+    with_sockets,
 )
 from forgekit.parallel.context.sequence_exchange import Members
 from forgekit.parallel.context.ulysses import check_heads
 from forgekit.parallel.fsdp import sum_gradients
+from forgekit.state import layout_of
 
 PLACES, CHANNELS = 48, 4
 LAYOUTS = {
@@ -145,7 +146,7 @@ def attend_slices(
     method, ring_size, ulysses = LAYOUTS[layout]
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     model = Sockets()
-    assert apply_context(model, mesh, method) == (ring_size, ulysses, rank)
+    assert apply_context(model, mesh, method)[:3] == (ring_size, ulysses, rank)
     mine = places_of(ring_size, ulysses, rank)
     assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
     has_flash = _never if path == "product" else block_attention.has_flash
@@ -417,11 +418,11 @@ def generate_whole(rank: int, world: int) -> bool:
     model = fk.Transformer(SPEC)
     ids = torch.arange(7)[None]
     wanted = model(ids)
-    apply_context(model, mesh, "ring")
+    sockets = apply_context(model, mesh, "ring").sockets
     attend, locate = model.layers[0].attention.attend, model.locate
-    with whole_sequences(model):
+    with with_sockets(model, sockets):
         same = torch.equal(model(ids), wanted)
-    with pytest.raises(ZeroDivisionError), whole_sequences(model):
+    with pytest.raises(ZeroDivisionError), with_sockets(model, sockets):
         raise ZeroDivisionError
     assert model.layers[0].attention.attend is attend
     assert model.locate is locate
@@ -436,7 +437,7 @@ def test_every_rank_can_run_whole_sequences_for_a_while():
 def test_a_model_on_one_device_keeps_its_own_sockets():
     model = Sockets()
     model.attend = own = lambda *args, **options: None
-    with whole_sequences(model):
+    with with_sockets(model, layout_of(model).sockets):
         assert model.attend is own
 
 
@@ -529,7 +530,7 @@ def test_one_rank_keeps_its_sockets():
     mesh = fk.build_mesh(device="cpu")
     try:
         model = Sockets()
-        assert apply_context(model, mesh, "both") == (1, 1, 0)
+        assert apply_context(model, mesh, "both") == (1, 1, 0, {})
         assert model.attend is fk.attend_causal
     finally:
         fk.shutdown()

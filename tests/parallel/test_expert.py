@@ -13,6 +13,7 @@ from oracle import full, full_tensors, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import forgekit as fk
@@ -443,24 +444,31 @@ def _refusal(rank, world, build, pattern):
     return error.value
 
 
-def _refused_view(rank, world, sizes, ep):
+def _refused_view(rank, world):
     with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        expert_mesh(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"), ep)
+        expert_mesh(fk.build_mesh(fk.MeshSpec(ep=2, tp=2), device="cpu"))
     return error.value
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("sizes", "ep", "message"),
-    [
-        ({}, 3, r"^ep 3 does not divide dp_shard 4 \* cp 1 = 4\.$"),
-        ({"tp": 2}, 2, r"^ep 2 with tp 2: tokens that ranks compute alike .* Use tp=1"),
-    ],
-)
-def test_views_that_do_not_fit_are_refused(sizes, ep, message):
-    for found in run_ranks(_refused_view, 4, sizes, ep):
+def test_experts_beside_tensor_parallelism_are_refused():
+    message = r"^ep 2 with tp 2: tokens that ranks compute alike .* Use tp=1"
+    for found in run_ranks(_refused_view, 4):
         with pytest.raises(ValueError, match=message):
             raise found
+
+
+def _two_meshes(rank, world):
+    """Equal in torch's eyes; each knows its own experts, and a mesh by torch alone has none."""
+    meshes = [fk.build_mesh(fk.MeshSpec(ep=ep), device="cpu") for ep in (2, 1, 4)]
+    plain = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    assert meshes[0] == meshes[1] == meshes[2]
+    return [expert_ranks(mesh) for mesh in (*meshes, plain)]
+
+
+def test_meshes_of_one_shape_keep_their_own_experts():
+    for rank, found in enumerate(run_ranks(_two_meshes, 4)):
+        assert found == [(rank % 2, 2), (0, 1), (rank, 4), (0, 1)]
 
 
 def test_a_module_inside_another_one_is_not_cut_twice():

@@ -12,7 +12,7 @@ from oracle import SPEC, full_tensors, relative_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -151,7 +151,7 @@ def _foreign(rank, world, case, with_fsdp):
     for loss in (by_forgekit, by_torch):
         torch.manual_seed(0)
         model = filled(build)
-        assert apply_plan(model, mesh["tp"], plan) == (1 if build is Foreign else world)
+        apply_plan(model, mesh["tp"], read_plan(model, world, plan))
         assert all(isinstance(p, DTensor) for p in model.parameters())
         if with_fsdp:
             shard([model], list(getattr(model, "body", ())), mesh["dp_shard"], "fp32")
@@ -206,7 +206,7 @@ def _llama(rank, world):
     results = []
     for loss in (by_forgekit, by_torch):
         model = build_llama()
-        assert apply_plan(model, tensor_mesh(world), LLAMA) == 1
+        apply_plan(model, tensor_mesh(world), read_plan(model, world, LLAMA))
         with implicit_replication():
             results.append(gradients(model, loss))
     results.append(model(IDS).logits.full_tensor().detach())
@@ -282,8 +282,8 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         Foreign,
         2,
         {**MATRICES, "last": "sequence"},
-        r"^the plan spreads places \('sequence'\) and gives \['body.0', 'body.0.norm', .*\] no "
-        r"style; .*'replicate' for what sees all places\.$",
+        r"^the plan shards positions \('sequence'\) and gives \['body.0', 'body.0.norm', .*\] no "
+        r"style; .*'replicate' for what sees all positions\.$",
     ),
     (
         Norms,
@@ -325,14 +325,16 @@ def test_plans_that_do_not_fit_are_refused(build, size, plan, message):
 def _refused(rank, world):
     mesh = tensor_mesh(world)
     message = (
-        r"^'embed.weight' and 'head.weight' are one parameter and the plan cuts them differently "
-        r"\(Shard\(dim=0\), Replicate\(\)\)\. Give both styles that cut alike, as 'embedding' and"
+        r"^'embed.weight' and 'head.weight' are one parameter and the plan shards them differently "
+        r"\(Shard\(dim=0\), Replicate\(\)\)\. Give both styles that shard alike, as 'embedding' and"
     )
     with pytest.raises(ValueError, match=message):
-        apply_plan(Foreign(), mesh, {"embed": "embedding"})
+        apply_plan(tied := Foreign(), mesh, read_plan(tied, world, {"embed": "embedding"}))
     model = transformer(vocab_size=40)
-    apply_plan(model, mesh)
-    message = r"^input_ids has 5 places, which tp 2 must divide; the nearest are 4 and 6\. Pad them"
+    apply_plan(model, mesh, read_plan(model, world))
+    message = (
+        r"^input_ids has 5 positions, which tp 2 must divide; the nearest are 4 and 6\. Pad them"
+    )
     with pytest.raises(ValueError, match=message):
         model(torch.zeros(1, 5, dtype=torch.int64))
     for wrong in (40, -1):
@@ -344,19 +346,28 @@ def test_what_shows_only_on_ranks_is_refused():
     run_ranks(_refused, 2)
 
 
-class Absent(nn.Module):
-    """What a pipeline leaves in place of a module that another rank has."""
+PRUNED = {
+    "embedding.weight": Shard(0),
+    "layers.0.attention.output.weight": Shard(1),
+    "norm.weight": Replicate(),
+    "output.weight": Shard(0),
+}
+
+
+def _pruned(rank, world):
+    """What a pipeline took out stays as it was, and the plan of the whole model goes on."""
+    model = transformer(vocab_size=40)
+    styles, modules = read_plan(model, world), dict(model.named_modules())
+    taken = modules["layers.1"]
+    model.layers[1] = nn.Identity()
+    apply_plan(model, tensor_mesh(world), styles, modules)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert not any(isinstance(p, DTensor) for p in taken.parameters())
+    return [model.get_parameter(name).placements[0] for name in PRUNED]
 
 
 def test_a_pruned_model_keeps_the_plan_of_the_whole_one():
-    model = transformer()
-    whole = read_plan(model, 1)
-    model.embedding, model.layers[0] = Absent(), Absent()
-    assert read_plan(model, 1) == {
-        n: s for n, s in whole.items() if not n.startswith(("embedding", "layers.0"))
-    }
-    model.layers[1] = Absent()
-    assert read_plan(model, 1) == {"dropout": "sequence", "norm": "sequence", "output": "colwise"}
+    assert run_ranks(_pruned, 2) == [list(PRUNED.values())] * 2
 
 
 def test_experts_are_left_to_their_own_mesh():

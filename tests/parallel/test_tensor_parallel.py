@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forgekit as fk
 from forgekit.parallel.fsdp import shard
-from forgekit.parallel.tensor.tensor_parallel import apply_plan
+from forgekit.parallel.tensor.tensor_parallel import apply_plan, read_plan
 
 VOCAB, PLACES = 40, 8
 WIDE = attrs.evolve(SPEC, vocab_size=VOCAB, dim=32, heads=8, kv_heads=4)  # four ranks can share it
@@ -79,7 +79,7 @@ def tensor_mesh(world: int) -> DeviceMesh:
 def _gradients(rank, world, kind, loss, dtype):
     model = build(kind).to(dtype)
     names = [name for name, _ in model.named_parameters()]
-    assert apply_plan(model, tensor_mesh(world)) == world
+    apply_plan(model, tensor_mesh(world), read_plan(model, world))
     assert [name for name, _ in model.named_parameters()] == names
     result = measure(model, BATCHES[0], loss)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def _with_fsdp(rank, world, shape, kind, loss, precision, recompute):
     model = build(kind)
     if precision == "fp64":
         model, precision = model.double(), "fp32"
-    apply_plan(model, mesh["tp"])
+    apply_plan(model, mesh["tp"], read_plan(model, mesh["tp"].size()))
     if recompute:
         for layer in model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -150,7 +150,7 @@ def test_gradients_in_bfloat16_come_in_float32():
 def _train(rank, world):
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp_shard", "tp"))
     model = build().double()
-    apply_plan(model, mesh["tp"])
+    apply_plan(model, mesh["tp"], read_plan(model, mesh["tp"].size()))
     shard([model], list(model.layers), mesh["dp_shard"], "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for seed in range(3):
@@ -179,7 +179,7 @@ def _placed(rank, world, on_meta):
     with torch.device("meta" if on_meta else "cpu"):
         model = build()
     with _Collectives() as sent:
-        apply_plan(model, mesh)
+        apply_plan(model, mesh, read_plan(model, world))
     assert not sent.names
     assert all(isinstance(p, DTensor) and p.is_meta == on_meta for p in model.parameters())
     if on_meta:
@@ -227,7 +227,7 @@ class _Collectives(TorchDispatchMode):
 
 def _counted(rank, world, layers, loss):
     model = fk.Transformer(attrs.evolve(WIDE, layers=layers))
-    apply_plan(model, tensor_mesh(world))
+    apply_plan(model, tensor_mesh(world), read_plan(model, world))
     with _Collectives() as forward:
         found = LOSSES[loss](model, BATCHES[0]).sum
     with _Collectives() as backward:
@@ -249,7 +249,7 @@ def test_a_block_takes_two_gathers_and_two_scatters_each_way(loss):
 
 def _embedding_memory(rank, world):
     model = nn.Sequential(nn.Embedding(1000, 8))
-    apply_plan(model, tensor_mesh(world), {"0": "embedding"})
+    apply_plan(model, tensor_mesh(world), read_plan(model, world, {"0": "embedding"}))
     with _Collectives() as seen:
         model(torch.tensor([[1, 999]])).sum().backward()
     return seen.largest
@@ -261,7 +261,7 @@ def test_an_embedding_has_the_gradient_of_its_own_rows_only():
 
 def _masks(rank, world):
     model = nn.ModuleDict({"drop": nn.Dropout(0.5)})
-    apply_plan(model, tensor_mesh(world), {"drop": "sequence"})
+    apply_plan(model, tensor_mesh(world), read_plan(model, world, {"drop": "sequence"}))
     torch.manual_seed(3)
     return model["drop"](torch.ones(4, 8, 16)), model["drop"].eval()(torch.ones(1, 2, 3))
 
@@ -276,7 +276,7 @@ def test_dropout_masks_are_slices_of_one_mask():
 
 def _compiled(rank, world):
     model = build("tied").double()
-    apply_plan(model, tensor_mesh(world))
+    apply_plan(model, tensor_mesh(world), read_plan(model, world))
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")

@@ -16,6 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from forgekit.inputs import nearest_multiples
+
 __all__ = ["Slicing", "join_places", "shard_sequence", "slice_places", "unshard_sequence"]
 
 Slicing = Literal["zigzag", "contiguous"]
@@ -155,11 +157,11 @@ def _check_slicing(places: int, rank: int, world: int, method: str) -> None:
         raise ValueError(f"rank is {rank}; with world {world} it is one of 0 to {world - 1}.")
     chunks = 2 * world if method == "zigzag" and world > 1 else world
     if places % chunks:
-        lower = places // chunks * chunks
-        nearest = f"nearest are {lower} and {lower + chunks}" if lower else f"least is {chunks}"
+        nearest = nearest_multiples(places, chunks)
         rule = f"2 * world = {chunks}" if chunks > world else f"world = {chunks}"
         raise ValueError(
-            f"{places} places must be divisible by {rule} to be cut {method}; the {nearest}."
+            f"{places} places must be divisible by {rule} to be cut {method}; the nearest are "
+            f"{nearest}."
         )
 
 

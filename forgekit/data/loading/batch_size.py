@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_integers, nearest_multiples
 
 __all__ = ["count_micro_batches"]
 
@@ -29,10 +29,9 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
     check_integers(global_batch_size=(global_batch_size, anything))
     at_once = batch_size * world
     if global_batch_size < 1 or global_batch_size % at_once:
-        lower = max(global_batch_size, 0) // at_once * at_once
-        nearest = [str(size) for size in (lower, lower + at_once) if size > 0]
+        nearest = nearest_multiples(global_batch_size, at_once)
         raise ValueError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
-            f"{world} data-parallel ranks = {at_once}; the nearest are {' and '.join(nearest)}."
+            f"{world} data-parallel ranks = {at_once}; the nearest are {nearest}."
         )
     return global_batch_size // at_once

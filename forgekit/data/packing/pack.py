@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.packing.bins import Bins, rooms_of
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_integers, nearest_multiples
 
 __all__ = ["LongDocuments", "PackingMethod", "pack"]
 
@@ -291,8 +291,7 @@ def _checked_groups(group: ArrayLike, documents: int) -> Ints:
 def _check_options(capacity: int, align: int, method: str, long: str) -> None:
     check_integers(capacity=(capacity, 1), align=(align, 1))
     if capacity % align:
-        lower = capacity // align * align
-        nearest = " and ".join(str(size) for size in (lower, lower + align) if size)
+        nearest = nearest_multiples(capacity, align)
         raise ValueError(
             f"capacity {capacity} must be divisible by align {align}; the nearest are {nearest}."
         )

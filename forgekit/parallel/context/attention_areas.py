@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from forgekit.model.attention import CALL_COST
 from forgekit.parallel.context.block_attention import Ids, has_flash
@@ -24,8 +23,6 @@ MOST_SCORES = 2**23
 """Query-key pairs of all heads whose scores or mask are held at once."""
 
 LEAST_QUERIES = 64
-
-_steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @attrs.frozen
@@ -142,13 +139,9 @@ class Route:
 
     @classmethod
     def plan(cls, q: Tensor, ids: Tensor | None, *, rank: int, size: int) -> Route:
-        """Plan for queries ``[b s h c]``; every layer with the same documents goes the same way."""
-        if ids is not None and ids in _steps:
-            return cls(rank, size, ids, _steps[ids])
+        """Plan for queries ``[b s h c]``, in the forward and again in the backward pass."""
         route = cls(rank, size, ids, [])
         route.steps.extend(route._areas(step, q) for step in range(size))
-        if ids is not None:
-            _steps[ids] = route.steps
         return route
 
     def documents(self, area: Area, step: int) -> Ids | None:

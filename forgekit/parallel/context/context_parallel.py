@@ -1,4 +1,4 @@
-"""Sharing a sequence: how the ranks are split, and what takes the place of a model's sockets.
+"""Sharing a sequence: how the ranks are split, and what is put into a model's sockets.
 
 ``context_parallel`` ranks are ``ring * ulysses``, numbered ``ring_rank * ulysses + ulysses_rank``.
 A ring goes round zigzag slices, and inside one, ranks of a Ulysses group hold contiguous slices.
@@ -8,9 +8,9 @@ Attention and position ids are sockets, so a model needs nothing but to have the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,41 @@ from forgekit.model.attention import Attend
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.layout import size_of
 
-__all__ = ["ContextParallel", "apply_context", "locate_slice", "split_context", "whole_sequences"]
+__all__ = [
+    "Context",
+    "ContextParallel",
+    "Sockets",
+    "apply_context",
+    "locate_slice",
+    "split_context",
+    "with_sockets",
+]
 
 ContextParallel = Literal["ring", "ulysses", "both"]
 
-_WHOLE = "_whole_sequence_sockets"
+Sockets = Mapping[str, Mapping[str, Any]]
+"""Callables by the name of the module and of the socket that they belong in."""
+
+
+class Context(NamedTuple):
+    """How a sequence is shared, as seen from one rank.
+
+    Attributes:
+        ring: Ranks in a ring.
+        ulysses: Ranks that exchange positions for heads.
+        rank: This rank's position among those that share its sequences.
+        sockets: The model's own sockets, which run whole sequences.
+    """
+
+    ring: int
+    ulysses: int
+    rank: int
+    sockets: Sockets
 
 
 def apply_context(
     model: nn.Module, mesh: DeviceMesh, method: ContextParallel, *, tensor: int = 1
-) -> tuple[int, int, int]:
+) -> Context:
     """Put context-parallel attention and position ids into a model's sockets, in place.
 
     Every rank of the mesh calls it with the same arguments: it makes process groups.
@@ -41,12 +66,11 @@ def apply_context(
         model: Has modules with an ``attend`` socket; ``locate`` is replaced where there is one.
         mesh: What ``build_mesh`` returned.
         method: ``"ring"``, ``"ulysses"``, or ``"both"``.
-        tensor: Ranks over which tensor parallelism will spread the heads. Modules with ``query``
+        tensor: Ranks over which tensor parallelism will shard the heads. Modules with ``query``
             and ``channels`` say how many there are; others are checked when they run.
 
     Returns:
-        ``(ring, ulysses, context_rank)``: ranks in a ring, ranks that exchange heads, and this
-        rank's place among those that share its sequences.
+        How the ranks were split, and the sockets that were there before.
 
     Raises:
         ValueError: If the ranks cannot be split so, query heads do not divide, or nothing in the
@@ -57,28 +81,28 @@ def apply_context(
     """
     context = size_of(mesh, "cp")
     if context == 1:
-        return 1, 1, 0
-    sockets = [module for module in model.modules() if hasattr(module, "attend")]
-    if not sockets:
+        return Context(1, 1, 0, {})
+    attending = [module for module in model.modules() if hasattr(module, "attend")]
+    if not attending:
         raise ValueError(
             f"no module of {type(model).__name__} has an 'attend' socket, which context "
             f"parallelism (cp {context}) replaces. Let attention call self.attend(q, k, v, "
             "doc_ids=doc_ids), at first forgekit.attend_causal, or leave cp at 1."
         )
     # Where modules differ: what divides all of them.
-    heads = math.gcd(*(_local_heads(module, tensor) for module in sockets))
+    heads = math.gcd(*(_local_heads(module, tensor) for module in attending))
     ring, ulysses = split_context(context, method, heads or None)
     rank = mesh.get_local_rank("cp")
     shared = {
         "attend": _build_attend(mesh, ring, ulysses),
         "locate": locate_slice(ring, ulysses, rank),
     }
-    for module in model.modules():
-        own = {name: getattr(module, name) for name in shared if hasattr(module, name)}
-        if own:
-            vars(module).update({name: shared[name] for name in own})
-            setattr(module, _WHOLE, own)
-    return ring, ulysses, rank
+    found = {
+        name: {socket: function for socket, function in shared.items() if hasattr(module, socket)}
+        for name, module in model.named_modules()
+    }
+    own = _put(model, {name: sockets for name, sockets in found.items() if sockets})
+    return Context(ring, ulysses, rank, own)
 
 
 def split_context(
@@ -140,7 +164,7 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
         rank: ``ring_rank * ulysses + ulysses_rank``.
 
     Returns:
-        ``locate(s, device)``: the position ids ``[s]``, int64, of this rank's ``s`` places.
+        ``locate(s, device)``: the position ids ``[s]``, int64, of this rank's ``s`` positions.
 
     Examples:
         >>> locate_slice(ring=2, ulysses=1, rank=0)(4, torch.device("cpu"))
@@ -148,8 +172,8 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
     """
     ring_rank, ulysses_rank = divmod(rank, ulysses)
 
-    def locate(places: int, device: torch.device) -> Tensor:
-        everywhere = locate_all(places * ring * ulysses, device)
+    def locate(s: int, device: torch.device) -> Tensor:
+        everywhere = locate_all(s * ring * ulysses, device)
         of_ring = slice_places(everywhere, rank=ring_rank, world=ring, method="zigzag")
         return slice_places(of_ring, rank=ulysses_rank, world=ulysses, method="contiguous")
 
@@ -157,22 +181,32 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Let every rank run whole sequences for a while, as on one device; for generation.
+def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
+    """Put other callables into a model's sockets for a while.
+
+    With ``Layout.sockets`` every rank runs whole sequences, as one device does.
 
     Args:
-        model: Any model. Where ``apply_context`` replaced its sockets, what they were before is
-            there within the block, and what it put there afterwards.
+        model: Any model; has its present callables back afterwards.
+        sockets: What its modules call within the block.
     """
-    modules = [module for module in model.modules() if hasattr(module, _WHOLE)]
-    shared = [{name: vars(module)[name] for name in getattr(module, _WHOLE)} for module in modules]
+    present = _put(model, sockets)
     try:
-        for module in modules:
-            vars(module).update(getattr(module, _WHOLE))
         yield
     finally:
-        for module, sockets in zip(modules, shared, strict=True):
-            vars(module).update(sockets)
+        _put(model, present)
+
+
+def _put(model: nn.Module, sockets: Sockets) -> Sockets:
+    """Put callables into a model's sockets, in place, and return those that were there."""
+    modules = {name: model.get_submodule(name) for name in sockets}
+    before = {
+        name: {socket: getattr(modules[name], socket) for socket in own}
+        for name, own in sockets.items()
+    }
+    for name, own in sockets.items():
+        vars(modules[name]).update(own)  # found before a method or a child of the same name
+    return before
 
 
 def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int) -> Attend:
@@ -202,7 +236,7 @@ def _own_group(ranks: Tensor) -> dist.ProcessGroup:
 
 
 def _local_heads(module: nn.Module, tensor: int) -> int:
-    """Query heads of a module on this rank; 0 if they cannot be told before it runs."""
+    """Query heads of a module on this rank; 0 if they are not known before it runs."""
     weight = getattr(getattr(module, "query", None), "weight", None)
     channels = getattr(module, "channels", None)
     if not isinstance(weight, Tensor) or not isinstance(channels, int):

@@ -25,7 +25,12 @@ from forgekit.parallel.context.block_attention import (
     merge_block,
     wide,
 )
-from forgekit.parallel.context.sequence_exchange import Members, Transfer, gather_ids, members_named
+from forgekit.parallel.context.sequence_exchange import (
+    Members,
+    Transfer,
+    gathering_ids,
+    members_named,
+)
 
 __all__ = ["attend_ring", "ring_attention"]
 
@@ -46,6 +51,7 @@ def ring_attention(members: Members) -> Attend:
         ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for shapes that
         do not fit, before anything is sent.
     """
+    gather = gathering_ids(members)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
         check_shapes(q, k, v, doc_ids)
@@ -54,7 +60,7 @@ def ring_attention(members: Members) -> Attend:
                 f"a rank of the ring holds {q.shape[1]} places; a zigzag slice is two chunks of "
                 f"one size. Cut sequences whose length 2 * {members.size} divides."
             )
-        ids = None if doc_ids is None else gather_ids(members, doc_ids)
+        ids = None if doc_ids is None else gather(doc_ids)
         return torch.ops.forgekit.attend_ring(q, k, v, ids, members.name)[0]
 
     return attend

@@ -1,4 +1,4 @@
-"""What ranks that share a sequence tell each other: slices, heads and documents.
+"""What ranks that share a sequence exchange: slices, heads and document ids.
 
 Communication runs inside operators of torch (``torch.library``), which recomputation, compilation
 and dry runs on fake tensors see as one piece.
@@ -6,6 +6,7 @@ and dry runs on fake tensors see as one piece.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -13,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Members", "Transfer", "exchange_heads", "gather_ids", "members_named"]
+__all__ = ["Members", "Transfer", "exchange_heads", "gathering_ids", "members_named"]
 
 
 @attrs.define(eq=False)
@@ -48,13 +48,11 @@ class Members:
         group: Their process group.
         rank: This rank among them.
         size: How many they are.
-        known_ids: Documents that were gathered, as long as the rank's own tensor lives.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    known_ids: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary, repr=False)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Members:
@@ -86,37 +84,46 @@ def members_named(name: str) -> Members:
     return Members.of(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
 
 
-def gather_ids(members: Members, ids: Tensor) -> Tensor:
-    """Put the document ids of all members side by side.
+def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
+    """Make the function that puts the document ids of all members side by side.
 
-    Every layer of a forward pass and of its recomputation brings the same tensor, so it is sent
-    once, and the very same result is returned as long as the tensor lives unchanged.
+    Every layer of a forward pass brings the same tensor, so the function remembers the last one:
+    ids are sent once, and all layers share one result.
 
     Args:
         members: The ranks that share the rows.
-        ids: ``[b s]`` of this rank.
 
     Returns:
-        ``[b size*s]``, in rank order; not to be written to.
+        ``gather(ids)``: of ``[b s]`` ids of this rank ``[b size*s]``, in rank order; not to be
+        written to.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.forgekit.gather_ids(ids, members.name)
-    version = None if ids.is_inference() else ids._version
-    known = members.known_ids.get(ids)
-    if known is None or known[0] != version:
-        gathered = [torch.empty_like(ids.contiguous()) for _ in range(members.size)]
-        dist.all_gather(gathered, ids.contiguous(), group=members.group)
-        known = version, torch.cat(gathered, dim=1)
-        members.known_ids[ids] = known
-    return known[1]
+    last: tuple[Tensor, int | None, Tensor] | None = None
+
+    def gather(ids: Tensor) -> Tensor:
+        nonlocal last
+        if torch.compiler.is_compiling():
+            return torch.ops.forgekit.gather_ids(ids, members.name)
+        # Without a version in inference mode, where a tensor cannot be told from what it was.
+        version = None if ids.is_inference() else ids._version
+        if last is None or last[0] is not ids or last[1] != version:
+            last = ids, version, _gather(members, ids)
+        return last[2]
+
+    return gather
+
+
+def _gather(members: Members, ids: Tensor) -> Tensor:
+    gathered = [torch.empty_like(ids.contiguous()) for _ in range(members.size)]
+    dist.all_gather(gathered, ids.contiguous(), group=members.group)
+    return torch.cat(gathered, dim=1)
 
 
 @torch.library.custom_op(
     "forgekit::gather_ids", mutates_args=(), schema="(Tensor ids, str name) -> Tensor"
 )
 def gather_ids_compiled(ids: Tensor, name: str) -> Tensor:
-    """Gather ids where a compiler may write to the result when it is used up."""
-    return gather_ids(members_named(name), ids).clone()
+    """Gather ids in a compiled model."""
+    return _gather(members_named(name), ids)
 
 
 @gather_ids_compiled.register_fake

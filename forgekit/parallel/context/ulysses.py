@@ -16,9 +16,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from forgekit.inputs import nearest_multiples
 from forgekit.model.attention import Attend, attend_causal
 from forgekit.parallel.context.ring_attention import check_shapes
-from forgekit.parallel.context.sequence_exchange import Members, gather_ids
+from forgekit.parallel.context.sequence_exchange import Members, gathering_ids
 
 __all__ = ["check_heads", "ulysses_attention"]
 
@@ -35,11 +36,12 @@ def ulysses_attention(members: Members, attend: Attend = attend_causal) -> Atten
         ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for shapes that
         do not fit, before anything is sent.
     """
+    gather = gathering_ids(members)
 
     def attend_ulysses(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
         check_shapes(q, k, v, doc_ids)
         check_heads(q.shape[2], members.size)
-        ids = None if doc_ids is None else gather_ids(members, doc_ids)
+        ids = None if doc_ids is None else gather(doc_ids)
         out = attend(*_places_for_heads(q, k, v, members), doc_ids=ids)
         return _heads_for_places(out, members)
 
@@ -58,8 +60,7 @@ def check_heads(heads: int, ulysses: int) -> None:
     """
     if heads % ulysses:
         fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-        lower = heads // ulysses * ulysses
-        nearest = " and ".join(str(n) for n in (lower, lower + ulysses) if n)
+        nearest = nearest_multiples(heads, ulysses)
         raise ValueError(
             f"{heads} query heads (a tensor-parallel rank's) must be divisible by ulysses = "
             f"{ulysses}, the ranks that share them; with {heads} heads that can be one of "

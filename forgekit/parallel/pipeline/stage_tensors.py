@@ -20,6 +20,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from forgekit.parallel.module_forward import wrap_forward
+
 __all__ = [
     "Absent",
     "Flow",
@@ -156,7 +158,7 @@ class Relay:
             parts: The parts that it has, by name.
         """
         self.parts.update(parts)
-        module.forward = partial(self._forward, module.forward)
+        wrap_forward(module, self._forward)
 
     def run(
         self,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.parallel.module_forward import wrap_forward
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
     check_micro_batches,
@@ -76,7 +77,7 @@ def split_stages(
     blocks = blocks or "layers"
     pieces = cut(model, blocks, count, mine)
     shown = f"{len(mine)} of {count} pipeline stages ({', '.join(map(str, mine))})"
-    model.forward = partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}")
+    wrap_forward(model, partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}"))
     stages = Stages(schedule, mesh, pieces, splits_backward=splits_backward)
     stages.compare({"schedule": schedule, "blocks": blocks, "first blocks": pieces.bounds})
     return stages

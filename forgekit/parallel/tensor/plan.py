@@ -15,12 +15,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["EXPERT", "Plan", "read_plan"]
+from forgekit.inputs import nearest_multiples
 
-Plan = Mapping[str, str | ParallelStyle]
+__all__ = ["EXPERT", "Plan", "Style", "read_plan"]
+
+Style = str | ParallelStyle
+Plan = Mapping[str, Style]
 
 EXPERT = "expert"
-"""The style of expert layers, which are spread over another mesh."""
+"""The style of expert layers, which are sharded over another mesh."""
 
 STYLES = ("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate", EXPERT)
 EXAMPLE = (
@@ -29,9 +32,7 @@ EXAMPLE = (
 )
 
 
-def read_plan(
-    model: nn.Module, size: int, plan: Plan | None = None
-) -> dict[str, str | ParallelStyle]:
+def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str, Style]:
     """Find each module's style and check that everything divides; nothing is changed.
 
     Args:
@@ -45,18 +46,17 @@ def read_plan(
     Raises:
         ValueError: If there is no plan, a pattern matches nothing, a style is unknown or does not
             fit the module, a module with parameters lacks a style where the residual stream is
-            spread, or features, heads or the vocabulary are not divisible by ``size``.
+            sharded, or features, heads or the vocabulary are not divisible by ``size``.
     """
     plan = _own_plan(model, size) if plan is None else plan
-    names = {n: m for n, m in model.named_modules(remove_duplicate=False) if not _is_absent(m)}
+    names = dict(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names.items())}
     modules = {name: module for name, module in names.items() if first[module] == name}
-    is_pruned = any(map(_is_absent, model.modules()))
-    chosen: dict[str, str | ParallelStyle] = {}
+    chosen: dict[str, Style] = {}
     for pattern, style in plan.items():
         matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
         _check_style(style, pattern)
-        if style != EXPERT and not matched and not is_pruned:
+        if style != EXPERT and not matched:
             raise ValueError(_unmatched(pattern, [name for name in names if name]))
         chosen |= dict.fromkeys(matched, style)
     for name, style in chosen.items():
@@ -65,9 +65,10 @@ def read_plan(
     unnamed = [n for n in _with_parameters(modules, experts) if n not in chosen]
     if unnamed and "sequence" in chosen.values():
         raise ValueError(
-            f"the plan spreads places ('sequence') and gives {unnamed} no style; gradients of what "
-            "sees only a rank's places would stay unsummed. Give each of them one: 'sequence' "
-            "for norms, 'heads' for norms of heads, 'replicate' for what sees all places."
+            f"the plan shards positions ('sequence') and gives {unnamed} no style; gradients of "
+            "what sees only a rank's positions would stay unsummed. Give each of them one: "
+            "'sequence' for norms, 'heads' for norms of heads, 'replicate' for what sees all "
+            "positions."
         )
     chosen |= dict.fromkeys(unnamed, "replicate")
     _check_sizes(modules, chosen, size)
@@ -119,7 +120,7 @@ KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
 }
 
 
-def _check_kind(name: str, module: nn.Module, style: str | ParallelStyle) -> None:
+def _check_kind(name: str, module: nn.Module, style: Style) -> None:
     kind, fits = KINDS.get(style, ("", None)) if isinstance(style, str) else ("", None)
     if fits is not None and not fits(module):
         is_leaf = next(module.children(), None) is None
@@ -140,7 +141,7 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it works on each place by itself, as far as its parameters tell."""
+    """Whether it works on each position by itself, as far as its parameters show."""
     is_leaf = next(module.children(), None) is None
     return is_leaf and all(p.ndim == 1 for p in module.parameters())
 
@@ -158,9 +159,7 @@ def _with_parameters(modules: Mapping[str, nn.Module], experts: list[str]) -> li
     return found
 
 
-def _check_sizes(
-    modules: Mapping[str, nn.Module], chosen: Mapping[str, str | ParallelStyle], size: int
-) -> None:
+def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], size: int) -> None:
     for name, style in chosen.items():
         parent = modules.get(name.rpartition(".")[0])
         if style == "colwise" and parent is not None and _head_channels(parent):
@@ -181,17 +180,14 @@ def _check_sizes(
 
 def _check_divides(what: str, features: int, size: int) -> None:
     if features % size:
-        lower = features // size * size
-        nearest = " and ".join(str(n) for n in (lower, lower + size) if n)
+        nearest = nearest_multiples(features, size)
         raise ValueError(
             f"{what} is {features}, which tp {size} must divide; the nearest are {nearest}. "
             f"Change it, or tp to one of {_divisors(features)}."
         )
 
 
-def _check_heads(
-    name: str, parent: nn.Module, chosen: Mapping[str, str | ParallelStyle], size: int
-) -> None:
+def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size: int) -> None:
     """Whole heads stay on one rank: as many query heads everywhere, and key and value heads."""
     channels = _head_channels(parent)
     projections = {
@@ -213,11 +209,6 @@ def _head_channels(parent: nn.Module) -> int:
         if isinstance(value := getattr(parent, name, None), int) and value > 0:
             return value
     return 0
-
-
-def _is_absent(module: nn.Module) -> bool:
-    """Whether a pipeline left a placeholder here: another rank has the module."""
-    return type(module).__name__ == "Absent"
 
 
 def _int(module: nn.Module, name: str) -> int:

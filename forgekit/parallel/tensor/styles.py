@@ -4,9 +4,6 @@ torch's own styles compute with DTensors, whose bookkeeping costs more than a sm
 The ones here compute with this rank's plain tensors, so that any module's ``forward`` works, fused
 kernels included, and say by placements what the gradients of its parameters are on each rank: the
 same everywhere, its own rows or columns, or parts of a sum.
-
-A module's ``forward`` is replaced on the instance: names of parameters stay as they are, and what
-wraps a module later (recomputation, compilation, FSDP) finds one like any other.
 """
 
 from __future__ import annotations
@@ -20,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
+
+from forgekit.inputs import nearest_multiples
+from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
 
 __all__ = [
     "apply_alike",
@@ -49,7 +49,7 @@ def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     _place(module, mesh, Replicate())
     # It takes its child's weight itself instead of calling the child.
     readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
-    module.forward = partial(_alike, readers, module.forward)
+    wrap_forward(module, partial(_alike, readers))
 
 
 def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> None:
@@ -61,7 +61,7 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
         is_logits: Whether the output is a DTensor, for a loss that knows of shared columns.
     """
     _place(module, mesh, Shard(0))
-    module.forward = partial(_project_out, module, mesh, module.forward, is_logits)  # pyright: ignore[reportAttributeAccessIssue]
+    wrap_forward(module, partial(_project_out, module, mesh, is_logits))
 
 
 def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -77,7 +77,7 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
     _place(module, mesh, Shard(1))
     module.bias = _spread(bias, mesh, Replicate()) if bias is not None else bias
     output = PLACES if sequence else Replicate()
-    module.forward = partial(_project_in, module, mesh, module.forward, output)  # pyright: ignore[reportAttributeAccessIssue]
+    wrap_forward(module, partial(_project_in, module, mesh, output))
 
 
 def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -86,7 +86,7 @@ def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
     Its parameters are the same on all ranks and their gradient the sum of theirs.
     """
     _place(module, mesh, Replicate())
-    module.forward = partial(_local, [module], Partial(), module.forward)
+    wrap_forward(module, partial(with_local_parameters, [module], Partial()))
 
 
 def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -97,7 +97,7 @@ def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
         mesh: The ranks, a mesh of one dimension whose size divides that dimension.
     """
     _place(module, mesh, Shard(0))
-    module.forward = partial(_local, [module], Shard(0), module.forward)
+    wrap_forward(module, partial(with_local_parameters, [module], Shard(0)))
 
 
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -107,7 +107,7 @@ def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     one reduce-scatter of their summed gradients.
     """
     _place(module, mesh, Replicate())
-    module.forward = partial(_gathered, module, mesh, module.forward)
+    wrap_forward(module, partial(_gathered, module, mesh))
 
 
 def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
@@ -116,7 +116,7 @@ def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
     Every rank draws the whole mask from the same generator and keeps its slice. A mask of the
     slice's size would repeat over the slices.
     """
-    module.forward = partial(_drop, module, mesh, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    wrap_forward(module, partial(_drop, module, mesh))
 
 
 def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -132,14 +132,11 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
     """
     _place(module, mesh, Shard(0))
     output = PLACES if sequence else Replicate()
-    module.forward = partial(_embed, module, mesh, output, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+    wrap_forward(module, partial(_embed, module, mesh, output))
 
 
 def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Take what all ranks compute with, a plain tensor to whose gradient each adds a part.
-
-    Projections that share an input share the result too: their gradients are summed before they
-    become a DTensor.
 
     Args:
         x: ``[... d]``; if it is plain, the same on all ranks.
@@ -150,13 +147,7 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # Where nothing is to be moved, the backward of `redistribute` would sum the parts up too early.
     elif not x.placements[0].is_replicate():
         x = x.redistribute(placements=(Replicate(),))
-    if torch.compiler.is_compiling():
-        return x.to_local(grad_placements=(Partial(),))
-    known: Tensor | None = getattr(x, "_forgekit_whole", None)
-    if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
-        known = x.to_local(grad_placements=(Partial(),))
-        x._forgekit_whole = known  # pyright: ignore[reportAttributeAccessIssue]
-    return known
+    return x.to_local(grad_placements=(Partial(),))
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -170,37 +161,22 @@ def _spread(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> 
     return nn.Parameter(spread, parameter.requires_grad)
 
 
-def _local(
-    modules: list[nn.Module], gradient: Placement, forward: Forward, *args: Any, **kwargs: Any
-) -> Any:
-    """Call ``forward`` while the modules' own parameters are this rank's plain tensors."""
-    spread = [module._parameters for module in modules]
-    for module, parameters in zip(modules, spread, strict=True):
-        here: dict[str, Any] = {name: _to_local(p, gradient) for name, p in parameters.items()}
-        module._parameters = here
-    try:
-        return forward(*args, **kwargs)
-    finally:  # also when recomputation stops early, by an exception
-        for module, parameters in zip(modules, spread, strict=True):
-            module._parameters = parameters
-
-
 def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
     args = tuple(_whole(value) for value in args)
     kwargs = {name: _whole(value) for name, value in kwargs.items()}
-    return _local(modules, Replicate(), forward, *args, **kwargs)
+    return with_local_parameters(modules, Replicate(), forward, *args, **kwargs)
 
 
 def _project_out(
-    module: nn.Linear, mesh: DeviceMesh, forward: Forward, is_logits: bool, x: Tensor
+    module: nn.Linear, mesh: DeviceMesh, is_logits: bool, forward: Forward, x: Tensor
 ) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
-    out = _local([module], Shard(0), forward, take_whole(x, mesh))
+    out = with_local_parameters([module], Shard(0), forward, take_whole(x, mesh))
     return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
 
 
 def _project_in(
-    module: nn.Linear, mesh: DeviceMesh, forward: Forward, output: Placement, x: Tensor
+    module: nn.Linear, mesh: DeviceMesh, output: Placement, forward: Forward, x: Tensor
 ) -> Tensor:
     """``[b s d/tp]`` -> ``[b s e]``, or this rank's places of it."""
     if isinstance(x, DTensor):
@@ -208,18 +184,18 @@ def _project_in(
     spread, bias = module._parameters, module._parameters.get("bias")
     module._parameters = {**spread, "bias": None}  # it is added once, not on every rank
     try:
-        out = _local([module], Shard(1), forward, x)
+        out = with_local_parameters([module], Shard(1), forward, x)
     finally:
         module._parameters = spread
     parts = DTensor.from_local(out, mesh, (Partial(),), run_check=False)
     out = parts.redistribute(placements=(output,)).to_local()
-    bias = _to_local(bias, Partial() if output == PLACES else Replicate())
+    bias = to_local(bias, Partial() if output == PLACES else Replicate())
     return out if bias is None else out + bias
 
 
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
     """``[b s/tp d]`` -> ``[b s d]``."""
-    out = _local([module], Partial(), forward, x)
+    out = with_local_parameters([module], Partial(), forward, x)
     spread = DTensor.from_local(out, mesh, (PLACES,), run_check=False)
     return spread.redistribute(placements=(Replicate(),))
 
@@ -248,7 +224,9 @@ def _embed(
     if padding is not None:
         module.padding_idx = padding - first if first <= padding < first + rows else None  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        x = _local([module], Shard(0), forward, torch.where(is_elsewhere, 0, ids - first))
+        x = with_local_parameters(
+            [module], Shard(0), forward, torch.where(is_elsewhere, 0, ids - first)
+        )
     finally:
         module.padding_idx = padding
     # `where`, not a product: weights may be infinite.
@@ -260,17 +238,10 @@ def _embed(
 def _check_places(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
     size = mesh.size()
     if output == PLACES and ids.shape[1] % size:
-        lower = ids.shape[1] // size * size
-        nearest = " and ".join(str(n) for n in (lower, lower + size) if n)
         raise ValueError(
-            f"input_ids has {ids.shape[1]} places, which tp {size} must divide; the nearest are "
-            f"{nearest}. Pad them (labels -100) or change the mesh."
+            f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; the nearest are "
+            f"{nearest_multiples(ids.shape[1], size)}. Pad them (labels -100) or change the mesh."
         )
-
-
-def _to_local(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
-    is_spread = isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=(gradient,)) if is_spread else parameter
 
 
 def _whole(value: Any) -> Any:

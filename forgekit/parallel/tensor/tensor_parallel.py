@@ -1,21 +1,23 @@
 """Tensor parallelism: a plan of name patterns says how ranks share each module of any model.
 
-A plan maps patterns of module names to styles:
+A plan maps patterns of module names (``layers.*.attention.query``; of several that match the last
+counts) to styles, or to a ``torch.distributed.tensor.parallel.ParallelStyle``, which is applied as
+it is:
 
 | style | for | parameters | activations |
 |---|---|---|---|
 | ``colwise`` | ``nn.Linear`` | rows of the weight | all channels in, this rank's out |
 | ``rowwise`` | ``nn.Linear`` | columns of the weight | this rank's channels in, sums out |
 | ``embedding`` | ``nn.Embedding`` | rows of the vocabulary | sums out |
-| ``sequence`` | norms, ``nn.Dropout`` | on every rank | this rank's places |
+| ``sequence`` | norms, ``nn.Dropout`` | on every rank | this rank's positions |
 | ``heads`` | norms of a head's channels, an activation with one weight | on every rank, \
 gradients summed | this rank's heads or channels |
 | ``channels`` | a factor or bias for each channel or head | sharded like them | this rank's |
 | ``replicate`` | any module | on every rank | all of them, computed alike |
 
-With a ``sequence`` entry the residual stream is spread over places: sums over ranks are scattered
-instead of repeated, so norms and dropout cost and keep a ``1/tp`` of it. Without one every rank
-has the whole stream.
+With a ``sequence`` entry the residual stream is sharded over positions: sums over ranks are
+scattered instead of repeated, so norms and dropout cost and keep a ``1/tp`` of it. Without one
+every rank has the whole stream.
 
 References:
     Megatron-LM, https://arxiv.org/abs/1909.08053;
@@ -34,50 +36,53 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor import styles
-from forgekit.parallel.tensor.plan import EXPERT, Plan, read_plan
+from forgekit.parallel.tensor.plan import EXPERT, Plan, Style, read_plan
 
 __all__ = ["EXPERT", "Plan", "apply_plan", "logit_modules", "read_plan"]
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> int:
-    """Spread a model's parameters over ranks, in place; their names stay the same.
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, Style],
+    modules: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Shard a model's parameters over ranks, in place; their names stay the same.
 
-    Nothing is sent: every rank cuts what it holds, so all must hold the same values, or all be on
-    meta. Modules without an entry are computed alike on all ranks, unless the plan spreads the
-    residual stream over places. The last ``colwise`` modules, those with no ``rowwise`` after
-    them, return logits as a DTensor that stays cut by the vocabulary, for ``cross_entropy``.
+    Nothing is sent: every rank keeps its part of what it holds, so all must hold the same values,
+    or all be on meta. Modules without an entry are computed alike on all ranks, unless the plan
+    shards the residual stream over positions. The last ``colwise`` modules, those with no
+    ``rowwise`` after them, return logits as a DTensor that stays sharded by the vocabulary, for
+    ``cross_entropy``.
 
     A projection that holds several matrices side by side (one weight for queries, keys and values)
-    cannot be cut as one: its first rows would be queries on one rank and keys on another. What an
-    ``embedding`` or a ``rowwise`` module returns must not be changed in place; torch refuses it.
+    cannot be sharded as one: its first rows would be queries on one rank and keys on another. What
+    an ``embedding`` or a ``rowwise`` module returns must not be changed in place; torch refuses it.
 
     Args:
-        model: Any model; modules that a pipeline took out are passed over.
+        model: Any model.
         mesh: The ranks, a mesh of one dimension.
-        plan: Patterns (``layers.*.attention.query``; of several that match the last counts) to
-            names of styles, or to a ``torch.distributed.tensor.parallel.ParallelStyle``, which is
-            applied as it is. None for the model's own ``plan``.
-
-    Returns:
-        Over how many ranks the places of the residual stream are spread.
+        styles: What ``read_plan`` found in the whole model.
+        modules: The whole model's modules by name, where a pipeline took some of them out of
+            ``model`` since.
 
     Raises:
-        ValueError: See ``read_plan``.
+        ValueError: If modules that share a parameter would shard it differently.
     """
-    chosen = read_plan(model, mesh.size(), plan)
-    sequence = "sequence" in chosen.values()
-    heads = logit_modules(chosen)
+    modules = dict(model.named_modules()) if modules is None else modules
+    present = set(model.modules())
+    sequence = "sequence" in styles.values()
+    heads = logit_modules(styles)
     shared = _shared_parameters(model)
-    # Children first: what torch's styles do to a whole module leaves out what is spread already.
-    for name, style in reversed(chosen.items()):
-        module = model.get_submodule(name)
-        _apply(module, mesh, style, sequence=sequence, is_logits=name in heads)
+    # Children first: what torch's styles do to a whole module leaves out what is sharded already.
+    for name, style in reversed(list(styles.items())):
+        if modules[name] in present:
+            _apply(modules[name], mesh, style, sequence=sequence, is_logits=name in heads)
     for names in shared:
         _share_again(model, names)
-    return mesh.size() if sequence else 1
 
 
-def logit_modules(chosen: Mapping[str, str | ParallelStyle]) -> set[str]:
+def logit_modules(chosen: Mapping[str, Style]) -> set[str]:
     """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
     rowwise = [name for name, style in chosen.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
@@ -89,7 +94,7 @@ def logit_modules(chosen: Mapping[str, str | ParallelStyle]) -> set[str]:
 def _apply(
     module: nn.Module,
     mesh: DeviceMesh,
-    style: str | ParallelStyle,
+    style: Style,
     *,
     sequence: bool,
     is_logits: bool,
@@ -122,14 +127,14 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _share_again(model: nn.Module, names: list[str]) -> None:
-    """Make one of the parameters that were one before their modules were spread."""
+    """Make one of the parameters that were one before their modules were sharded."""
     first, *others = [cast("DTensor", model.get_parameter(name)) for name in names]
     for name, other in zip(names[1:], others, strict=True):
         if first.placements != other.placements:
             raise ValueError(
-                f"{names[0]!r} and {name!r} are one parameter and the plan cuts them differently "
-                f"({first.placements[0]!r}, {other.placements[0]!r}). Give both styles that cut "
-                "alike, as 'embedding' and 'colwise' do."
+                f"{names[0]!r} and {name!r} are one parameter and the plan shards them "
+                f"differently ({first.placements[0]!r}, {other.placements[0]!r}). Give both styles "
+                "that shard alike, as 'embedding' and 'colwise' do."
             )
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, model.get_parameter(names[0]))

@@ -1,0 +1,65 @@
+"""Running something around a module's own ``forward``, once for all parallelisms.
+
+``forward`` is replaced on the instance, at set-up. A wrapper module would put a prefix before the
+names of parameters, and a hook can neither repeat what ``forward`` computes nor leave it early.
+What wraps a module later (recomputation, compilation, FSDP) finds one like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["to_local", "with_local_parameters", "wrap_forward"]
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Replace a module's ``forward``, in place, by a function that is given the original.
+
+    Args:
+        module: The module.
+        around: ``around(forward, *args, **keywords)``, called where ``forward`` was.
+    """
+    module.forward = partial(around, module.forward)
+
+
+def with_local_parameters(
+    modules: Iterable[nn.Module],
+    gradient: Placement,
+    forward: Callable[..., Any],
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    """Call ``forward`` while some modules' own parameters are this rank's plain tensors.
+
+    Any module's ``forward`` then works on shards, fused kernels included.
+
+    Args:
+        modules: The modules; not their children.
+        gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole.
+        forward: Computes with the modules.
+        *args: What it is given.
+        **keywords: What it is given by name.
+
+    Returns:
+        What ``forward`` returns.
+    """
+    sharded = [(module, module._parameters) for module in modules]
+    for module, parameters in sharded:
+        own: dict[str, Any] = {name: to_local(p, gradient) for name, p in parameters.items()}
+        module._parameters = own
+    try:
+        return forward(*args, **keywords)
+    finally:  # also when recomputation stops early, by an exception
+        for module, parameters in sharded:
+            module._parameters = parameters
+
+
+def to_local(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
+    """This rank's part of a parameter, a plain tensor; None and plain tensors stay."""
+    is_sharded = isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=(gradient,)) if is_sharded else parameter
