@@ -70,7 +70,8 @@ def build_mesh(
 
     Args:
         spec: Sizes of the dimensions; all ranks on ``dp_shard`` if not given.
-        device: ``"cpu"`` or ``"cuda"``; by default the accelerator where there is one.
+        device: ``"cpu"`` or an accelerator that torch finds, as ``"cuda"``; by default the
+            accelerator where there is one.
 
     Returns:
         A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. Where ranks
@@ -88,13 +89,12 @@ def build_mesh(
         >>> shutdown()
     """
     spec = spec or MeshSpec()
-    kind = torch.device(device).type if device is not None else _default_device()
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda' and torch finds no CUDA device here; use device='cpu'.")
+    kind = _kind_of(device)
     rank, world, local = identity(os.environ)
     sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
-    if kind == "cuda":
-        torch.cuda.set_device(local % torch.cuda.device_count())
+    if kind != "cpu":
+        module = torch.get_device_module(kind)
+        module.set_device(local % module.device_count())
     if not dist.is_initialized():
         _start(kind, rank, world)
     return _arrange(kind, sizes, spec.ep)
@@ -229,14 +229,31 @@ def _forget_groups() -> None:
             getattr(module, clear)()
 
 
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _kind_of(device: str | torch.device | None) -> str:
+    """The type of a device that is there."""
+    found = _devices_here()
+    kind = found[0] if device is None else str(device).partition(":")[0]
+    if kind not in found:
+        raise ValueError(
+            f"device is {str(device)!r} and torch finds no such device here; it finds "
+            f"{' and '.join(found)}. Use one of them, or leave it out to get {found[0]}."
+        )
+    return kind
+
+
+def _devices_here() -> list[str]:
+    """Types of devices that ranks can be bound to, the preferred one first."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not hasattr(torch.get_device_module(accelerator), "set_device"):
+        return ["cpu"]
+    return [accelerator.type, "cpu"]
 
 
 def _start(kind: str, rank: int, world: int) -> None:
     if kind == "cpu":
         _share_cores()
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    own = dist.get_default_backend_for_device(kind)
+    backend = own if kind == "cpu" else f"cpu:gloo,{kind}:{own}"
     if world == 1:
         dist.init_process_group(
             backend, store=HashStore(), rank=0, world_size=1, timeout=START_TIMEOUT

@@ -277,6 +277,17 @@ def test_a_meeting_point_that_cannot_be_is_refused_before_anybody_waits(
 
 
 @pytest.mark.bad_input
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="names devices that may be here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "meta", "gpu", torch.device("cuda")])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(environment, device):
+    environment()
+    message = f"device is '{device}' and torch finds no such device here; it finds cpu. Use one"
+    with pytest.raises(ValueError, match=f"^{message} of them, or leave it out to get cpu.$"):
+        fk.build_mesh(device=device)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"])
 @pytest.mark.parametrize("text", ["x", "0", "-1", "2(x3)"])
 def test_a_machine_s_number_of_processes_that_cannot_be_is_refused(name, text):

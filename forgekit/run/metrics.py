@@ -413,6 +413,6 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _peak_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB

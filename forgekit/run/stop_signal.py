@@ -252,18 +252,19 @@ class HostCopy:
     """A 0-d tensor on its way to the host, and the event after which it has arrived."""
 
     value: Tensor
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
     @classmethod
     def start(cls, value: Tensor) -> Self:
         """Start the copy; nothing waits for it."""
-        # An asynchronous copy from CUDA goes to pinned memory; on CPU this is a plain copy, since
-        # the caller may reuse its tensor before it is read here.
+        # An asynchronous copy from an accelerator goes to pinned memory; on a CPU this is a plain
+        # copy, since the caller may reuse its tensor before it is read here.
         host = value.detach().to("cpu", non_blocking=True, copy=True)
-        if not value.is_cuda:
+        if value.device.type == "cpu":
             return cls(host, None)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(value.device))
+        module = torch.get_device_module(value.device)
+        arrived = module.Event()
+        arrived.record(module.current_stream(value.device))
         return cls(host, arrived)
 
     def read(self) -> float:

@@ -290,5 +290,5 @@ def _seed(state: TrainState) -> None:
     seed = int.from_bytes(digest, "little") >> 1
     # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.
     torch.default_generator.manual_seed(seed)
-    if state.targets.is_cuda:
-        torch.cuda.manual_seed(seed)
+    if state.targets.device.type != "cpu":
+        torch.get_device_module(state.targets.device).manual_seed(seed)

@@ -289,9 +289,10 @@ class _Work:
             given = [found.sum, found.count, *(found.rows or ()), *itertools.chain(*pairs)]
             return [value for value in given if isinstance(value, Tensor)]
 
-        devices = [self.stages.device] if self.stages.device.type == "cuda" else []
+        device = self.stages.device
+        devices = [device] if device.type != "cpu" else []
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(devices, device_type=device.type):
                 self.stages.learn(kind, call.first.shape, call.run, loss)
         finally:
             for root in self.stages.modules:

@@ -168,7 +168,7 @@ def _run(
     seen: Seen = []
     device = state.targets.device
     with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
         evaluating(state.model, state.layout),
         torch.compiler.set_stance("force_eager"),
         _recording(state.model, chosen, places, seen),

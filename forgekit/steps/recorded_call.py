@@ -128,9 +128,10 @@ class _Called(BaseException):
     def __init__(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         super().__init__()
         self.given = args, keywords
+        accelerator = torch.accelerator.current_accelerator()
         self.autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
+            for kind in ("cpu", *([accelerator.type] if accelerator else []))
         }
 
 

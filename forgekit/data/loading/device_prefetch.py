@@ -16,7 +16,7 @@ class Sent:
     """A micro-batch on its device, and the event after which its copy has arrived."""
 
     batch: TensorDict
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
 
 class Transfer:
@@ -32,15 +32,16 @@ class Transfer:
 
     def __init__(self, device: torch.device, ahead: int) -> None:
         self.device, self.ahead = device, ahead
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def send(self, batch: TensorDict) -> Sent:
-        """Start the copy; on CUDA from pinned memory and on a stream of its own."""
+        """Start the copy; to an accelerator from pinned memory and on a stream of its own."""
         if self._stream is None:
             return Sent(batch.to(self.device), None)
-        arrived = torch.cuda.Event()
+        arrived = self._module.Event()
         pinned = {key: tensor.pin_memory() for key, tensor in batch.items()}
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             there = {key: p.to(self.device, non_blocking=True) for key, p in pinned.items()}
             arrived.record(self._stream)
         return Sent(TensorDict(there, batch.batch_size), arrived)
@@ -48,7 +49,7 @@ class Transfer:
     def receive(self, sent: Sent) -> TensorDict:
         """Let the current stream wait for a copy, and tell the allocator who uses it."""
         if sent.arrived is not None:
-            current = torch.cuda.current_stream(self.device)
+            current = self._module.current_stream(self.device)
             current.wait_event(sent.arrived)
             tensors: Any = sent.batch.values()
             for tensor in tensors:

@@ -111,8 +111,9 @@ class Stages:
         self._shared, self._holders = pieces.shared, pieces.holders
         self._group = mesh["pp"].get_group()
         self._globals = dist.get_process_group_ranks(self._group)
-        on_cuda = mesh.device_type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else CPU
+        kind = mesh.device_type
+        index = torch.get_device_module(kind).current_device()
+        self.device = CPU if kind == "cpu" else torch.device(kind, index)
         # Small exchanges go over the processors, so that no host waits for a device.
         has_gloo = "cpu:" in dist.get_backend_config(self._group)
         self._wire = CPU if has_gloo else self.device

@@ -146,7 +146,8 @@ def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict
         del buffers[key]
     for key, tensor in tensors.items():
         if key not in buffers or _layout(buffers[key]) != _layout(tensor):
-            buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)
+            pin = _local(tensor).device.type != "cpu"
+            buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=pin)
         _local(buffers[key]).copy_(_local(tensor), non_blocking=True)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()  # the copies run beside the host until here

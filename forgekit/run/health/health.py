@@ -282,4 +282,4 @@ def _set_timeouts(timeouts: Mapping[dist.ProcessGroup, timedelta]) -> None:
 
 def _backend(group: dist.ProcessGroup) -> Any:
     kinds = group._device_types
-    return group._get_backend(next((kind for kind in kinds if kind.type == "cuda"), kinds[0]))
+    return group._get_backend(next((kind for kind in kinds if kind.type != "cpu"), kinds[0]))

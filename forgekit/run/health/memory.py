@@ -131,9 +131,10 @@ def report_out_of_memory(
             costs time in each allocation; 0 keeps the blocks and not how they came to be.
     """
     path = Path(out) / "memory" / f"rank_{rank}.txt"
-    records = bool(history) and torch.cuda.is_available()
+    allocator = _allocator()
+    records = bool(history) and hasattr(allocator, "_record_memory_history")
     if records:
-        torch.cuda.memory._record_memory_history(max_entries=history)
+        allocator._record_memory_history(max_entries=history)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -142,7 +143,7 @@ def report_out_of_memory(
         raise
     finally:
         if records:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            allocator._record_memory_history(enabled=None)
 
 
 def live_tensors() -> list[LiveTensors]:
@@ -174,6 +175,13 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _allocator() -> Any:
+    """What torch offers to look into the accelerator's allocator; None without an accelerator."""
+    if not torch.accelerator.is_available():
+        return None
+    return getattr(torch.get_device_module(), "memory", None)
+
+
 def _tensors() -> Iterator[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when they are looked at
@@ -199,8 +207,8 @@ def _write_report(path: Path, error: BaseException) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_report(error))
-        if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        if hasattr(allocator := _allocator(), "_dump_snapshot"):
+            allocator._dump_snapshot(str(path.with_suffix(".pickle")))
         _log.error("out of memory; what was held is in %s", path)
     except (OSError, RuntimeError, MemoryError) as failure:
         _log.error("out of memory, and no report of it: %s", failure)
@@ -217,6 +225,6 @@ def _report(error: BaseException) -> str:
         f"{sum(kind.count for kind in kinds)} of {len(kinds)} kinds",
         *map(str, kinds[:LINES]),
     ]
-    if torch.cuda.is_available():
-        lines += ["", torch.cuda.memory_summary()]
+    if hasattr(allocator := _allocator(), "memory_summary"):
+        lines += ["", allocator.memory_summary()]
     return "\n".join([*lines, ""])
