@@ -4,14 +4,18 @@ Spawning four ranks costs seconds, nearly all of it imports; a job on workers th
 hundredths. A *zygote* is forked when the test session starts, before torch has computed anything
 (its thread pools do not survive a fork), and forks workers when they are asked for. Each job gets
 a process group of its own over a fresh file store. After a failure the workers are replaced.
+
+What a process can do only once, as installing a device, is a *setup*: each has workers of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import importlib.util
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -42,7 +46,12 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, *args: Any, group: bool = True, timeout_s: float = 60
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    group: bool = True,
+    timeout_s: float = 60,
+    setup: str = "",
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` on ``world`` ranks and return their results by rank.
 
@@ -52,6 +61,8 @@ def run_ranks(
         *args: Picklable arguments.
         group: Whether a default gloo process group is made before and destroyed after.
         timeout_s: Seconds until the job is given up.
+        setup: ``"module:function"``, called once in each worker, which then serves this setup
+            alone. The function returns the backend of the process groups.
 
     Returns:
         What each rank returned.
@@ -61,7 +72,7 @@ def run_ranks(
     """
     assert _zygote is not None, "call ranks.start() in conftest.py before torch computes"
     where = (inspect.getfile(function), function.__module__, function.__qualname__)
-    _zygote.send_bytes(pickle.dumps((where, world, pickle.dumps(args), group, timeout_s)))
+    _zygote.send_bytes(pickle.dumps((where, world, pickle.dumps(args), group, timeout_s, setup)))
     ok, payload = pickle.loads(_zygote.recv_bytes())
     if not ok:
         raise RankError(payload)
@@ -93,12 +104,13 @@ def _die_with_parent() -> None:
 def _serve(parent: Connection) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    workers: list[tuple[Any, Connection]] = []
+    pools: dict[str, list[tuple[Any, Connection]]] = {}
     while request := parent.recv_bytes():
-        where, world, args, group, timeout_s = pickle.loads(request)
+        where, world, args, group, timeout_s, setup = pickle.loads(request)
+        workers = pools.setdefault(setup, [])
         while len(workers) < world:
             here, there = _FORK.Pipe()
-            process = _FORK.Process(target=_work, args=(there,))
+            process = _FORK.Process(target=_work, args=(there, setup))
             process.start()
             there.close()  # or a worker that dies would not be noticed
             workers.append((process, here))
@@ -113,7 +125,7 @@ def _serve(parent: Connection) -> None:
                 process.join()
                 connection.close()
         parent.send_bytes(pickle.dumps((ok, payload)))
-    for process, _ in workers:
+    for process, _ in itertools.chain(*pools.values()):
         process.kill()
         process.join()
     os._exit(0)
@@ -149,11 +161,13 @@ def _collect(connections: list[Connection], timeout_s: float) -> tuple[bool, Any
     return (False, "\n".join(errors)) if errors else (True, [results[r] for r in sorted(results)])
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, setup: str) -> None:
     _die_with_parent()
     import torch
 
     torch.set_num_threads(1)
+    module, _, name = setup.partition(":")
+    backend = getattr(importlib.import_module(module), name)() if setup else "gloo"
     gc.freeze()  # what was imported; a collection after each job then costs little
     gc.disable()  # groups of past jobs are not to be taken down in the midst of the next one
     while True:
@@ -167,7 +181,8 @@ def _work(connection: Connection) -> None:
                 warnings.simplefilter("error")
                 # FSDP's advice on in-place operations for each model that ends in a biased Linear.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-                result = _run(function, rank, world, pickle.loads(args), group, folder)
+                store = Path(folder) / "store" if group else None
+                result = _run(function, rank, world, pickle.loads(args), backend, store)
             answer = True, pickle.dumps(result)
             del result
             _forget_meshes()
@@ -177,17 +192,17 @@ def _work(connection: Connection) -> None:
 
 
 def _run(
-    function: Callable[..., Any], rank: int, world: int, args: Any, group: bool, folder: str
+    function: Callable[..., Any], rank: int, world: int, args: Any, backend: str, file: Path | None
 ) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    if not group:
+    if file is None:
         return function(rank, world, *args)
-    store = dist.FileStore(str(Path(folder) / "store"), world)
+    store = dist.FileStore(str(file), world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=40)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=40)
     )
     result = function(rank, world, *args)
     dist.barrier()

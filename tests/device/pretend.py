@@ -1,0 +1,487 @@
+"""A device in Python that is strict where a GPU is strict, and late where a GPU is late.
+
+Its tensors wrap tensors of the CPU and say that they are on ``pretend:0``. Every operation on them
+enters ``__torch_dispatch__``, which unwraps, computes on the CPU and wraps again. What fails, waits
+or is garbage on a GPU does so here:
+
+- operations that mix tensors of two devices are refused, 0-d tensors of the CPU excepted, and so is
+  a generator of the CPU;
+- each time that the host waits for the device (``item``, ``bool``, ``nonzero``, a boolean index, a
+  blocking copy to or from it) is counted, with the lines that led to it;
+- a copy with ``non_blocking=True`` between the device and *pinned* memory is late (``streams``);
+- its random numbers come from a seed and an offset of its own;
+- point-to-point messages carry no tags.
+
+A process has one such device and cannot get rid of it, so ``install`` belongs in a worker that does
+nothing else. torch keeps ``pin_memory`` and ``torch.accelerator`` in C++, where Python cannot reach
+them: ``install`` replaces what the library calls of them.
+"""
+
+from __future__ import annotations
+
+import traceback
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from device import streams
+from device.streams import Copy, current_stream, spoil
+from torch.nn.attention import SDPBackend
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+__all__ = ["Ledger", "PretendTensor", "install", "watching"]
+
+NAME = "pretend"
+LINES = 12
+"""Of the stack to keep for each wait."""
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+aten = torch.ops.aten
+_READS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+_AUTOCAST = "mm addmm bmm baddbmm matmul linear scaled_dot_product_attention"
+
+
+@attrs.define
+class Ledger:
+    """What a region cost that a GPU would feel.
+
+    Attributes:
+        launches: Operations on the device that compute or fill something, by name; views and
+            allocations launch no kernel.
+        waits: For each time that the host waited for the device, the operation and the lines that
+            led to it.
+        copied: Bytes copied ``"to"`` the device and ``"from"`` it, and those of them that were
+            in ``"pageable"`` memory though the copy should not wait.
+    """
+
+    launches: Counter[str] = attrs.field(factory=Counter)
+    waits: list[str] = attrs.field(factory=list)
+    copied: Counter[str] = attrs.field(factory=Counter)
+
+
+_open: list[Ledger] = []
+
+
+@contextmanager
+def watching() -> Iterator[Ledger]:
+    """Count what happens inside."""
+    ledger = Ledger()
+    _open.append(ledger)
+    try:
+        yield ledger
+    finally:
+        _open.remove(ledger)
+
+
+def _wait(what: str) -> None:
+    """Let the host wait for the current stream, and note it."""
+    if _open:
+        frames = [f for f in traceback.extract_stack() if f.filename != __file__]
+        lines = [f"{f.filename}:{f.lineno} {f.name}" for f in frames[-LINES:]]
+        for ledger in _open:
+            ledger.waits.append("\n  ".join([what, *lines]))
+    current_stream().arrive()
+
+
+class PretendTensor(torch.Tensor):
+    """A tensor on the pretend device; ``raw`` is the CPU tensor that holds its values."""
+
+    raw: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor) -> PretendTensor:
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(NAME, 0),
+        )
+        wrapper.raw = raw
+        return wrapper
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, PretendTensor):
+            raise RuntimeError(f"set_data: a tensor on {self.device} cannot hold one of the CPU")
+        torch.Tensor.data.__set__(self, other)
+        self.raw = other.raw
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the values: FSDP resizes it."""
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """The address of the values."""
+        return self.raw.data_ptr()
+
+    def tolist(self) -> Any:
+        """The values, for which the host waits."""
+        _wait("tolist")
+        return self.raw.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, as on a GPU."""
+        if not force:
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy.")
+        return self.detach().cpu().numpy()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell the allocator; there is none."""
+
+    def pin_memory(self, _device: Any = None) -> torch.Tensor:
+        """Refuse, as on a GPU."""
+        raise RuntimeError(f"cannot pin a tensor on {self.device}, only dense CPU tensors")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait("pickle")
+        return PretendTensor, (self.raw.detach().clone(),)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PretendTensor({self.raw!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation in which a tensor of the device takes part."""
+    if func in _SPECIAL:
+        return _SPECIAL[func](*args, **kwargs)
+    flat, spec = tree_flatten((args, kwargs))
+    ours = [x for x in flat if isinstance(x, PretendTensor)]
+    _refuse(func, flat, ours)
+    current_stream().proceed()
+    if func in _READS or _is_boolean_index(func, args):
+        _wait(str(func))
+    _note_launch(func)
+    raw_args, raw_kwargs = tree_unflatten([_unwrap(x) for x in flat], spec)
+    wrappers = {id(x.raw): x for x in ours}
+    with _own_numbers() if torch.Tag.nondeterministic_seeded in func.tags else nullcontext():
+        result = func(*raw_args, **raw_kwargs)
+    for wrapper in ours:
+        if wrapper.shape != wrapper.raw.shape:  # an `out=` that was empty
+            _follow(wrapper)
+    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != NAME:
+        return result  # empty_like(tensor, device="cpu")
+    return tree_map_only(
+        torch.Tensor, lambda x: wrappers[id(x)] if id(x) in wrappers else PretendTensor(x), result
+    )
+
+
+def _follow(wrapper: PretendTensor) -> None:
+    """Give a wrapper the shape that an operation in place gave to its values."""
+    shaped = PretendTensor(wrapper.raw)
+    with torch._C._DisableTorchDispatch():
+        torch.Tensor.data.__set__(wrapper, shaped)
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, PretendTensor):
+        return value.raw
+    if isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("cpu")
+    return value
+
+
+def _refuse(func: Any, flat: list[Any], ours: list[PretendTensor]) -> None:
+    """Raise if an operation mixes devices."""
+    others = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, PretendTensor)]
+    large = [x for x in others if x.dim() or func.namespace in COLLECTIVES]
+    if ours and large:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {func} got {ours[0].device} of "
+            f"shape {tuple(ours[0].shape)} and {large[0].device} of {tuple(large[0].shape)}"
+        )
+    if any(isinstance(x, torch.Generator) and x.device.type == "cpu" for x in flat):
+        raise RuntimeError(f"Expected a {NAME!r} device type for generator but found 'cpu'")
+
+
+def _is_boolean_index(func: Any, args: Any) -> bool:
+    if func is aten.index.Tensor:
+        indices = args[1]
+    elif func in (aten.index_put_.default, aten.index_put.default) and args[2].numel() != 1:
+        indices = args[1]  # one value is filled in without a wait
+    else:
+        return False
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
+
+
+def _note_launch(func: Any) -> None:
+    if not _open or func.is_view or "empty" in func.name() or func is aten.detach.default:
+        return
+    for ledger in _open:
+        ledger.launches[func.name().removeprefix("aten::")] += 1
+
+
+# ---- copies
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy between two tensors, of which at least one is on the device."""
+    source = source.expand(target.shape)
+    to_host, from_host = (not isinstance(x, PretendTensor) for x in (target, source))
+    raw_target, raw_source = _unwrap(target), _unwrap(source)
+    if not (to_host or from_host):
+        current_stream().proceed()
+        _note_launch(aten.copy_.default)
+        raw_target.copy_(raw_source)
+        return target
+    host = raw_target if to_host else raw_source
+    bytes_ = host.numel() * host.element_size()
+    for ledger in _open:
+        ledger.copied["from" if to_host else "to"] += bytes_
+        ledger.copied["pageable"] += bytes_ if non_blocking and not is_pinned(host) else 0
+    if non_blocking and is_pinned(host):
+        spoil(raw_target)
+        current_stream().put(Copy(raw_source, raw_target, to_host))
+        return target
+    # The host waits until pageable memory was read or written, non-blocking or not; what is read
+    # without blocking goes through memory of the driver and does not wait for the stream.
+    if to_host or not non_blocking:
+        _wait(f"copy {'from' if to_host else 'to'} the device, {tuple(host.shape)} {host.dtype}")
+    current_stream().proceed()
+    raw_target.copy_(raw_source)
+    return target
+
+
+def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Copy to another device, dtype or memory format."""
+    device = torch.device(options.pop("device", None) or source.device)
+    non_blocking = options.pop("non_blocking", False)
+    options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout")}
+    if device.type == NAME and isinstance(source, PretendTensor):
+        current_stream().proceed()
+        _note_launch(aten._to_copy.default)
+        return PretendTensor(aten._to_copy(source.raw, **options))
+    raw = torch.empty_like(_unwrap(source), **options)
+    if device.type == NAME:
+        return _copy(PretendTensor(raw), source, non_blocking)
+    return _copy(_pin(raw) if non_blocking else raw, source, non_blocking)
+
+
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+    return _copy(target, source, non_blocking)
+
+
+def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        _copy(target, source, non_blocking)
+
+
+_pinned: set[int] = set()
+"""Storages in pinned memory, which are kept: addresses would be given out again."""
+_kept: list[torch.Tensor] = []
+
+
+def _pin(raw: torch.Tensor) -> torch.Tensor:
+    _pinned.add(raw.untyped_storage()._cdata)
+    _kept.append(raw)
+    return raw
+
+
+def is_pinned(tensor: torch.Tensor, _device: Any = None) -> bool:
+    """Whether a tensor of the CPU is in pinned memory."""
+    return tensor.untyped_storage()._cdata in _pinned
+
+
+# ---- operations that need more than to be unwrapped
+
+
+def _resize(tensor: PretendTensor, size: Any, **_: Any) -> PretendTensor:
+    tensor.raw.resize_(size)
+    _follow(tensor)
+    return tensor
+
+
+def _send(tensors: Any, group: Any, peer: int, _tag: int) -> Any:
+    current_stream().proceed()
+    return torch.ops.c10d.send([_unwrap(x) for x in tensors], group, peer, 0)
+
+
+def _receive(tensors: Any, group: Any, peer: int, _tag: int) -> Any:
+    current_stream().proceed()
+    return torch.ops.c10d.recv_([_unwrap(x) for x in tensors], group, peer, 0)
+
+
+_SPECIAL: dict[Any, Any] = {
+    aten.copy_.default: _copy,
+    aten._copy_from.default: _copy_from,
+    aten._to_copy.default: _to_copy,
+    aten._foreach_copy_.default: _foreach_copy,
+    aten.resize_.default: _resize,
+    aten._fused_sdp_choice.default: lambda *_, **__: SDPBackend.MATH.value,
+    torch.ops.c10d.send.default: _send,
+    torch.ops.c10d.recv_.default: _receive,
+}
+
+
+# ---- random numbers
+
+
+@attrs.define
+class _Numbers:
+    """A seed and how many operations have drawn, as a GPU's generator counts."""
+
+    seed: int = 0
+    offset: int = 0
+
+
+_numbers = _Numbers()
+
+
+@contextmanager
+def _own_numbers() -> Iterator[None]:
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(_numbers.seed + _numbers.offset + 1)
+    _numbers.offset += 4
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the device."""
+    _numbers.seed, _numbers.offset = int(seed), 0
+
+
+def get_rng_state(_device: Any = None) -> torch.Tensor:
+    """Seed and offset as 16 bytes of the CPU, as CUDA gives them."""
+    return torch.tensor([_numbers.seed, _numbers.offset]).view(torch.uint8)
+
+
+def set_rng_state(state: torch.Tensor, _device: Any = None) -> None:
+    """Put back what ``get_rng_state`` gave."""
+    _numbers.seed, _numbers.offset = state.clone().view(torch.int64).tolist()
+
+
+# ---- installation
+
+
+def install() -> str:
+    """Make the device known to torch, once in a process; give the backend of process groups."""
+    backend = types.ModuleType(f"torch.{NAME}")
+    for name, value in _backend().items():
+        setattr(backend, name, value)
+    _setup_privateuseone_for_python_backend(NAME, backend)
+    _register_kernels()
+    _replace_what_stays_in_cpp()
+    dist.Backend.default_device_backend_map[NAME] = "gloo"
+    return f"cpu:gloo,{NAME}:gloo"
+
+
+def _backend() -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _device: None,
+        "device": lambda _device: nullcontext(),
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "initial_seed": lambda: _numbers.seed,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "current_stream": streams.current_stream,
+        "default_stream": lambda _device=None: streams.DEFAULT,
+        "set_stream": streams.set_stream,
+        "stream": streams.stream,
+        "synchronize": streams.synchronize,
+    }
+
+
+_libraries: list[torch.library.Library] = []
+"""Kept: a library takes its kernels with it."""
+
+
+def _register_kernels() -> None:
+    kernels = torch.library.Library("aten", "IMPL")
+    _libraries.append(kernels)
+
+    def empty(size: Any, **options: Any) -> PretendTensor:
+        return PretendTensor(torch.empty(size, dtype=options.get("dtype")))
+
+    def empty_strided(size: Any, stride: Any, **options: Any) -> PretendTensor:
+        return PretendTensor(torch.empty_strided(size, stride, dtype=options.get("dtype")))
+
+    kernels.impl("empty.memory_format", empty, "PrivateUse1")
+    kernels.impl("empty_strided", empty_strided, "PrivateUse1")
+    kernels.impl("_copy_from", _copy_from, "PrivateUse1")
+    kernels.impl("_pin_memory", lambda x, _device=None: _pin(x.clone()), "CPU")
+    kernels.impl("is_pinned", is_pinned, "CPU")
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _libraries.append(everything)
+    for name in _AUTOCAST.split():
+        _register_autocast(kernels, name)
+
+
+def _register_autocast(kernels: torch.library.Library, name: str) -> None:
+    operation = getattr(torch.ops.aten, name)
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def cast(value: Any) -> Any:
+        is_wide = value.is_floating_point() and value.dtype is not torch.float64
+        return value.to(torch.get_autocast_dtype(NAME)) if is_wide else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return operation(*args, **kwargs)
+
+    kernels.impl(name, run, "AutocastPrivateUse1")
+
+
+def _replace_what_stays_in_cpp() -> None:
+    accelerator = torch.accelerator
+    device = torch.device(NAME, 0)
+    for name, value in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device(NAME),
+        "device_count": lambda: 1,
+        "current_device_index": lambda: device.index,
+        "set_device_index": lambda _index: None,
+        "current_stream": streams.current_stream,
+        "set_stream": streams.set_stream,
+        "synchronize": streams.synchronize,
+    }.items():
+        setattr(accelerator, name, value)
+    empty_like = torch.empty_like
+
+    def pinning_empty_like(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = empty_like(*args, **options)
+        return _pin(made) if pin_memory else made
+
+    torch.empty_like = pinning_empty_like

@@ -1,0 +1,201 @@
+"""Streams and events of the pretend device, and the copies that are on their way in them.
+
+Computation happens at once; only copies that need not wait are late. Such a copy *proceeds* (its
+source is read, and a target on the device is filled) when its stream next does something, when
+another stream waits for an event behind it, or when the host does. A target in host memory is
+filled only when the host waits. Until then targets hold garbage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+
+_lock = threading.RLock()
+_here = threading.local()
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Fill a tensor with garbage: NaN, or a number that is no index."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(torch.nan)
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+@attrs.define(eq=False)
+class Copy:
+    """A copy on its way; both tensors are those of the CPU that hold the values."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    to_host: bool
+    values: torch.Tensor | None = None
+
+    def proceed(self) -> bool:
+        """Go as far as the device gets alone; whether nothing is left."""
+        if self.values is None:
+            self.values = self.source.detach().clone()
+            if not self.to_host:
+                self.target.copy_(self.values)
+        return not self.to_host
+
+    def arrive(self) -> None:
+        """Finish, because the host waits."""
+        if not self.proceed():
+            assert self.values is not None
+            self.target.copy_(self.values)
+
+
+class Event:
+    """A point in a stream; as ``torch.cuda.Event``."""
+
+    def __init__(self, **_: Any) -> None:
+        self._stream: Stream | None = None
+        self._until = 0
+        self._polls = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stand behind all that the stream was given."""
+        self._stream = stream or current_stream()
+        self._until, self._polls = self._stream.issued, 0
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait."""
+        (stream or current_stream()).wait_event(self)
+
+    def proceed(self) -> bool:
+        """Let the stream proceed to this point; whether it may be forgotten."""
+        if self._stream is not None:
+            self._stream.proceed(self._until)
+        return False
+
+    def arrive(self) -> None:
+        """Let the host wait."""
+        if self._stream is not None:
+            self._stream.arrive(self._until)
+
+    synchronize = arrive
+
+    def query(self) -> bool:
+        """Whether all has arrived; true from the second question on, or nobody could poll."""
+        if self._stream is None or not self._stream.is_pending(self._until):
+            return True
+        self._polls += 1
+        if self._polls > 1:
+            self.arrive()
+        return self._polls > 1
+
+    def elapsed_time(self, _end: Event) -> float:
+        """Milliseconds; there is no clock."""
+        return 1.0
+
+
+class Stream:
+    """A queue of copies; as ``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device, self.priority = device, priority
+        self.issued = 0
+        self._pending: deque[tuple[int, Copy | Event]] = deque()
+        every.append(self)
+
+    def put(self, item: Copy | Event) -> None:
+        """Add what happens in its turn."""
+        with _lock:
+            self.issued += 1
+            self._pending.append((self.issued, item))
+
+    def proceed(self, until: int | None = None) -> None:
+        """Do what the device does alone, in turn."""
+        if not self._pending:
+            return
+        with _lock:
+            left = [
+                (n, x) for n, x in self._pending if not (self._is_due(n, until) and x.proceed())
+            ]
+            self._pending = deque(left)
+
+    def arrive(self, until: int | None = None) -> None:
+        """Do all of it, since the host waits."""
+        with _lock:
+            while self._pending and self._is_due(self._pending[0][0], until):
+                self._pending[0][1].arrive()
+                self._pending.popleft()
+
+    def _is_due(self, number: int, until: int | None) -> bool:
+        return until is None or number <= until
+
+    def is_pending(self, until: int) -> bool:
+        """Whether something up to here has not arrived."""
+        return any(number <= until for number, _ in self._pending)
+
+    def wait_event(self, event: Event) -> None:
+        """Let what follows here wait for an event."""
+        event.proceed()
+        point = Event()
+        point.__dict__.update(event.__dict__)  # the event may be recorded anew
+        self.put(point)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what follows here wait for all that another stream was given."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event here."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.arrive()
+
+    def query(self) -> bool:
+        """Whether nothing is pending."""
+        return self.record_event().query()
+
+    def __enter__(self) -> Stream:
+        self._before = current_stream()
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        set_stream(self._before)
+
+
+every: list[Stream] = []
+DEFAULT = Stream()
+
+
+def synchronize(_device: Any = None) -> None:
+    """Let the host wait for all streams."""
+    for one in every:
+        one.arrive()
+
+
+def current_stream(_device: Any = None) -> Stream:
+    """The stream of this thread."""
+    return getattr(_here, "stream", DEFAULT)
+
+
+def set_stream(chosen: Stream) -> None:
+    """Make a stream that of this thread."""
+    _here.stream = chosen
+
+
+@contextmanager
+def stream(chosen: Stream | None) -> Iterator[None]:
+    """Work in another stream for a while."""
+    before = current_stream()
+    set_stream(chosen or before)
+    try:
+        yield
+    finally:
+        set_stream(before)

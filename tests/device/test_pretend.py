@@ -1,0 +1,275 @@
+"""The pretend device: each strictness and each delay in a small case that fails without it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from device.pretend import NAME, watching
+from ranks import RankError, run_ranks
+from torch.distributed.tensor import DTensor
+
+SETUP = "device.pretend:install"
+TESTS = {}
+
+
+def alone(function):
+    """A test that runs in a worker that has the device."""
+
+    def test():
+        run_ranks(on_device, 1, function.__name__, group=False, setup=SETUP)
+
+    test.__doc__ = function.__doc__
+    TESTS[function.__name__] = function
+    return test
+
+
+def on_device(_rank, _world, name):
+    TESTS[name]()
+
+
+def filled(*values, pinned=True):
+    tensor = torch.tensor(values)
+    return tensor.pin_memory() if pinned else tensor
+
+
+def test_a_worker_with_a_setup_serves_no_other():
+    assert run_ranks(backend_name, 2, setup=SETUP) == [NAME, NAME]
+    assert run_ranks(backend_name, 2) == ["privateuseone"] * 2
+
+
+def backend_name(_rank, _world):
+    return torch._C._get_privateuse1_backend_name()
+
+
+# Strict
+
+
+@alone
+def test_two_devices_in_one_operation_are_refused():
+    here, there = torch.ones(2), torch.ones(2, device=NAME)
+    with pytest.raises(RuntimeError, match=r"all tensors to be on the same device, but aten.add"):
+        there + here
+    with pytest.raises(RuntimeError, match=r"all tensors to be on the same device, but aten.index"):
+        there[torch.tensor([1])] = here[:1]
+    assert (there + torch.tensor(2.0)).tolist() == [3.0, 3.0]
+
+
+@alone
+def test_what_a_gpu_cannot_give_to_the_host_is_refused():
+    there = torch.ones(2, device=NAME)
+    with pytest.raises(TypeError, match="can't convert pretend:0 device type tensor to numpy"):
+        there.numpy()
+    with pytest.raises(RuntimeError, match="cannot pin a tensor on pretend:0"):
+        there.pin_memory()
+    with pytest.raises(RuntimeError, match="Expected a 'pretend' device type for generator"):
+        torch.randn(2, device=NAME, generator=torch.Generator())
+
+
+WAITS = {
+    "aten._local_scalar_dense": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "aten._local_scalar_dense, of a bool": lambda x: bool((x > 0).any()),
+    "aten.nonzero": lambda x: x.nonzero(),
+    "aten.index.Tensor": lambda x: x[x > 1],
+    "aten.index_put_": lambda x: x.__setitem__(x > 1, x[:2].clone()),
+    "aten.masked_select": lambda x: x.masked_select(x > 1),
+    "aten.equal": lambda x: torch.equal(x, x),
+    "aten._unique2": lambda x: x.unique(),
+    "copy from the device": lambda x: x.cpu(),
+    "copy to the device": lambda x: x.copy_(torch.zeros(3)),
+    "copy to the device, of a number": lambda _: torch.tensor([1.0], device=NAME),
+    "copy from the device, to pageable memory": lambda x: torch.empty(3).copy_(
+        x, non_blocking=True
+    ),
+    "pickle": lambda x: torch.save(x, "/dev/null"),
+}
+
+
+@alone
+def test_each_wait_of_the_host_is_counted_with_its_lines():
+    for name, wait in WAITS.items():
+        there = torch.tensor([1.0, 2.0, 3.0]).to(NAME)
+        with watching() as ledger:
+            wait(there)
+        assert len(ledger.waits) == 1, (name, ledger.waits)
+        assert ledger.waits[0].startswith(name.partition(", ")[0])
+        assert re.search(r"test_pretend.py:\d+ <lambda>", ledger.waits[0])
+
+
+@alone
+def test_what_a_gpu_does_alone_is_no_wait():
+    there = torch.tensor([1.0, 2.0, 3.0]).to(NAME)
+    with watching() as ledger:
+        there[there > 1] = 0.0
+        there[torch.arange(0, 3, 2, device=NAME)] = there[:2].clone()
+        there.add_(torch.full((), 2.0, device=NAME)).add_(torch.tensor(1.0)).mul_(3)
+        there.to(torch.float64).to("cpu", non_blocking=True)
+        there.copy_(filled(1.0, 2.0, 3.0), non_blocking=True)
+        torch.zeros(3, device=NAME) + torch.arange(3, device=NAME)
+    assert not ledger.waits
+    assert ledger.copied == {"from": 24, "to": 12, "pageable": 0}
+    assert ledger.launches["add_.Tensor"] == 2
+    assert not {"view", "detach", "empty_like"} & {
+        name.partition(".")[0] for name in ledger.launches
+    }
+
+
+@alone
+def test_its_random_numbers_are_its_own():
+    torch.manual_seed(0)
+    device = torch.get_device_module(NAME)
+    before, state = torch.get_rng_state(), device.get_rng_state()
+    first = torch.randn(3, device=NAME)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, torch.randn(3, device=NAME))
+    device.set_rng_state(state)
+    torch.default_generator.manual_seed(5)
+    assert torch.equal(first, torch.randn(3, device=NAME))
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.randn(3, device=NAME))
+    assert not torch.equal(first.cpu(), torch.randn(3))
+    with torch.random.fork_rng([0], device_type=NAME):
+        torch.randn(3, device=NAME)
+    again = device.get_rng_state()
+    assert again[:8].equal(state[:8])
+
+
+@alone
+def test_autocast_casts_products_and_nothing_else():
+    layer, x = torch.nn.Linear(3, 2).to(NAME), torch.ones(1, 3, device=NAME)
+    with torch.autocast(NAME, dtype=torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+        assert (x + x).dtype is torch.float32
+    assert layer(x).dtype is torch.float32
+
+
+# Late
+
+
+@alone
+def test_a_copy_to_the_device_is_garbage_until_its_stream_goes_on():
+    host = filled(1.0, 2.0)
+    there = host.to(NAME, non_blocking=True)
+    assert there.raw.isnan().all()
+    host[0] = 5.0
+    assert (there + 1).tolist() == [6.0, 3.0]
+    numbers = filled(3, 4).to(NAME, non_blocking=True)
+    assert numbers.raw.min() > 10**9
+    assert (numbers + 1).tolist() == [4, 5]
+
+
+@alone
+def test_a_copy_in_another_stream_is_garbage_until_that_is_waited_for():
+    device = torch.get_device_module(NAME)
+    side = device.Stream()
+    with device.stream(side):
+        there = filled(1.0, 2.0).to(NAME, non_blocking=True)
+        event = side.record_event()
+        late = filled(3.0).to(NAME, non_blocking=True)
+    assert (there + 1).isnan().all()
+    device.current_stream().wait_event(event)
+    assert (there + 1).tolist() == [2.0, 3.0]
+    assert (late + 1).isnan().all()
+    device.current_stream().wait_stream(side)
+    assert (late + 1).tolist() == [4.0]
+
+
+@alone
+def test_a_copy_to_the_host_is_garbage_until_the_host_waits():
+    device = torch.get_device_module(NAME)
+    there = torch.ones(2, device=NAME)
+    for wait in (
+        lambda event: event.synchronize(),
+        lambda _: device.current_stream().synchronize(),
+        lambda _: device.synchronize(),
+        lambda _: there.sum().item(),
+        lambda event: event.query() or event.query(),
+    ):
+        there.fill_(1.0)
+        host = there.to("cpu", non_blocking=True)
+        event = device.current_stream().record_event()
+        there.fill_(2.0)  # behind the copy in its stream
+        assert host.isnan().all()
+        wait(event)
+        assert host.tolist() == [1.0, 1.0]
+
+
+@alone
+def test_a_copy_to_the_host_in_another_stream_sees_what_is_written_meanwhile():
+    device = torch.get_device_module(NAME)
+    side, there = device.Stream(), torch.ones(2, device=NAME)
+    with device.stream(side):
+        host = there.to("cpu", non_blocking=True)
+    there.fill_(2.0)
+    side.synchronize()
+    assert host.tolist() == [2.0, 2.0]
+
+
+@alone
+def test_the_host_waits_through_a_chain_of_streams():
+    device = torch.get_device_module(NAME)
+    side, there = device.Stream(), torch.ones(2, device=NAME)
+    with device.stream(side):
+        host = there.to("cpu", non_blocking=True)
+        event = side.record_event()
+    current = device.current_stream()
+    current.wait_event(event)
+    event.record(device.Stream())  # the point that was waited for stays
+    assert host.isnan().all()
+    current.synchronize()
+    assert host.tolist() == [1.0, 1.0]
+
+
+@alone
+def test_copies_of_pageable_memory_are_counted():
+    with watching() as ledger:
+        torch.ones(3).to(NAME, non_blocking=True)
+        torch.cat([filled(1.0), filled(2.0)]).to(NAME, non_blocking=True)
+    assert ledger.copied["pageable"] == 20
+    assert not ledger.waits
+
+
+# Ranks
+
+
+def collect(rank, world):
+    there = torch.full((3,), float(rank + 1), device=NAME)
+    dist.all_reduce(there)
+    dist.all_reduce(here := torch.ones(1))  # small exchanges go over the host
+    mesh = dist.init_device_mesh(NAME, (world,))
+    whole = DTensor.from_local(there, mesh, [torch.distributed.tensor.Shard(0)]).full_tensor()
+    return there.tolist(), here.tolist(), whole.device.type, whole.shape[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives(world):
+    total = world * (world + 1) / 2
+    assert (
+        run_ranks(collect, world, setup=SETUP) == [([total] * 3, [world], NAME, 3 * world)] * world
+    )
+
+
+def gather_two_devices(_rank, _world):
+    dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1, device=NAME))
+
+
+def test_a_collective_of_two_devices_is_refused():
+    with pytest.raises(RankError, match=r"to be on the same device, but c10d.allgather_"):
+        run_ranks(gather_two_devices, 2, setup=SETUP)
+
+
+def send_out_of_order(rank, _world):
+    tensors = [torch.full((1,), float(n), device=NAME) for n in range(2)]
+    for n in (0, 1):
+        if rank == 0:
+            dist.send(tensors[n], 1, tag=n)
+        else:
+            dist.recv(tensors[n], 0, tag=1 - n)
+    return [tensor.item() for tensor in tensors]
+
+
+def test_messages_arrive_in_order_whatever_their_tags():
+    assert run_ranks(send_out_of_order, 2, setup=SETUP)[1] == [0.0, 1.0]
