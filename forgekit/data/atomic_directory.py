@@ -1,7 +1,7 @@
 """Directories that appear whole or not at all.
 
-Whoever reads a directory written here never sees half of it: it is filled under a temporary name
-beside its place, brought to the disk, and renamed. An older one stays until that moment.
+A reader never sees half a directory: it is filled under a temporary name beside its final path,
+synced to disk, and renamed. An older one stays until that moment.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from forgekit.inputs import path_of
 
-__all__ = ["UNSUPPORTED", "atomic_directory", "held", "is_held", "sync"]
+__all__ = ["UNSUPPORTED", "atomic_directory", "is_locked", "locked", "sync"]
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
-"""What file systems answer that cannot lock, or cannot sync a directory."""
+"""Errors of file systems that cannot lock, or cannot sync a directory."""
 
 log = logging.getLogger("forgekit")
 
@@ -32,26 +32,26 @@ log = logging.getLogger("forgekit")
 def atomic_directory(
     path: str | os.PathLike[str], *, is_replaceable: Callable[[Path], bool], key: str | None = None
 ) -> Iterator[Path]:
-    """Fill a new directory in the body of ``with``; it takes the name ``path`` at the end.
+    """Fill a new directory in the body of ``with``; it is renamed to ``path`` at the end.
 
-    If the body raises, nothing is left of the new directory and ``path`` is what it was before.
-    Under a ``key`` what the body has filled is kept, and the next one with the same key, for the
-    same ``path``, finds it and may go on; one with another key clears it.
+    If the body raises, the new directory is deleted and ``path`` is unchanged. With a ``key`` it is
+    kept: the next call with the same path and key finds it and may continue; one with another key
+    deletes it.
 
     Args:
-        path: Where the directory shall appear; its parents are made.
-        is_replaceable: Says of an existing, filled directory whether it may be replaced. Only the
-            caller knows what it wrote itself, and nothing else may be deleted.
-        key: Twelve hexadecimal digits that name the work.
+        path: The final path; its parents are made.
+        is_replaceable: Whether an existing, filled directory may be replaced. Only the caller knows
+            which files it wrote, and no others may be deleted.
+        key: Twelve hexadecimal digits that identify the work.
 
     Yields:
         The temporary directory to fill.
 
     Raises:
         FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced, or if
-            another process is at the same work.
+            another process is writing it under the same key.
     """
-    path = Path(os.path.realpath(path_of("the path", path)))  # a link keeps pointing as it does
+    path = Path(os.path.realpath(path_of("the path", path)))  # a link stays a link
     if path.is_symlink():  # realpath has followed all others
         raise FileExistsError(f"{path} is a link that leads to itself; name another directory.")
     if path.exists():
@@ -59,13 +59,13 @@ def atomic_directory(
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = f".{path.name}.{key or uuid.uuid4().hex[:12]}"
     new, old = path.parent / f"{hidden}.new", path.parent / f"{hidden}.old"
-    if is_held(new):
+    if is_locked(new):
         raise FileExistsError(
             f"another process is writing {path}. Wait until it is done, or stop it."
         )
     _clear_leftovers(path, but=new)
     new.mkdir(exist_ok=key is not None)
-    with held(new):
+    with locked(new):
         try:
             yield new
             _sync_tree(new)
@@ -77,43 +77,43 @@ def atomic_directory(
 
 
 @contextmanager
-def held(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Lock a directory while it is written, so that others can tell it from a dead writer's.
+def locked(path: Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
+    """Lock a directory, so that others can distinguish its writer from a dead one.
+
+    Where another process has the lock, or the file system has none, the body runs without it.
 
     Args:
         path: The directory.
-        shared: Let others hold it too, as those who read it do.
+        shared: Let others share the lock, as readers do.
+        wait: Wait until no other process has it.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     lock = os.open(path, os.O_RDONLY)
     try:
-        # Some network file systems cannot lock; then two writers must not share a directory.
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind if wait else kind | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock of a directory."""
+def is_locked(path: Path) -> bool:
+    """Whether a living process has locked a directory."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(lock)
     return False
 
 
 def sync(path: Path) -> None:
-    """Bring a file or directory to the disk; warn where directories cannot be."""
+    """Sync a file or directory to disk; warn if the file system cannot sync directories."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,11 +126,11 @@ def sync(path: Path) -> None:
 
 
 def _clear_leftovers(path: Path, *, but: Path) -> None:
-    """Delete what killed writers of ``path`` left, after putting back what one had set aside."""
+    """Delete what killed writers of ``path`` left, after restoring a directory one had renamed."""
     name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
     left = [p for p in path.parent.iterdir() if name.fullmatch(p.name) and p != but]
-    if any(is_held(p) for p in left):
-        return  # another writer is between its two renames, or will be
+    if any(is_locked(p) for p in left):
+        return  # another writer may be between its two renames
     for leftover in left:
         if leftover.suffix == ".old" and not path.exists():
             leftover.rename(path)
@@ -153,7 +153,7 @@ def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> No
 
 
 def _replace(path: Path, new: Path, old: Path) -> None:
-    """Rename ``new`` to ``path``; the one that stood there keeps the name ``old``, if any."""
+    """Rename ``new`` to ``path``, after renaming an existing directory to ``old``."""
     had_one = path.exists()
     if had_one:
         path.rename(old)

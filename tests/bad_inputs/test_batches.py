@@ -198,12 +198,12 @@ LOADING = {
     "groups of a truth": (
         lambda: fk.groups(ROWS, True),
         TypeError,
-        "^micro_batches is True, a bool; pass an integer: loader.micro_batches",
+        r"^micro_batches is True, a bool; pass an integer\.$",
     ),
     "groups of a fraction": (
         lambda: fk.groups(ROWS, 1.5),
         TypeError,
-        "^micro_batches is 1.5, a float; pass an integer: loader.micro_batches",
+        r"^micro_batches is 1.5, a float; pass an integer\.$",
     ),
     "a negative global batch": (
         lambda: loader().micro_batches(-4),
@@ -265,7 +265,7 @@ STREAMS = {
     "negative workers": (
         lambda: stream(workers=-1),
         ValueError,
-        "^workers -1 must be 0 or 1: documents are read in their order",
+        r"^workers -1 must be at least 0\.$",
     ),
     "a negative end": (
         lambda: stream(eos_id=-1),

@@ -56,17 +56,21 @@ def test_documents_that_cannot_be_written_are_refused_and_leave_nothing(
 
 
 NUMBERS = {
-    "no vocabulary": ({"vocab_size": 0}, r"^vocab_size 0 must be 1 to 2\*\*32: ids take four byte"),
-    "a negative vocabulary": ({"vocab_size": -7}, r"^vocab_size -7 must be 1 to 2\*\*32: ids take"),
+    "no vocabulary": ({"vocab_size": 0}, r"^vocab_size 0 must be at least 1\.$"),
+    "a negative vocabulary": ({"vocab_size": -7}, r"^vocab_size -7 must be at least 1\.$"),
     "a negative end": ({"eos_id": -1}, "^eos_id -1 must be 0 to vocab_size - 1 = 99"),
     "an end beyond the vocabulary": ({"eos_id": 100}, "^eos_id 100 must be 0 to vocab_size - 1 ="),
     "a vocabulary of a trillion": (
         {"vocab_size": 10**12},
-        r"^vocab_size 1000000000000 must be 1 to 2\*\*32: ids take four bytes at most",
+        r"^vocab_size 1000000000000 must be at most 4,294,967,296\.$",
     ),
     **{
-        f"{name} beyond int64": ({name: 2**63}, rf"^{name} {2**63} must be at most 2\*\*63 - 1")
-        for name in ("vocab_size", "eos_id", "shard_tokens")
+        f"{name} beyond int64": ({name: 2**63}, rf"^{name} {2**63} must be at most {most}\.$")
+        for name, most in (
+            ("vocab_size", "4,294,967,296"),
+            ("eos_id", r"2\*\*63 - 1"),
+            ("shard_tokens", r"2\*\*63 - 1"),
+        )
     },
     "negative shards": ({"shard_tokens": -1}, "^shard_tokens -1 must be at least 1"),
 }
@@ -312,24 +316,24 @@ ARRAYS = {
     "lengths of nothing": (
         lambda: fk.pack(None, 8),
         ValueError,
-        r"^lengths are object of shape \(\); they must be integers \[documents\]\. np\.diff\(open",
+        r"^lengths must be integers \[documents\], not object of shape \(\)\. np\.diff\(open",
     ),
     "lengths that are true": (
         lambda: fk.pack([True, False], 8),
         ValueError,
-        r"^lengths are bool of shape \(2,\); they must be integers \[documents\]\. np\.diff\(open",
+        r"^lengths must be integers \[documents\], not bool of shape \(2,\)\. np\.diff\(open",
     ),
     "lengths that are not numbers": (
         lambda: fk.pack([math.nan], 8),
         ValueError,
-        r"^lengths are float64 of shape \(1,\); they must be integers \[documents\]\. np\.diff",
+        r"^lengths must be integers \[documents\], not float64 of shape \(1,\)\. np\.diff",
     ),
     "a negative capacity": (lambda: fk.pack([3], -8), ValueError, "^capacity -8 must be at least"),
     "a negative alignment": (lambda: fk.pack([3], 8, align=-2), ValueError, "^align -2 must be at"),
     "groups that are fractions": (
         lambda: fk.pack([3, 4], 8, group=[0.5, 1.0]),
         ValueError,
-        r"^group is float64 of shape \(2,\); it must be integers \[documents\] = \[2\], one for",
+        r"^group must be integers \[documents\] = \[2\], one for each length, not float64 of sh",
     ),
     "bins that end elsewhere": (
         lambda: fk.Bins([0, 5], [0], [0], [1]),
@@ -339,27 +343,27 @@ ARRAYS = {
     "packed fractions": (
         lambda: fk.packed_dataset([[1.5]], bins()),
         ValueError,
-        r"^document 0 is float64 of shape \(1,\); .* integers\. Encode text with a tokenizer",
+        r"^document 0 is float64 of shape \(1,\); .* integers\. .* encode text with a tokenizer",
     ),
     "packed truth values": (
         lambda: fk.packed_dataset([[True]], bins()),
         ValueError,
-        r"^document 0 is bool of shape \(1,\); .* integers\. Encode text with a tokenizer",
+        r"^document 0 is bool of shape \(1,\); .* integers\. .* encode text with a tokenizer",
     ),
     "packed matrices": (
         lambda: fk.packed_dataset([[[1]]], bins()),
         ValueError,
-        r"^document 0 is int64 of shape \(1, 1\); .* integers\. Encode text with a tokenizer",
+        r"^document 0 is int64 of shape \(1, 1\); .* integers\. .* encode text with a tokenizer",
     ),
     "packed ids below zero": (
         lambda: fk.packed_dataset([[-1, 2]], bins()),
         ValueError,
-        "^document 0 holds token id -1; ids must be 0 to .* a loss is masked in labels, not here",
+        "^document 0 holds token id -1; ids must be 0 to .* mask a loss in labels, not in ids",
     ),
     "packed ids that wrap": (
         lambda: fk.packed_dataset([np.array([2**63], np.uint64)], bins()),
         ValueError,
-        "^document 0 holds token id 9223372036854775808; ids must be 0 to 2",
+        "^document 0 holds token id 9223372036854775808; ids must be 0 to .* = 4294967295",
     ),
     "one text for many": (
         lambda: fk.train_tokenizer("to be", 300),
@@ -384,7 +388,7 @@ ARRAYS = {
     "a negative vocabulary": (
         lambda: fk.random_documents(-9, 2),
         ValueError,
-        "^vocab_size -9 and count 2 must be at least 1",
+        r"^vocab_size -9 must be at least 1\.$",
     ),
     "a document before the first": (
         lambda: fk.random_documents(9, 2)[-1],

@@ -44,7 +44,7 @@ PREPARED = {
     "a held-out part of everything": (
         {"held_out_every": -2},
         ValueError,
-        "^held_out_every -2 must be at least 2, to leave something",
+        r"^held_out_every -2 must be at least 2\.$",
     ),
     "shards of nothing": ({"shard_tokens": 0}, ValueError, "^shard_tokens 0 must be at least 1"),
     "no sample": ({"sample_bytes": -1}, ValueError, "^sample_bytes -1 must be at least 1"),

@@ -67,7 +67,7 @@ def kill(source, out, *seeds):
             kills += status != 0
             for folder in Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new"):
                 entry = read_entry(folder)
-                entries.append(entry.place.documents if entry else 0)
+                entries.append(entry.position.documents if entry else 0)
         sys.stdout.write(json.dumps({"kills": kills, "entries": entries}) + "\n")
 
 

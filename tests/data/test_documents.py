@@ -55,10 +55,10 @@ def test_a_collection_may_hold_texts_arrays_or_named_ones():
 
 
 BAD = {
-    "vocabulary": ((0, 1), {}, "vocab_size 0 and count 1 must be at least 1"),
-    "count": ((9, 0), {}, "vocab_size 9 and count 0 must be at least 1"),
-    "shortest": ((9, 1), {"shortest": 0}, "shortest 0 must be 1 to longest = 1024"),
-    "longest": ((9, 1), {"longest": 3, "shortest": 4}, "shortest 4 must be 1 to longest = 3"),
+    "vocabulary": ((0, 1), {}, "vocab_size 0 must be at least 1"),
+    "count": ((9, 0), {}, "count 0 must be at least 1"),
+    "shortest": ((9, 1), {"shortest": 0}, "shortest 0 must be at least 1"),
+    "longest": ((9, 1), {"longest": 3, "shortest": 4}, "longest 3 must be at least 4"),
 }
 
 

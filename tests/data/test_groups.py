@@ -156,7 +156,7 @@ def test_a_group_is_used_once_and_in_its_turn():
     grouped = groups(STREAMS["list"](6), 2)
     first, second = next(grouped), next(grouped)
     assert numbers_of(second) == [2, 3]
-    with pytest.raises(RuntimeError, match="micro-batch 0 was passed over: a later group has been"):
+    with pytest.raises(RuntimeError, match="micro-batch 0 was skipped: a later group has been"):
         next(iter(first))
     with pytest.raises(RuntimeError, match=r"iterated before; .* batches = list\(group\)"):
         iter(second)

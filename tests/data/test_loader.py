@@ -143,7 +143,7 @@ def test_two_loops_over_one_finite_loader_are_refused():
     first = iter(loader)
     next(first)
     next(iter(loader))
-    with pytest.raises(RuntimeError, match=r"started anew while an earlier loop .* Make a loader"):
+    with pytest.raises(RuntimeError, match=r"started again while an earlier loop .* Make a loader"):
         next(first)
 
 

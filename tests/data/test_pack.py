@@ -226,10 +226,11 @@ def test_long_documents_are_cut_at_multiples_of_the_capacity():
 
 def test_long_documents_are_refused_or_dropped_as_asked():
     with pytest.raises(
-        ValueError, match=r"document 1 has 20 tokens; a bin has 8 places, and 1 more .*long=\"spl"
+        ValueError,
+        match=r"document 1 has 20 tokens; a bin has 8 positions, and 1 more .*long=\"spl",
     ):
         pack([3, 20, 9], 8, long="error")
-    with pytest.raises(ValueError, match=r"document 0 has 9 tokens; a bin has 8 places\. Pass"):
+    with pytest.raises(ValueError, match=r"document 0 has 9 tokens; a bin has 8 positions\. Pass"):
         pack([9], 8, long="error")
     assert in_bins(pack([8, 1], 8, long="error")) == [[0], [1]]
     bins = pack([3, 20, 9], 8, long="drop")
@@ -247,10 +248,19 @@ BAD = {
     "method": ({"method": "ffd"}, "method 'ffd' must be one of 'best_fit', 'first_fit_decreasing'"),
     "long": ({"long": "cut"}, "long 'cut' must be one of 'split', 'error', 'drop'"),
     "negative": ({"lengths": [1, -2]}, "document 1 has length -2; lengths are tokens, 0 or more"),
-    "float": ({"lengths": [1.5]}, r"lengths are float64 of shape \(1,\); they must be integers"),
-    "shape": ({"lengths": [[1]]}, r"lengths are int64 of shape \(1, 1\)"),
-    "group": ({"group": [1]}, r"group is int64 of shape \(1,\); it must be .* \[documents\] = \[2"),
-    "names": ({"group": ["a", "b"]}, r"group is <U1 of shape \(2,\)"),
+    "float": (
+        {"lengths": [1.5]},
+        r"lengths must be integers \[documents\], not float64 of shape \(1,\)",
+    ),
+    "shape": (
+        {"lengths": [[1]]},
+        r"lengths must be integers \[documents\], not int64 of shape \(1, 1\)",
+    ),
+    "group": (
+        {"group": [1]},
+        r"group must be integers \[documents\] = \[2\], .*, not int64 of shape \(1,\)",
+    ),
+    "names": ({"group": ["a", "b"]}, r"group must be integers .*, not <U1 of shape \(2,\)"),
 }
 
 

@@ -247,7 +247,7 @@ BAD_BINS = {
     "empty": (Bins([0, 1, 1, 2], [0, 1], [0, 0], [3, 2], capacity=4), "bin 1 holds no piece"),
     "full": (
         Bins([0, 1, 3], [0, 1, 2], [0, 0, 0], [3, 2, 4], align=2, capacity=5),
-        "bin 1 takes 6 places with rooms of multiples of 2; the capacity is 5",
+        "bin 1 takes 6 positions with pieces padded to multiples of 2; the capacity is 5",
     ),
 }
 
@@ -260,7 +260,7 @@ def test_bins_of_other_documents_are_refused(bins, message):
 
 
 def test_documents_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"document 1 is <U1 of shape \(1,\); .* Encode text"):
+    with pytest.raises(ValueError, match=r"document 1 is <U1 of shape \(1,\); .* encode text"):
         packed_dataset([[1], ["a"]], pack([1, 1], 4))
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data.corpus import encode
-from forgekit.data.corpus import held_out as parts
+from forgekit.data.corpus import encode, held_out
 from forgekit.data.corpus import prepare as preparing
 from forgekit.data.corpus.encode import encode_texts
 from forgekit.data.corpus.id_documents import random_documents
@@ -107,7 +106,7 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(encode, "AT_ONCE", 2000)
     monkeypatch.setattr(encode, "PIECE", 500)
     monkeypatch.setattr(preparing, "ENTRY_BYTES", 1000)
-    monkeypatch.setattr(parts, "REPORT_BYTES", 500)
+    monkeypatch.setattr(held_out, "REPORT_BYTES", 500)
 
 
 def write_lines(file, count=400, broken=97):
@@ -426,7 +425,9 @@ def test_the_tokenizer_learns_from_a_sample_all_over_the_source(tmp_path):
     assert prepared[10**9] == train_tokenizer(train, 300).to_str()
     assert prepared[20_000] != prepared[10**9]
     documents = text_documents(tmp_path / "a.jsonl")
-    sample = list(parts.Parts(documents, {}, 20, lambda *_: None).sample("tokenizer", 20_000))
+    sample = list(
+        held_out.HeldOutSplit(documents, {}, 20, lambda *_: None).sample("tokenizer", 20_000)
+    )
     assert 10_000 < sum(map(len, sample)) <= 20_000
     places = [train.index(text) for text in sample[:-1]]
     assert places == sorted(places)
@@ -486,7 +487,7 @@ def test_foreign_files_are_not_deleted(source, tmp_path):
 
 
 def test_bad_arguments_are_refused(source, tmp_path):
-    with pytest.raises(ValueError, match="held_out_every 1 must be at least 2, to leave something"):
+    with pytest.raises(ValueError, match=r"held_out_every 1 must be at least 2\."):
         prepare(source, tmp_path / "out", held_out_every=1)
     with pytest.raises(ValueError, match="sample_bytes 0 must be at least 1"):
         prepare(source, tmp_path / "out", sample_bytes=0)

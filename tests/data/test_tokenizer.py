@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data.corpus.tokenizer import END_OF_TEXT, cut_words, load_tokenizer, train_tokenizer
+from forgekit.data.corpus.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    split_long_words,
+    train_tokenizer,
+)
 from forgekit.data.documents.text_files import text_documents
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -81,12 +86,12 @@ def test_training_on_text_without_white_space_is_not_quadratic(sign):
     ],
 )
 def test_only_words_of_a_thousand_characters_are_learnt_from_in_pieces(text):
-    assert list(cut_words([text, "a"])) == [text, "a"]
+    assert list(split_long_words([text, "a"])) == [text, "a"]
 
 
 @pytest.mark.parametrize("word", ["é" * 9000, "1" * 5000, " " * 5000, "-" * 4097 + "a" * 1500])
 def test_pieces_of_long_words_are_short_and_lose_nothing(word):
-    pieces = list(cut_words([f"to be {word} or not"]))
+    pieces = list(split_long_words([f"to be {word} or not"]))
     assert "".join(pieces) == f"to be {word} or not"
     assert len(pieces) > 2
     assert max(map(len, pieces)) < 3 * 1024

@@ -160,7 +160,7 @@ def test_what_one_rank_refuses_all_ranks_refuse(tmp_path):
     run_ranks(_save, 3, tmp_path)
     message = r"rank 1: ValueError: .* position is that of rank 1 of 3, and this is rank 2 of 3"
     run_ranks(_refuse, 3, tmp_path, message, _swapped)
-    run_ranks(_refuse, 3, tmp_path, r"rank 0: .* position lies in other documents", _other)
+    run_ranks(_refuse, 3, tmp_path, r"rank 0: .* position is in other documents", _other)
 
 
 def _save_rollouts(rank, world, directory):

@@ -128,7 +128,7 @@ def test_a_stream_without_anything_left_knows_what_padding_looks_like():
 def test_each_mistake_is_named():
     with pytest.raises(ValueError, match="policy 'repeat' must be one of 'pad', 'drop', 'error'"):
         fk.DataEnd("repeat")
-    with pytest.raises(ValueError, match="partial 'drop' and end are two answers to one question"):
+    with pytest.raises(ValueError, match="partial 'drop' and end contradict each other"):
         fk.groups([1], 1, partial="drop", end=fk.DataEnd())
     with pytest.raises(RuntimeError, match=r"an end= that no data know of; .*forgekit.groups"):
         fk.DataEnd().vote()
@@ -140,5 +140,5 @@ def test_each_mistake_is_named():
     with pytest.raises(ValueError, match="stream ended before its first micro-batch"):
         list(next(fk.groups(iter(()), 1, end=fk.DataEnd())))
     stream = fk.stream_documents([[1, 2], [3, 4]], 4, 1, eos_id=0, rank=0, world=2, epochs=1)
-    with pytest.raises(ValueError, match=r"one of 2 and has an end of its own.*DataEnd"):
+    with pytest.raises(ValueError, match=r"one of 2 and ends on its own.*DataEnd"):
         fk.groups(stream, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manifests import age
 
 import forgekit as fk
-from forgekit.data.atomic_directory import held
+from forgekit.data.atomic_directory import locked
 
 METRICS = {0: None, 1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 9.0, 6: None, 8: 4.0, 9: 7.0}
 RULES = {
@@ -95,8 +95,8 @@ def test_the_best_outlives_newer_ones_and_survives_a_restart(tmp_path):
 def test_what_is_being_loaded_is_not_deleted_until_it_is_loaded(tmp_path):
     saved(tmp_path, {1: None, 2: None}, keep=None)
     with (
-        held(tmp_path / "step_00000001", shared=True),
-        held(tmp_path / "step_00000001", shared=True),
+        locked(tmp_path / "step_00000001", shared=True),
+        locked(tmp_path / "step_00000001", shared=True),
     ):
         saved(tmp_path, {3: None}, keep=1)
         assert steps(tmp_path) == [1, 3]

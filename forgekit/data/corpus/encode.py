@@ -1,7 +1,7 @@
 """Texts to token ids, many at a time, in bounded memory.
 
-The tokenizer works on a batch in threads of its own. Small documents are therefore encoded
-together, and large ones in pieces: what it returns takes a hundred bytes per token.
+The tokenizer encodes a batch in its own threads, so small documents are encoded together. Its
+result takes a hundred bytes per token, so large documents are encoded in pieces.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["encode_texts"]
 T = TypeVar("T")
 
 AT_ONCE = 2**20
-"""Characters that are encoded together."""
+"""Characters in one batch."""
 
 PIECE = 2**18
-"""Characters of one document that are encoded together. No document needs cutting below it."""
+"""Most characters of one document in one piece."""
 
+# A byte-level pre-tokenizer splits at both, so the pieces have the ids of the whole text.
 _BEFORE_LINE = re.compile(r"(?<=\S\n)(?=\S)")
 _BEFORE_WORD = re.compile(r"(?<=\S)(?= \S)")
 
@@ -34,15 +35,15 @@ def encode_texts(
 ) -> Iterator[tuple[T, NDArray[np.int32]]]:
     """Encode texts in order, reading about a million characters ahead.
 
-    A text longer than 2**18 characters is cut before a line, else before a word. A byte-level
-    tokenizer cuts there too, so the ids are the same as of the whole.
+    A text longer than 2**18 characters is split before a line, else before a word. A byte-level
+    tokenizer splits there too, so the ids are those of the whole text.
 
     Args:
-        tokenizer: A ``tokenizers.Tokenizer``. Its truncation and padding play no part.
-        texts: Pairs of anything and a text.
+        tokenizer: A ``tokenizers.Tokenizer``. Its truncation and padding are ignored.
+        texts: Pairs of any label and a text.
 
     Yields:
-        What came with the text, and its ids, ``[s]`` int32.
+        The label, and the ids of its text, ``[s]`` int32.
 
     Examples:
         >>> from forgekit.data.corpus.tokenizer import train_tokenizer
@@ -56,27 +57,27 @@ def encode_texts(
         encoded = tokenizer.encode_batch_fast(
             [text for _, text, _ in batch], add_special_tokens=False
         )
-        for (what, _, is_last), encoding in zip(batch, encoded, strict=True):
+        for (label, _, is_last), encoding in zip(batch, encoded, strict=True):
             ids.append(np.asarray(encoding.ids, dtype=np.int32))
             if is_last:
-                yield what, ids[0] if len(ids) == 1 else np.concatenate(ids)
+                yield label, ids[0] if len(ids) == 1 else np.concatenate(ids)
                 ids = []
 
 
 def _pieces(texts: Iterable[tuple[T, str]]) -> Iterator[tuple[T, str, bool]]:
-    for what, text in texts:
+    for label, text in texts:
         start = 0
         while len(text) - start > PIECE:
-            stop = _cut(text, start + PIECE // 2, start + PIECE)
-            yield what, text[start:stop], False
+            stop = _split_point(text, start + PIECE // 2, start + PIECE)
+            yield label, text[start:stop], False
             start = stop
-        yield what, text[start:] if start else text, True
+        yield label, text[start:] if start else text, True
 
 
-def _cut(text: str, earliest: int, latest: int) -> int:
-    """Find a place where the tokenizer would cut as well; in a text without any, the latest."""
-    for place in (_BEFORE_LINE, _BEFORE_WORD):
-        if found := place.search(text, earliest, latest):
+def _split_point(text: str, earliest: int, latest: int) -> int:
+    """Find where the tokenizer would split as well; ``latest`` if there is no such position."""
+    for pattern in (_BEFORE_LINE, _BEFORE_WORD):
+        if found := pattern.search(text, earliest, latest):
             return found.start()
     return latest
 

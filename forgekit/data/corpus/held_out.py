@@ -1,4 +1,4 @@
-"""The texts to prepare, in two parts: those to train on and those that are held out."""
+"""The texts to prepare, divided into training texts and held-out texts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from forgekit.data.documents.filters import Account, Filters, Kept
 from forgekit.data.documents.protocol import Documents
 from forgekit.data.hashing import hash_integers
 
-__all__ = ["Parts", "Place", "Progress"]
+__all__ = ["HeldOutSplit", "Progress", "SourcePosition"]
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 REPORT_BYTES = 1 << 18
-"""What is read between two reports of progress."""
+"""Bytes that are read between two reports of progress."""
 
 
 @attrs.frozen
-class Place:
+class SourcePosition:
     """Where reading stands after a document.
 
     Attributes:
-        after: Where the source is read on.
+        after: The position in the source.
         documents: Documents kept up to there.
         account: What was left out up to there.
     """
@@ -36,10 +36,10 @@ class Place:
 
 
 @attrs.frozen
-class Parts:
-    """Documents and how they are divided. Every ``held_out_every``-th that is kept is held out.
+class HeldOutSplit:
+    """Documents, and how they are divided: every ``held_out_every``-th kept one is held out.
 
-    Fewer documents than that are each cut instead, at a line break.
+    If there are fewer documents than that, the end of each is held out instead, from a line break.
     """
 
     documents: Documents
@@ -48,45 +48,51 @@ class Parts:
     report: Progress
 
     def allows(self, account: Account) -> bool:
-        """Say whether so much may be left out: broken documents are fatal to some sources."""
+        """Whether this may be left out: with ``errors="raise"`` a broken document is fatal."""
         return not account.broken or getattr(self.documents, "errors", "raise") == "skip"
 
     def keep(self, account: Account) -> Kept:
-        """Begin to read the documents that are kept."""
+        """Return a reader of the documents that are kept."""
         return Kept(self.documents, self.filters, account)
 
-    def texts(self, stage: str, kept: Kept, place: Place) -> Iterator[tuple[Place, bool, str]]:
-        """Yield texts after a place: where each document stands, and whether it is held out.
+    def texts(
+        self, task: str, kept: Kept, start: SourcePosition
+    ) -> Iterator[tuple[SourcePosition, bool, str]]:
+        """Yield texts from a position: the position after each, whether it is held out, the text.
 
         Raises:
-            ValueError: If there are none, from the start on.
+            ValueError: If there is none, from the start on.
         """
-        few = self._are_few()
-        number, total = place.documents, self.documents.size or 0
+        are_few = self._are_few()
+        number, total = start.documents, self.documents.size or 0
         read, reported = 0, -REPORT_BYTES
-        for record, text, account in kept.read(place.after):
+        for record, text, account in kept.read(start.after):
             number, read = number + 1, read + len(text)
             done = record.done if total else read
             if done - reported >= REPORT_BYTES:
-                self.report(stage, done, total)
+                self.report(task, done, total)
                 reported = done
-            here = Place(record.after, number, account)
-            if few:
-                for part, is_end in _cut(text, self.held_out_every):
-                    yield here, is_end, part
-            else:
-                yield here, number % self.held_out_every == 0, text
+            position = SourcePosition(record.after, number, account)
+            if not are_few:
+                yield position, number % self.held_out_every == 0, text
+                continue
+            split = _split_point(text, self.held_out_every)
+            for is_held_out, part in enumerate((text[:split], text[split:])):
+                if part:
+                    yield position, bool(is_held_out), part
         if not number:
             raise _nothing(kept.account)
-        self.report(stage, total or read, total)
+        self.report(task, total or read, total)
 
-    def sample(self, stage: str, limit: int) -> Iterator[str]:
-        """Yield training texts of so many characters in all; of more, each is taken by chance."""
+    def sample(self, task: str, limit: int) -> Iterator[str]:
+        """Yield training texts of ``limit`` characters in all, from all over a larger source."""
         size = self.documents.size or 0
+        # Each document is drawn by a hash of its number, with probability limit / size.
         threshold = 2**64 * limit // max(size, limit)
-        for place, is_held_out, text in self.texts(stage, self.keep(Account()), Place()):
-            is_taken = size <= limit or int(hash_integers(place.documents)) < threshold
-            if is_taken and not is_held_out:
+        kept = self.keep(Account())
+        for position, is_held_out, text in self.texts(task, kept, SourcePosition()):
+            is_drawn = size <= limit or int(hash_integers(position.documents)) < threshold
+            if is_drawn and not is_held_out:
                 yield text[:limit]
                 limit -= len(text)
                 if limit <= 0:
@@ -97,13 +103,10 @@ class Parts:
         return sum(1 for _ in first) < self.held_out_every
 
 
-def _cut(text: str, every: int) -> list[tuple[str, bool]]:
-    """Hold out the end of a text, from the last line break that leaves at least its share."""
+def _split_point(text: str, every: int) -> int:
+    """Find the last line break that leaves at least ``1 / every`` of the text behind it."""
     latest = len(text) - max(1, len(text) // every)
-    place = text.rfind("\n", 0, latest) + 1 or latest
-    return [
-        (part, is_end) for part, is_end in ((text[:place], False), (text[place:], True)) if part
-    ]
+    return text.rfind("\n", 0, latest) + 1 or latest
 
 
 def _nothing(account: Account) -> ValueError:

@@ -1,4 +1,4 @@
-"""Documents that are token ids already: those of a token file, and random ones."""
+"""Documents of token ids: those of a token file, and random ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from forgekit.data.corpus.token_files import TokenFile, open_tokens
 from forgekit.data.documents.protocol import Record
 from forgekit.data.hashing import hash_integers
-from forgekit.inputs import check_integers
+from forgekit.inputs import LARGEST, check_integers
 
 __all__ = ["RandomDocuments", "TokenDocuments", "random_documents", "token_documents"]
 
 
 def token_documents(path: str | os.PathLike[str] | TokenFile) -> TokenDocuments:
-    """Read the documents of a token file back, without the ids that close them.
+    """Read the documents of a token file, without the ids that close them.
 
     Args:
         path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
@@ -45,7 +45,7 @@ class TokenDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """That of the token file."""
+        """The token file's."""
         return self.file.fingerprint
 
     @property
@@ -54,33 +54,35 @@ class TokenDocuments:
         return sum(shard.nbytes for shard in self.file.shards)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return (record.content for record in self.read())  # pyright: ignore[reportReturnType]
+        return (self._ids(number) for number in range(self.file.documents))
 
     def read(
         self, position: int | None = None, *, part: int = 0, parts: int = 1
     ) -> Iterator[Record]:
         """Yield this part's documents from a number on; see ``Documents``."""
-        file = self.file
-        width = file.shards[0].itemsize
-        for number in range(position or 0, file.documents):
+        width = self.file.shards[0].itemsize
+        for number in range(position or 0, self.file.documents):
             if number % parts == part:
-                start, stop = (int(place) for place in file.offsets[number : number + 2])
-                ids = file.read(start, stop - 1)
-                name = f"document {number} of {file.path}"
-                yield Record(name, ids, number + 1, done=stop * width)
+                done = int(self.file.offsets[number + 1]) * width
+                name = f"document {number} of {self.file.path}"
+                yield Record(name, self._ids(number), number + 1, done)
+
+    def _ids(self, number: int) -> NDArray[np.int64]:
+        start, stop = self.file.offsets[number : number + 2].tolist()
+        return self.file.read(start, stop - 1)
 
 
 def random_documents(
     vocab_size: int, count: int, *, longest: int = 1024, shortest: int = 1, seed: int = 0
 ) -> RandomDocuments:
-    """Make documents of random tokens, to try a model or a machine without any data.
+    """Make documents of random tokens, to try a model or a machine without data.
 
     Args:
-        vocab_size: Ids are drawn evenly from ``range(vocab_size)``.
+        vocab_size: Ids are uniform over ``range(vocab_size)``.
         count: Number of documents.
         longest: Most tokens in a document.
-        shortest: Fewest tokens in a document; lengths are drawn evenly in between.
-        seed: Names the tokens. The same seed gives the same tokens on every machine.
+        shortest: Fewest tokens in a document; lengths are uniform in between.
+        seed: Selects the tokens. The same seed gives the same tokens on every machine.
 
     Returns:
         A source for ``stream_documents``. Iterating it gives arrays, for ``write_tokens``.
@@ -92,18 +94,14 @@ def random_documents(
         >>> [ids.tolist() for ids in random_documents(100, 2, longest=4)]
         [[38, 26, 65, 59], [14, 28, 98, 53]]
     """
-    anything = -(2**63)
     check_integers(
-        vocab_size=(vocab_size, anything),
-        count=(count, anything),
-        longest=(longest, anything),
-        shortest=(shortest, anything),
-        seed=(seed, anything),
+        vocab_size=(vocab_size, 1),
+        count=(count, 1),
+        shortest=(shortest, 1),
+        longest=(longest, 1),
+        seed=(seed, -LARGEST),
     )
-    if vocab_size < 1 or count < 1:
-        raise ValueError(f"vocab_size {vocab_size} and count {count} must be at least 1.")
-    if not 1 <= shortest <= longest:
-        raise ValueError(f"shortest {shortest} must be 1 to longest = {longest}.")
+    check_integers(longest=(longest, shortest))
     return RandomDocuments(vocab_size, count, shortest, longest, seed)
 
 
@@ -119,7 +117,7 @@ class RandomDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Names the tokens."""
+        """Identifies the tokens."""
         return str(self)
 
     @property

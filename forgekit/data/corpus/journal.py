@@ -1,8 +1,8 @@
-"""How far ``prepare`` has come, beside the files that it is writing, so that a kill costs seconds.
+"""How far ``prepare`` has come, recorded beside the files that it writes: a kill costs seconds.
 
-An entry says where the source was read to and where each writer stood at that moment. It is put in
-place by renaming, so it is whole or absent; and whoever goes on checks the files against it, so
-that it may be wrong after a power cut without any harm.
+An entry holds the position in the source and the position of each writer at one moment. It replaces
+the one before by a rename, so it is whole or absent. Whoever resumes checks the files against it,
+so an entry that a power cut has made wrong does no harm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from forgekit.data.corpus.held_out import Place
+from forgekit.data.corpus.held_out import SourcePosition
 from forgekit.data.documents.filters import Account
 from forgekit.inputs import parse_json
 
@@ -27,15 +27,15 @@ JOURNAL = "progress.json"
 
 @attrs.frozen
 class Entry:
-    """Where ``prepare`` stood between two documents.
+    """The state of ``prepare`` between two documents.
 
     Attributes:
-        place: Where reading stood.
+        position: The position in the source.
         text_bytes: Bytes of text written for training, and held out.
         writers: Positions of the two writers; None before the first document.
     """
 
-    place: Place = attrs.field(factory=Place)
+    position: SourcePosition = attrs.field(factory=SourcePosition)
     text_bytes: Sequence[int] = (0, 0)
     writers: Sequence[dict[str, Any] | None] = (None, None)
 
@@ -44,23 +44,25 @@ def read_entry(folder: Path) -> Entry | None:
     """Read the last entry; None if there is none that can be read."""
     try:
         found = parse_json((folder / JOURNAL).read_bytes())
-        account = Account(**found["place"].pop("account"))
-        account = attrs.evolve(account, first_broken=tuple(account.first_broken))
-        place = Place(**found.pop("place"), account=account)
-        return Entry(place=place, **found)
+        position = found.pop("place", None) or found.pop(
+            "position"
+        )  # earlier versions wrote "place"
+        account = position.pop("account")
+        account["first_broken"] = tuple(account["first_broken"])
+        return Entry(SourcePosition(**position, account=Account(**account)), **found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 def write_entry(folder: Path, entry: Entry) -> None:
-    """Put an entry in place of the one before."""
+    """Replace the last entry."""
     temporary = folder / f"{JOURNAL}.new"
     temporary.write_text(json.dumps(attrs.asdict(entry)))
     os.replace(temporary, folder / JOURNAL)
 
 
 def clear(folder: Path, *, but: str) -> None:
-    """Delete everything in a folder but one file."""
+    """Delete everything in a folder except one file."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

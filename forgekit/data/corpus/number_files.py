@@ -1,41 +1,34 @@
-"""One binary file of numbers: a header that says what follows, then the numbers.
+"""One binary file of numbers: a 32-byte header, then the numbers, little-endian.
 
-The header is what lets a reader refuse a truncated or foreign file with the sizes it found, instead
-of training on whatever the bytes happen to mean; a checksum, kept elsewhere, finds what has changed
-since.
+The header lets a reader refuse a truncated or foreign file and name the sizes that it found,
+instead of training on whatever the bytes happen to mean. A checksum, kept in the index, finds bytes
+that have changed since.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "VERSION",
-    "DamagedError",
-    "NumberWriter",
-    "check_again",
-    "check_numbers",
-    "content_of",
-    "map_numbers",
-]
+__all__ = ["VERSION", "DamagedError", "NumberWriter", "check_resumed", "checksum_of", "map_numbers"]
 
 VERSION = 1
+
+# bytes 0-7 magic | 8-11 version | 12-15 bytes per number | 16-23 count | 24-31 zero, room to grow
 HEADER = struct.Struct("<8sIIQ8x")
-"""Magic, version, bytes per number, count of numbers, room to grow: 32 bytes."""
 
 MAGIC = b"FORGETOK"
 CHUNK_BYTES = 4 << 20
 
 
 class DamagedError(ValueError):
-    """A half-written token file is not what its writer left."""
+    """A half-written token file differs from what its writer recorded."""
 
 
 class NumberWriter:
@@ -51,19 +44,20 @@ class NumberWriter:
         self.checksum = checksum
         self._dtype = dtype
         self._file = file.open("r+b" if count else "wb", buffering=2**20)
+        # The header stays zero until close(): a reader refuses a file whose writer was killed.
         if not count:
             self._file.write(bytes(HEADER.size))
         self._file.truncate(HEADER.size + count * dtype.itemsize)
         self._file.seek(0, 2)
 
     def append(self, numbers: bytes | memoryview) -> None:
-        """Add numbers, as the bytes that stand for them."""
+        """Add numbers, given as their bytes."""
         self._file.write(numbers)
         self.count += len(numbers) // self._dtype.itemsize
         self.checksum = zlib.crc32(numbers, self.checksum)
 
     def flush(self) -> None:
-        """Hand over to the system what was appended, so that a kill does not lose it."""
+        """Pass the appended numbers to the system, so that they survive a kill of the process."""
         self._file.flush()
 
     def close(self) -> None:
@@ -74,75 +68,62 @@ class NumberWriter:
 
 
 def map_numbers(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """Map a file of ``count`` numbers into memory, after checking that it is one."""
+    """Map a file of ``count`` numbers into memory, after checking its size and header."""
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is missing, but index.json names it. Write the file again."
         )
-    _check_size(file, dtype, count)
-    _check_header(file, dtype, count)
-    return np.memmap(file, dtype=dtype, mode="r", offset=HEADER.size, shape=(count,)).view(
-        np.ndarray
-    )
-
-
-def check_numbers(file: Path, dtype: np.dtype[Any], count: int, checksum: str) -> None:
-    """Read a whole file and compare it with its checksum in the index."""
-    found = 0
-    for piece in content_of(file, dtype, count):
-        found = zlib.crc32(piece, found)
-    if f"{found:08x}" != checksum:
+    expected, size = HEADER.size + dtype.itemsize * count, file.stat().st_size
+    if size != expected:
         raise ValueError(
-            f"{file} has crc32 {found:08x}; index.json says {checksum}. Its content has changed "
-            "since it was written: write the token file again, or restore the file."
+            f"{file} is {size:,} bytes; expected {HEADER.size} + {dtype.itemsize} * {count:,} = "
+            f"{expected:,}. It is truncated or foreign: write the token file again."
         )
-
-
-def content_of(file: Path, dtype: np.dtype[Any], count: int) -> Iterator[bytes]:
-    """Read the bytes of ``count`` numbers, a few at a time."""
-    left = count * dtype.itemsize
     with file.open("rb") as opened:
-        opened.seek(HEADER.size)
-        while left and (piece := opened.read(min(left, CHUNK_BYTES))):
-            left -= len(piece)
-            yield piece
-
-
-def check_again(
-    file: Path, dtype: np.dtype[Any], count: int, checksum: int, use: Callable[[bytes], None]
-) -> None:
-    """Compare what a killed writer left with where it stood, handing the bytes to ``use``."""
-    found = read = 0
-    try:
-        for piece in content_of(file, dtype, count):
-            use(piece)
-            read += len(piece)
-            found = zlib.crc32(piece, found)
-    except OSError as error:
-        raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
-    if (read, found) != (count * dtype.itemsize, checksum):
-        raise DamagedError(f"{file} is not as it was left")
-
-
-def _check_header(file: Path, dtype: np.dtype[Any], count: int) -> None:
-    with file.open("rb") as opened:
-        magic, version, itemsize, found = HEADER.unpack(opened.read(HEADER.size))
+        magic, *found = HEADER.unpack(opened.read(HEADER.size))
     if magic != MAGIC:
         raise ValueError(
             f"{file} starts with {magic!r}, not {MAGIC!r}: it is a foreign file. "
             "Write the token file again."
         )
-    if (version, itemsize, found) != (VERSION, dtype.itemsize, count):
+    if found != [VERSION, dtype.itemsize, count]:
         raise ValueError(
-            f"{file} says version {version}, {itemsize} bytes per number, {found} numbers; "
-            f"index.json says {VERSION}, {dtype.itemsize}, {count}. Write the token file again."
+            "{} says version {}, {} bytes per number, {} numbers; ".format(file, *found)
+            + f"index.json says {VERSION}, {dtype.itemsize}, {count}. Write the token file again."
         )
+    numbers = np.memmap(file, dtype=dtype, mode="r", offset=HEADER.size, shape=(count,))
+    return numbers.view(np.ndarray)
 
 
-def _check_size(file: Path, dtype: np.dtype[Any], count: int) -> None:
-    expected, found = HEADER.size + dtype.itemsize * count, file.stat().st_size
-    if found != expected:
-        raise ValueError(
-            f"{file} is {found:,} bytes; expected {HEADER.size} + {dtype.itemsize} * {count:,} = "
-            f"{expected:,}. It is truncated or foreign: write the token file again."
-        )
+def checksum_of(
+    file: Path, dtype: np.dtype[Any], count: int, use: Callable[[bytes], None] | None = None
+) -> int:
+    """Compute the CRC-32 of the first ``count`` numbers, passing their bytes to ``use``.
+
+    Reads the file a few megabytes at a time: through a memory map a disk error kills the process.
+    """
+    left, checksum = count * dtype.itemsize, 0
+    with file.open("rb") as opened:
+        opened.seek(HEADER.size)
+        while left and (piece := opened.read(min(left, CHUNK_BYTES))):
+            left -= len(piece)
+            checksum = zlib.crc32(piece, checksum)
+            if use is not None:
+                use(piece)
+    return checksum
+
+
+def check_resumed(
+    file: Path,
+    dtype: np.dtype[Any],
+    count: int,
+    checksum: int,
+    use: Callable[[bytes], None] | None = None,
+) -> None:
+    """Raise ``DamagedError`` unless a killed writer's file holds what its position recorded."""
+    try:
+        found = checksum_of(file, dtype, count, use)
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
+    if found != checksum:
+        raise DamagedError(f"{file} differs from what its writer recorded")

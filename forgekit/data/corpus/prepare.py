@@ -1,4 +1,4 @@
-"""From documents to what a training run reads: token files and their tokenizer, in one go.
+"""From documents to what a training run reads: token files and their tokenizer, in one call.
 
 The result appears whole, under its name, or not at all::
 
@@ -6,8 +6,8 @@ The result appears whole, under its name, or not at all::
     OUT/heldout/         a token file: every 20th document, never trained on
     OUT/tokenizer.json   trained on the training documents only
 
-Until then it grows in a hidden folder beside ``OUT``. Whoever starts again after a kill goes on
-there, and ends with the same bytes as without it. Memory does not depend on the amount of text.
+Until then it grows in a hidden folder beside ``OUT``. A call after a kill continues there, and ends
+with the same bytes as an undisturbed one. Memory does not depend on the amount of text.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import attrs
 
 from forgekit.data.atomic_directory import atomic_directory, sync
 from forgekit.data.corpus.encode import encode_texts
-from forgekit.data.corpus.held_out import Parts, Place, Progress
+from forgekit.data.corpus.held_out import HeldOutSplit, Progress, SourcePosition
 from forgekit.data.corpus.journal import JOURNAL, Entry, clear, read_entry, write_entry
 from forgekit.data.corpus.number_files import DamagedError
 from forgekit.data.corpus.prepared_corpus import (
-    HELD_OUT,
     TOKENIZER,
     Prepared,
     find_prepared,
     is_prepared,
     open_prepared,
 )
-from forgekit.data.corpus.token_files import TokenWriter
+from forgekit.data.corpus.token_files import HELD_OUT
+from forgekit.data.corpus.token_writer import TokenWriter
 from forgekit.data.corpus.tokenizer import (
     END_OF_TEXT,
     check_vocab_size,
@@ -45,7 +45,7 @@ from forgekit.data.corpus.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from forgekit.data.documents.filters import Account, Filters, Kept, describe_filters
+from forgekit.data.documents.filters import Filters, Kept, describe_filters
 from forgekit.data.documents.protocol import Documents
 from forgekit.data.documents.text_files import Paths, stdlib_documents, text_documents
 from forgekit.inputs import brief, check_integers, path_of
@@ -54,10 +54,10 @@ from forgekit.terminal import printable
 __all__ = ["Prepared", "Progress", "prepare"]
 
 ASKED = "vocab_size_asked"
-"""Key of the metadata: the size that was asked for; None where the tokenizer was given."""
+"""Key of the metadata: the requested size; None if a tokenizer was given."""
 
 ENTRY_BYTES = 4 << 20
-"""Text between two entries in the journal: what a kill costs at most, about a second's work."""
+"""Text between two entries in the journal, about a second's work: the most that a kill costs."""
 
 log = logging.getLogger("forgekit")
 
@@ -77,51 +77,87 @@ def prepare(
 ) -> Prepared:
     """Train a tokenizer on documents and write them as token files.
 
-    Documents are read twice, one at a time: for the tokenizer and for the tokens. Fewer documents
-    than ``held_out_every`` are each cut instead: the end of each, at a line break, is held out.
+    Documents are read twice, one at a time: for the tokenizer and for the tokens. If there are
+    fewer than ``held_out_every``, the end of each, from a line break on, is held out instead.
 
-    Text is kept as it is, line ends included; a mark (BOM) at the start of a file or line is left
-    out. What is not UTF-8, and a text file with a NUL byte, is broken. Special tokens in a text are
-    read as plain characters.
+    Text is kept unchanged, line ends included; a byte order mark at the start of a file or line is
+    removed. Text that is not UTF-8, and a text file with a NUL byte, is broken. Special tokens in a
+    text are read as plain characters.
 
     Args:
         source: ``"stdlib"`` for the sources of Python's standard library; files and folders as for
             ``text_documents``; or documents, such as ``text_documents`` with options or
             ``huggingface_documents`` returns.
-        out: The directory to make. Made from the same documents (of files: names, sizes, times of
-            change) with the same settings before, it is left as it is; else it is replaced when the
-            new one is complete. What a killed call had done is taken up.
-        vocab_size: Number of tokens, the end of text included; of a tokenizer that is trained here.
+        out: The directory to make. If it was made from the same documents (files: names, sizes,
+            modification times) with the same settings, it stays unchanged; else it is replaced when
+            the new one is complete. A killed call's work is continued.
+        vocab_size: Number of tokens, the end of text included, of a tokenizer that is trained here.
         held_out_every: One document in so many is held out.
-        progress: Called as ``progress(stage, done, total)``, in bytes of the source; a total of 0
-            is unknown.
-        filters: Functions of a text that return False for what shall be left out, by the name under
-            which that is counted. Each is called several times for a text: it must not remember.
-        tokenizer: Use this ``tokenizer.json`` instead of training one; without the truncation and
-            padding that it may ask for.
+        progress: Called as ``progress(task, done, total)``, in bytes of the source; a total of 0 is
+            unknown. The task is ``"tokenizer"``, then ``"tokens"``.
+        filters: Functions of a text that return False for a document to leave out, by the name that
+            counts it. Each is called several times for a text, so it must be pure.
+        tokenizer: Use this ``tokenizer.json`` instead of training one; its truncation and padding
+            are switched off.
         eos_token: The token that closes each document.
-        sample_bytes: Text to train the tokenizer on. Of more, documents all over the source are
-            taken by chance.
+        sample_bytes: Text to train the tokenizer on. A larger source is sampled at random over its
+            whole length.
         shard_tokens: Tokens per file.
 
     Returns:
         ``Prepared(path, train, held_out, is_new)``. Both token files keep ``text_bytes`` in their
-        metadata, for losses in bits per byte; closing tokens count no bytes. ``account`` says what
-        was left out.
+        metadata, for losses in bits per byte; closing tokens count no bytes. ``account`` counts the
+        documents that were left out.
 
     Raises:
         FileNotFoundError: If a path does not exist or holds nothing to read.
-        FileExistsError: If ``out`` holds anything that was not made here, or another process is
+        FileExistsError: If ``out`` holds files that were not made here, or another process is
             making it.
         ValueError: If a text cannot be read, a number is out of range, or there is too little text.
     """
+    _check_arguments(
+        vocab_size, held_out_every, sample_bytes, shard_tokens, filters, tokenizer, eos_token
+    )
+    out = path_of("out", out)
+    if re.search("[\ud800-\udfff]", str(out)):
+        raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
+    documents = _documents(source)
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    # Names all that the result follows from; changing this text would prepare every corpus again.
+    settings = f"{vocab_size} {held_out_every} {eos_token} {sample_bytes} {shard_tokens} "
+    settings += "" if given is None else given.to_str()
+    facts = f"{settings} {describe_filters(filters or {})} {documents.fingerprint}"
+    made_from = hashlib.sha256(os.fsencode(facts)).hexdigest()
+    split = HeldOutSplit(documents, filters or {}, held_out_every, progress or (lambda *_: None))
+    prepared = find_prepared(out, made_from)
+    if prepared is None or not split.allows(prepared.account):
+        with atomic_directory(out, is_replaceable=is_prepared, key=made_from[:12]) as folder:
+            left = find_prepared(folder, made_from)  # by a call that was killed before its rename
+            if left is None or not split.allows(left.account):
+                learner = _tokenizer(folder, split, given, vocab_size, sample_bytes)
+                asked = vocab_size if given is None else None
+                metadata = {"made_from": made_from, ASKED: asked}
+                eos_id = token_id(learner, eos_token)
+                _Writing(folder, split, learner, eos_id, shard_tokens, metadata).run()
+        prepared = open_prepared(out, is_new=True)
+    _warn_of_few(prepared)
+    return prepared
+
+
+def _check_arguments(
+    vocab_size: int,
+    held_out_every: int,
+    sample_bytes: int,
+    shard_tokens: int,
+    filters: Filters | None,
+    tokenizer: Any,
+    eos_token: str,
+) -> None:
     check_integers(
-        held_out_every=(held_out_every, -(2**63)),
+        held_out_every=(held_out_every, 2),
         sample_bytes=(sample_bytes, 1),
         shard_tokens=(shard_tokens, 1),
     )
-    if held_out_every < 2:
-        raise ValueError(f"held_out_every {held_out_every} must be at least 2, to leave something.")
     if tokenizer is None:
         check_vocab_size(vocab_size)
         if eos_token != END_OF_TEXT:
@@ -131,33 +167,10 @@ def prepare(
             )
     if not isinstance(filters or {}, Mapping):
         raise TypeError(f"filters is {brief(filters)}; pass functions by name: {{name: keeps}}.")
-    out = path_of("out", out)
-    if re.search("[\ud800-\udfff]", str(out)):
-        raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
-    documents = _documents(source)
-    learned = "" if tokenizer is None else load_tokenizer(tokenizer).to_str()
-    settings = f"{vocab_size} {held_out_every} {eos_token} {sample_bytes} {shard_tokens} {learned}"
-    facts = f"{settings} {describe_filters(filters or {})} {documents.fingerprint}"
-    made_from = hashlib.sha256(os.fsencode(facts)).hexdigest()
-    parts = Parts(documents, filters or {}, held_out_every, progress or (lambda *_: None))
-    found = find_prepared(out, made_from)
-    if found is not None and parts.allows(found.account):
-        _warn_of_few(found)
-        return found
-    with atomic_directory(out, is_replaceable=is_prepared, key=made_from[:12]) as folder:
-        kept = find_prepared(folder, made_from)  # the last one was killed before it was renamed
-        if kept is None or not parts.allows(kept.account):
-            learner = _tokenizer(folder, parts, tokenizer, vocab_size, sample_bytes)
-            eos_id = token_id(learner, eos_token)
-            facts = {"made_from": made_from, ASKED: vocab_size if tokenizer is None else None}
-            _write_tokens(folder, parts, learner, eos_id, shard_tokens, facts)
-    prepared = open_prepared(out, is_new=True)
-    _warn_of_few(prepared)
-    return prepared
 
 
 def _warn_of_few(prepared: Prepared) -> None:
-    """Say that a trained tokenizer is smaller than was asked for: a model must fit it."""
+    """Warn that a trained tokenizer is smaller than requested: the model must fit it."""
     file = prepared.train
     if file.vocab_size < (file.metadata.get(ASKED) or 0):
         log.warning(
@@ -177,19 +190,14 @@ def _documents(source: Literal["stdlib"] | Paths | Documents) -> Documents:
 
 
 def _tokenizer(
-    folder: Path,
-    parts: Parts,
-    given: str | os.PathLike[str] | None,
-    vocab_size: int,
-    sample_bytes: int,
+    folder: Path, split: HeldOutSplit, given: Any, vocab_size: int, sample_bytes: int
 ) -> Any:
-    """Load the tokenizer that a killed call had made, or make it."""
+    """Load the tokenizer that a killed call had saved, or save one."""
     file = folder / TOKENIZER
     if not file.is_file():
+        made = given
         if given is None:
-            made = train_tokenizer(parts.sample("tokenizer", sample_bytes), vocab_size)
-        else:
-            made = load_tokenizer(given)
+            made = train_tokenizer(split.sample("tokenizer", sample_bytes), vocab_size)
         temporary = file.with_suffix(".new")
         made.save(str(temporary))
         sync(temporary)
@@ -197,69 +205,61 @@ def _tokenizer(
     return load_tokenizer(file)
 
 
-def _write_tokens(
-    folder: Path,
-    parts: Parts,
-    tokenizer: Any,
-    eos_id: int,
-    shard_tokens: int,
-    facts: dict[str, Any],
-) -> None:
-    """Write both token files, from where a killed call stopped if that can be."""
-    work = _Work(folder, parts, tokenizer, eos_id, shard_tokens, facts)
-    entry = read_entry(folder)
-    if entry is not None and parts.allows(entry.place.account):
-        try:
-            work.write(entry)
-        except DamagedError as error:
-            log.warning("%s; the tokens are written from the start", error)
-        else:
-            return
-    clear(folder, but=TOKENIZER)
-    work.write(Entry())
-
-
 @attrs.frozen
-class _Work:
-    """Texts into token files, with a journal."""
+class _Writing:
+    """Texts into both token files, with a journal."""
 
     folder: Path
-    parts: Parts
+    split: HeldOutSplit
     tokenizer: Any
     eos_id: int
     shard_tokens: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
-    def write(self, entry: Entry) -> None:
-        kept = self.parts.keep(entry.place.account)
+    def run(self) -> None:
+        """Write both files; continue where a killed call stopped, if its files are intact."""
+        entry = read_entry(self.folder)
+        if entry is not None and self.split.allows(entry.position.account):
+            try:
+                return self._write(entry)
+            except DamagedError as error:
+                log.warning("%s; the tokens are written from the start", error)
+        clear(self.folder, but=TOKENIZER)
+        return self._write(Entry())
+
+    def _write(self, entry: Entry) -> None:
+        kept = self.split.keep(entry.position.account)
         text_bytes = list(entry.text_bytes)
         with ExitStack() as stack:
-            writers = [stack.enter_context(self._writer(part, entry)) for part in (0, 1)]
-            before, unsaved = entry.place, 0
-            for (place, part, size), ids in encode_texts(self.tokenizer, self._texts(kept, entry)):
-                if unsaved >= ENTRY_BYTES and place is not before:
+            writers = [stack.enter_context(self._writer(number, entry)) for number in (0, 1)]
+            # An entry is written only between two documents: `last` is the position after the
+            # last one whose texts are all written.
+            last, unsaved = entry.position, 0
+            for (position, number, size), ids in encode_texts(
+                self.tokenizer, self._texts(kept, entry)
+            ):
+                if unsaved >= ENTRY_BYTES and position is not last:
                     positions = [writer.position() for writer in writers]
-                    write_entry(self.folder, Entry(before, tuple(text_bytes), positions))
+                    write_entry(self.folder, Entry(last, tuple(text_bytes), positions))
                     unsaved = 0
-                writers[part].append(ids)
-                text_bytes[part] += size
-                before, unsaved = place, unsaved + size
+                writers[number].append(ids)
+                text_bytes[number] += size
+                last, unsaved = position, unsaved + size
         for problem in kept.account.first_broken:
             log.warning("left out: %s", printable(problem))
         for writer, size in zip(writers, text_bytes, strict=True):
-            writer.finish(self._metadata(size, kept.account))
+            dropped = {name: kept.account.dropped.get(name, 0) for name in self.split.filters}
+            left_out = attrs.asdict(attrs.evolve(kept.account, dropped=dropped))
+            writer.finish({"text_bytes": size, **self.metadata, **left_out})
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
-    def _texts(self, kept: Kept, entry: Entry) -> Iterator[tuple[tuple[Place, int, int], str]]:
-        for place, is_held_out, text in self.parts.texts("tokens", kept, entry.place):
-            yield (place, int(is_held_out), len(text.encode())), text
+    def _texts(
+        self, kept: Kept, entry: Entry
+    ) -> Iterator[tuple[tuple[SourcePosition, int, int], str]]:
+        for position, is_held_out, text in self.split.texts("tokens", kept, entry.position):
+            yield (position, int(is_held_out), len(text.encode())), text
 
-    def _writer(self, part: int, entry: Entry) -> TokenWriter:
-        place = self.folder / HELD_OUT if part else self.folder
+    def _writer(self, number: int, entry: Entry) -> TokenWriter:
+        folder = self.folder / HELD_OUT if number else self.folder
         sizes = (vocabulary_size(self.tokenizer), self.eos_id, self.shard_tokens)
-        return TokenWriter(place, *sizes, position=entry.writers[part])
-
-    def _metadata(self, text_bytes: int, account: Account) -> dict[str, Any]:
-        dropped = {name: account.dropped.get(name, 0) for name in self.parts.filters}
-        left_out = attrs.asdict(attrs.evolve(account, dropped=dropped))
-        return {"text_bytes": text_bytes, **self.facts, **left_out}
+        return TokenWriter(folder, *sizes, position=entry.writers[number])

@@ -1,4 +1,4 @@
-"""The folder that ``prepare`` makes: which files belong to it, and what is known of it."""
+"""The folder that ``prepare`` makes: which files belong to it, and how to open it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from pathlib import Path
 
 import attrs
 
-from forgekit.data.corpus.token_files import TokenFile, is_token_file, open_tokens
+from forgekit.data.corpus.token_files import HELD_OUT, TokenFile, is_token_file, open_tokens
 from forgekit.data.documents.filters import Account
 
-__all__ = ["HELD_OUT", "TOKENIZER", "Prepared", "find_prepared", "is_prepared", "open_prepared"]
+__all__ = ["TOKENIZER", "Prepared", "find_prepared", "is_prepared", "open_prepared"]
 
-HELD_OUT = "heldout"
 TOKENIZER = "tokenizer.json"
 
 
 @attrs.frozen
 class Prepared:
-    """What ``prepare`` made, or found.
+    """The token files that ``prepare`` made or found.
 
     Attributes:
         path: The token file of the training documents.
         train: The training documents.
         held_out: The held-out documents.
-        is_new: False if it was there already, made from the same documents with the same settings.
+        is_new: False if it existed, made from the same documents with the same settings.
     """
 
     path: Path
@@ -33,7 +32,7 @@ class Prepared:
 
     @property
     def account(self) -> Account:
-        """What was left out: broken documents, and those that filters dropped."""
+        """The documents that were left out: broken ones, and those that filters dropped."""
         kept = self.train.metadata
         return Account(kept["broken"], tuple(kept["first_broken"]), kept["dropped"])
 
@@ -44,7 +43,7 @@ def open_prepared(out: Path, *, is_new: bool) -> Prepared:
 
 
 def is_prepared(out: Path) -> bool:
-    """Say whether a directory is what ``prepare`` makes and holds nothing else."""
+    """Whether a directory is what ``prepare`` makes and holds nothing else."""
     return (
         (out / TOKENIZER).is_file()
         and is_token_file(out / HELD_OUT)
@@ -53,7 +52,7 @@ def is_prepared(out: Path) -> bool:
 
 
 def find_prepared(out: Path, made_from: str) -> Prepared | None:
-    """Open what is there if it is whole and was made from just that, else None."""
+    """Open an existing folder if it is complete and was made from exactly this, else None."""
     if not is_prepared(out):
         return None
     try:

@@ -1,8 +1,13 @@
 """Token files: a directory of binary shards with an index, written whole and read by memory map.
 
-Nothing in it is guessed. Each binary file says what it is, which integers it holds and how many, so
-that a truncated or foreign file is refused instead of trained on. ``index.json`` names the shards
-and keeps a fingerprint of the tokens; ``offsets.bin`` says where each document starts.
+::
+
+    PATH/index.json        names the shards; sizes, checksums and a fingerprint of the tokens
+    PATH/shard_00000.bin   32 bytes of header, then token ids: uint16 or uint32, little-endian
+    PATH/offsets.bin       32 bytes of header, then [documents + 1] int64: where each one starts
+
+Each binary file records what it is, which integers it holds and how many, so a truncated or foreign
+file is refused instead of trained on.
 """
 
 from __future__ import annotations
@@ -18,18 +23,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.atomic_directory import atomic_directory
-from forgekit.data.corpus.number_files import check_numbers, map_numbers
-from forgekit.data.corpus.token_index import INDEX, read_index, write_index
-from forgekit.data.corpus.token_shards import OFFSET, OFFSETS_NAME, ShardWriter, shard_name
-from forgekit.inputs import check_integers, path_of
+from forgekit.data.corpus.number_files import checksum_of, map_numbers
+from forgekit.data.corpus.token_index import INDEX, read_index
+from forgekit.data.corpus.token_writer import (
+    OFFSET,
+    OFFSETS_NAME,
+    TokenWriter,
+    check_sizes,
+    shard_name,
+)
+from forgekit.inputs import path_of
 
-__all__ = [
-    "TokenFile",
-    "TokenWriter",
-    "is_token_file",
-    "open_tokens",
-    "write_tokens",
-]
+__all__ = ["HELD_OUT", "TokenFile", "is_token_file", "open_tokens", "write_tokens"]
+
+HELD_OUT = "heldout"
+"""The folder of held-out documents inside the token file that ``prepare`` writes."""
 
 
 def write_tokens(
@@ -44,16 +52,16 @@ def write_tokens(
     """Write documents as a token file, each closed by ``eos_id``.
 
     Documents are pulled one at a time. The directory appears under its name only when it is
-    complete; a token file that stood there is replaced at that moment and not before.
+    complete, and replaces an older token file at that moment and not before.
 
     Args:
         path: The directory to write.
         documents: 1-D arrays (or lists, or CPU tensors) of token ids.
         vocab_size: Ids must be below it; up to 65,536 they are stored in two bytes, else in four.
         eos_id: The id put after each document.
-        metadata: What else to keep in the index, for JSON. Read after the last document, so that it
-            can hold what was counted on the way, such as ``text_bytes``.
-        shard_tokens: Tokens per shard; documents may lie across two.
+        metadata: More entries for the index, JSON values. Read after the last document, so it can
+            hold counts that the documents add up, such as ``text_bytes``.
+        shard_tokens: Tokens per shard; a document may cross from one shard into the next.
 
     Returns:
         The token file, open for reading.
@@ -70,73 +78,13 @@ def write_tokens(
         ...     file.read(0, 5).tolist(), file.offsets.tolist()
         ([1, 2, 0, 3, 0], [0, 3, 5])
     """
-    _check_sizes(vocab_size, eos_id, shard_tokens)
+    check_sizes(vocab_size, eos_id, shard_tokens)
     with atomic_directory(path, is_replaceable=is_token_file) as folder:
         with TokenWriter(folder, vocab_size, eos_id, shard_tokens) as writer:
             for document in documents:
                 writer.append(document)
         writer.finish(metadata or {})
     return open_tokens(path)
-
-
-class TokenWriter:
-    """Fills a folder with a token file, document by document; ``write_tokens`` in steps.
-
-    ``position()`` between two documents says where it stands, and a writer that is given that goes
-    on there, whatever was appended since. The files are then those of one undisturbed writer.
-
-    Args:
-        folder: An empty folder, or one that another writer was filling.
-        vocab_size: As for ``write_tokens``.
-        eos_id: As for ``write_tokens``.
-        shard_tokens: As for ``write_tokens``.
-        position: Where the other writer stood.
-
-    Raises:
-        DamagedError: If the folder is not what the other writer left.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        eos_id: int,
-        shard_tokens: int,
-        position: dict[str, Any] | None = None,
-    ) -> None:
-        _check_sizes(vocab_size, eos_id, shard_tokens)
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
-        self._sizes = (vocab_size, eos_id)
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self._shards = ShardWriter(folder, self._dtype, shard_tokens, position)
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._shards.close()
-
-    def append(self, document: ArrayLike) -> None:
-        """Add a document and the id that closes it."""
-        vocab_size, eos_id = self._sizes
-        ids = _checked_ids(document, self._shards.documents, vocab_size)
-        closed = np.empty(len(ids) + 1, dtype=self._dtype)
-        closed[:-1], closed[-1] = ids, eos_id
-        self._shards.append(closed)
-
-    def position(self) -> dict[str, Any]:
-        """Where it stands, in JSON values; what is written up to here outlives a kill."""
-        return self._shards.position()
-
-    def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Write the index, once the files are closed: only now is the folder a token file."""
-        if not self._shards.documents:
-            raise ValueError("there are no documents; a token file needs at least one.")
-        vocab_size, eos_id = self._sizes
-        sizes = {"dtype": self._dtype.name, "vocab_size": vocab_size, "eos_id": eos_id}
-        summary = self._shards.summary(vocab_size, eos_id)
-        write_index(self._folder, {**sizes, **summary, "metadata": dict(metadata)})
 
 
 @attrs.frozen(eq=False)
@@ -149,9 +97,9 @@ class TokenFile:
         eos_id: The id that closes each document.
         tokens: Number of tokens, the closing ones included.
         fingerprint: Hash of tokens, documents, vocabulary size and closing id.
-        metadata: What its writer kept.
+        metadata: The writer's own entries.
         offsets: ``[documents + 1]`` int64: where each document starts, and the end of the last.
-        shards: The tokens, as they lie in the files.
+        shards: The tokens, one memory-mapped array per file.
         starts: The number of each shard's first token.
     """
 
@@ -166,13 +114,24 @@ class TokenFile:
     starts: list[int] = attrs.field(repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A memory map would be pickled with all it maps.
+        # pickle would copy all that a memory map holds
         return open_tokens, (self.path,)
 
     @property
     def documents(self) -> int:
         """Number of documents."""
         return len(self.offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
+        text_bytes = self.metadata.get("text_bytes")
+        return None if text_bytes is None else text_bytes / self.tokens
+
+    def held_out(self) -> TokenFile | None:
+        """Open the held-out documents that ``forgekit prepare`` wrote; None if there are none."""
+        path = self.path / HELD_OUT
+        return open_tokens(path) if path.is_dir() else None
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Copy tokens ``start`` to ``stop`` out of the shards."""
@@ -185,7 +144,7 @@ class TokenFile:
         return out
 
     def read_into(self, out: NDArray[np.int64], start: int) -> None:
-        """Fill ``out`` with the tokens from ``start`` on; the caller keeps within the file."""
+        """Fill ``out`` with the tokens from ``start`` on; the caller stays within the file."""
         shard = bisect_right(self.starts, start) - 1
         done, within = 0, start - self.starts[shard]
         while done < len(out):
@@ -194,9 +153,9 @@ class TokenFile:
             done, within, shard = done + len(piece), 0, shard + 1
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
-        """Say where documents start among ``length`` tokens from ``start``, counted from there.
+        """Find where documents start among ``length`` tokens from ``start``, relative to it.
 
-        The first entry is 0: the document that token ``start`` lies in, or its rest.
+        The first entry is 0: the document that holds token ``start``, or the rest of it.
         """
         first = np.searchsorted(self.offsets, start, side="right")
         last = np.searchsorted(self.offsets, start + length, side="left")
@@ -204,27 +163,25 @@ class TokenFile:
 
 
 def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenFile:
-    """Open a token file for reading, after checking the kind and size of each of its parts.
+    """Open a token file for reading, after checking the header and size of each of its files.
 
     Args:
         path: The directory.
-        verify: Read everything and compare it with the checksums in the index: about a second per
-            gigabyte, and the only way to see that a disk or a copy has changed a byte.
+        verify: Read all bytes and compare them with the checksums in the index: about a second per
+            gigabyte, and the only way to find a byte that a disk or a copy has changed.
 
     Returns:
-        The token file; tokens are read from the disk when they are used.
+        The token file; tokens are read from disk on use.
 
     Raises:
-        FileNotFoundError: If there is no token file, or a part of it is missing.
-        ValueError: If a part is truncated, foreign, changed or of another version; names the file.
+        FileNotFoundError: If there is no token file, or one of its files is missing.
+        ValueError: If a file is truncated, foreign, changed or of another version; names it.
     """
     folder = path_of("the token file", path)
     index = read_index(folder)
-    dtype = np.dtype(index["dtype"]).newbyteorder("<")
-    counts = index["shards"]
     if verify:
-        _verify(folder, index, dtype)
-    shards = [map_numbers(folder / shard_name(i), dtype, count) for i, count in enumerate(counts)]
+        _verify(folder, index)
+    counts, maps = index["shards"], [map_numbers(*part) for part in _parts(folder, index)]
     return TokenFile(
         path=folder,
         vocab_size=index["vocab_size"],
@@ -232,16 +189,16 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         tokens=index["tokens"],
         fingerprint=index["fingerprint"],
         metadata=index["metadata"],
-        offsets=map_numbers(folder / OFFSETS_NAME, OFFSET, index["documents"] + 1),
-        shards=shards,
+        offsets=maps.pop(),
+        shards=maps,
         starts=[0, *np.cumsum(counts).tolist()[:-1]],
     )
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
-    """Say whether a directory is a token file and holds nothing else, or only what is ``besides``.
+    """Whether a directory is a token file and holds nothing else, names in ``besides`` excepted.
 
-    Then it may be replaced without the loss of anything that somebody put there.
+    Then it may be replaced without losing anybody's files.
     """
     folder = Path(path)
     try:
@@ -252,45 +209,24 @@ def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) 
     return own >= {entry.name for entry in folder.iterdir()}
 
 
-def _verify(folder: Path, index: dict[str, Any], dtype: np.dtype[Any]) -> None:
-    parts = [(shard_name(i), dtype, count) for i, count in enumerate(index["shards"])]
-    checksums = index.get("checksums", {})
-    for name, kind, count in [*parts, (OFFSETS_NAME, OFFSET, index["documents"] + 1)]:
-        if name not in checksums:
+def _parts(folder: Path, index: dict[str, Any]) -> list[tuple[Path, np.dtype[Any], int]]:
+    """List file, dtype and count of each shard and, last, of the offsets."""
+    dtype = np.dtype(index["dtype"]).newbyteorder("<")
+    shards = [(folder / shard_name(i), dtype, count) for i, count in enumerate(index["shards"])]
+    return [*shards, (folder / OFFSETS_NAME, OFFSET, index["documents"] + 1)]
+
+
+def _verify(folder: Path, index: dict[str, Any]) -> None:
+    for part in _parts(folder, index):
+        file, expected = part[0], index["checksums"].get(part[0].name)
+        if expected is None:
             raise ValueError(
-                f"{folder / INDEX} has no checksum of {name}, so it cannot be verified. "
+                f"{folder / INDEX} has no checksum of {file.name}, so it cannot be verified. "
                 "Write the token file again."
             )
-        map_numbers(folder / name, kind, count)
-        check_numbers(folder / name, kind, count, checksums[name])
-
-
-def _check_sizes(vocab_size: int, eos_id: int, shard_tokens: int) -> None:
-    anything = -(2**63)
-    check_integers(
-        vocab_size=(vocab_size, anything),
-        eos_id=(eos_id, anything),
-        shard_tokens=(shard_tokens, 1),
-    )
-    if not 1 <= vocab_size <= 2**32:
-        raise ValueError(
-            f"vocab_size {vocab_size} must be 1 to 2**32: ids take four bytes at most."
-        )
-    if not 0 <= eos_id < vocab_size:
-        raise ValueError(f"eos_id {eos_id} must be 0 to vocab_size - 1 = {vocab_size - 1}.")
-
-
-def _checked_ids(document: ArrayLike, number: int, vocab_size: int) -> NDArray[Any]:
-    ids = np.asarray(document)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"document {number} is {ids.dtype} of shape {ids.shape}; a document is a 1-D array of "
-            "integers. Pass an iterable of such arrays; encode text with a tokenizer first."
-        )
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(
-            f"document {number} holds token id {wrong}; ids must be 0 to vocab_size - 1 = "
-            f"{vocab_size - 1}. Pass the vocab_size of the tokenizer that made them."
-        )
-    return ids
+        map_numbers(*part)  # raises what is wrong with its size and header
+        if (found := f"{checksum_of(*part):08x}") != expected:
+            raise ValueError(
+                f"{file} has crc32 {found}; index.json says {expected}. Its content has changed "
+                "since it was written: write the token file again, or restore the file."
+            )

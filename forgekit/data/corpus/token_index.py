@@ -15,18 +15,9 @@ __all__ = ["INDEX", "read_index", "write_index"]
 INDEX = "index.json"
 MAGIC = "forgekit-tokens"
 DTYPES = ("uint16", "uint32")
+AGAIN = "Write the token file again"
 
-_ENTRIES: dict[str, type] = {
-    "dtype": str,
-    "vocab_size": int,
-    "eos_id": int,
-    "tokens": int,
-    "documents": int,
-    "shards": list,
-    "fingerprint": str,
-    "metadata": dict,
-}
-
+_TYPES = {"dtype": str, "shards": list, "fingerprint": str, "metadata": dict, "checksums": dict}
 _RANGES = {
     "vocab_size": (1, 2**32),
     "eos_id": (0, 2**32 - 1),
@@ -57,7 +48,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         index = parse_json(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Write the token file again.") from None
+        raise ValueError(f"{file} is not JSON ({error}). {AGAIN}.") from None
     magic = index.get("magic") if isinstance(index, dict) else None
     if magic != MAGIC:
         raise ValueError(
@@ -66,38 +57,34 @@ def read_index(folder: Path) -> dict[str, Any]:
     if index.get("version") != VERSION:
         raise ValueError(
             f"{file} is version {brief(index.get('version'))}; this forgekit reads version "
-            f"{VERSION}. Write the token file again, or use the forgekit that wrote it."
+            f"{VERSION}. {AGAIN}, or use the forgekit that wrote it."
         )
-    _check_entries(file, index)
+    index.setdefault("checksums", {})  # absent in files that were written before there were any
+    if broken := _broken_rule(index):
+        name, rule = broken
+        raise ValueError(f'{file} has {brief(index.get(name))} as "{name}"; {rule}. {AGAIN}.')
+    if index["dtype"] not in DTYPES:
+        kinds = " or ".join(DTYPES)
+        raise ValueError(
+            f"{file} has dtype {brief(index['dtype'])}; token ids are {kinds}. {AGAIN}."
+        )
+    if (total := sum(index["shards"])) != index["tokens"]:
+        raise ValueError(
+            f"{file} names {index['tokens']:,} tokens and shards of {total:,} in all. {AGAIN}."
+        )
     return index
 
 
-def _check_entries(file: Path, index: dict[str, Any]) -> None:
-    for name, kind in _ENTRIES.items():
+def _broken_rule(index: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the first field that breaks its rule, and the rule."""
+    for name, kind in (_TYPES | dict.fromkeys(_RANGES, int)).items():
         if type(index.get(name)) is not kind:
-            raise _damaged(file, index, name, f"it must be of type {kind.__name__}")
+            return name, f"it must be of type {kind.__name__}"
     for name, (least, most) in _RANGES.items():
         if not least <= index[name] <= most:
-            raise _damaged(file, index, name, f"it must be {least} to {most:,}")
+            return name, f"it must be {least} to {most:,}"
     if index["eos_id"] >= index["vocab_size"]:
-        raise _damaged(file, index, "eos_id", f"the vocabulary has {index['vocab_size']} ids")
+        return "eos_id", f"the vocabulary has {index['vocab_size']} ids"
     if not all(type(count) is int and count > 0 for count in index["shards"]):
-        raise _damaged(file, index, "shards", "it must list the tokens of each shard")
-    if type(index.get("checksums", {})) is not dict:
-        raise _damaged(file, index, "checksums", "it must be of type dict")
-    if index["dtype"] not in DTYPES:
-        raise ValueError(
-            f"{file} has dtype {brief(index['dtype'])}; token ids are {' or '.join(DTYPES)}. "
-            "Write the token file again."
-        )
-    if sum(index["shards"]) != index["tokens"]:
-        raise ValueError(
-            f"{file} names {index['tokens']:,} tokens and shards of {sum(index['shards']):,} in "
-            "all. Write the token file again."
-        )
-
-
-def _damaged(file: Path, index: dict[str, Any], name: str, rule: str) -> ValueError:
-    return ValueError(
-        f'{file} has {brief(index.get(name))} as "{name}"; {rule}. Write the token file again.'
-    )
+        return "shards", "it must list the tokens of each shard"
+    return None

@@ -1,7 +1,7 @@
-"""A byte-level tokenizer, trained here from the texts at hand.
+"""A byte-level tokenizer, trained on the texts at hand.
 
-Byte pairs over all 256 bytes can write any text, so there is no unknown token. The same texts in
-the same order give the same file, byte for byte.
+Byte pairs over all 256 bytes encode any text, so there is no unknown token. The same texts in the
+same order give the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ SMALLEST = 257
 """One token for each byte and one for the end of a text."""
 
 LARGEST = 2**22
-"""A trainer reserves memory for all tokens at once, and ends the process where there is none."""
+"""The trainer allocates memory for all tokens at once, and aborts the process if there is none."""
 
 RUN = 1024
-"""Characters of one kind without a break, above which a training text is cut."""
+"""Length of a run of one kind of characters above which a training text is split."""
 
 _ONE_RUN = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+")
-"""What the pre-tokenizer takes for one word: letters, digits, other signs, or white space."""
+"""What the pre-tokenizer treats as one word: letters, digits, other signs, or white space."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-pair tokenizer; ``.save("tokenizer.json")`` keeps it.
 
-    Learning from one word takes time quadratic in its length. Words of more than about two thousand
-    characters, such as encoded pictures, are therefore learnt from in pieces.
+    Training on one word takes time quadratic in its length. Words of more than about two thousand
+    characters, such as encoded pictures, are therefore split.
 
     Args:
         texts: The training texts; consumed once.
         vocab_size: Number of tokens, the end of text included. Texts with few repetitions give
-            fewer: read ``get_vocab_size()``.
+            fewer; see ``get_vocab_size()``.
 
     Returns:
-        A tokenizer that reads a literal ``<|endoftext|>`` inside a text as plain characters, since
+        A tokenizer that encodes a literal ``<|endoftext|>`` in a text as plain characters, since
         only the writer of a token file may end a document.
 
     Raises:
-        TypeError: If ``vocab_size`` is no integer, or ``texts`` is one text or holds another thing.
-        ValueError: If ``vocab_size`` has no room for all bytes, or is above 2**22.
+        TypeError: If ``vocab_size`` is no integer, or ``texts`` is one text or holds anything else.
+        ValueError: If ``vocab_size`` is too small for all bytes, or above 2**22.
 
     Examples:
         >>> tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=264)
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(cut_words(texts), trainer)
+    tokenizer.train_from_iterator(split_long_words(texts), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -88,8 +88,8 @@ def check_vocab_size(vocab_size: int) -> None:
         )
 
 
-def cut_words(texts: Iterable[str]) -> Iterator[str]:
-    """Cut texts inside of words that are far longer than any of a language."""
+def split_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Split texts inside words that are far longer than those of any language."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(
@@ -111,9 +111,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         path: The file, or a folder such as ``forgekit prepare`` makes.
 
     Returns:
-        A tokenizer that reads a literal ``<|endoftext|>`` as plain characters, as it does every
-        special token, and neither truncates nor pads, whatever the file says: a limit for prompts
-        would drop training text.
+        A tokenizer that encodes a literal ``<|endoftext|>`` as plain characters, like every special
+        token, and neither truncates nor pads, whatever the file says: a limit for prompts would
+        drop training text.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -137,7 +137,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def without_limits(tokenizer: Any) -> Any:
-    """Return a tokenizer that neither truncates nor pads; the one that was given stays as it is.
+    """Return a tokenizer that neither truncates nor pads; the argument stays unchanged.
 
     Args:
         tokenizer: A ``tokenizers.Tokenizer``.
@@ -152,7 +152,7 @@ def without_limits(tokenizer: Any) -> Any:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Say below what all ids of a tokenizer are; some leave ids out."""
+    """Return one more than the highest id of a tokenizer; some skip ids."""
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
@@ -161,8 +161,8 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
     Raises:
         TypeError: If the token is no text.
-        ValueError: If the tokenizer has no such special token; names those that it has. One that
-            texts are made of would end documents in their middle.
+        ValueError: If the tokenizer has no such special token; lists those that it has. An ordinary
+            token would end documents in their middle.
     """
     if not isinstance(token, str):
         raise TypeError(f"eos_token is {brief(token)}, a {type(token).__name__}; pass its text.")

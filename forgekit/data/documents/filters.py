@@ -1,6 +1,6 @@
 """Which documents are kept, and an account of the others: broken ones, and those a filter dropped.
 
-The account travels with the documents. Reading runs ahead of writing, and an account of what was
+Each document carries the account up to it. Reading runs ahead of writing, so an account of what was
 read would count some documents twice after a kill.
 """
 
@@ -18,18 +18,18 @@ from forgekit.data.documents.protocol import Documents, Record
 __all__ = ["Account", "Filters", "Kept", "describe_filters"]
 
 Filters: TypeAlias = Mapping[str, Callable[[str], bool]]
-"""By the name under which the documents are counted that a function returns False for."""
+"""Functions that return False for a document to drop, by the name that counts it."""
 
 BROKEN_NAMED = 10
 
 
 @attrs.frozen
 class Account:
-    """What was left out so far.
+    """Counts of the documents that were left out.
 
     Attributes:
         broken: Number of documents that could not be read.
-        first_broken: What was wrong with the first of them.
+        first_broken: The problems of the first ten.
         dropped: Number of documents that each filter dropped.
     """
 
@@ -38,7 +38,7 @@ class Account:
     dropped: dict[str, int] = attrs.field(factory=dict)
 
     def with_broken(self, problem: str) -> Account:
-        """Count a broken document, and remember what was wrong with the first ten."""
+        """Count a broken document, and keep the problems of the first ten."""
         named = (*self.first_broken, problem)[:BROKEN_NAMED]
         return attrs.evolve(self, broken=self.broken + 1, first_broken=named)
 
@@ -47,54 +47,55 @@ class Account:
         return attrs.evolve(self, dropped=self.dropped | {name: self.dropped.get(name, 0) + 1})
 
 
+@attrs.define
 class Kept:
-    """Documents that can be read and that every filter keeps.
+    """Reads the documents that every filter keeps.
 
     Attributes:
+        documents: The source.
+        filters: By name.
         account: What was left out so far.
     """
 
-    def __init__(self, documents: Documents, filters: Filters, account: Account) -> None:
-        self.account = account
-        self._documents = documents
-        self._filters = filters
+    documents: Documents
+    filters: Filters
+    account: Account
 
     def read(self, position: Any) -> Iterator[tuple[Record, str, Account]]:
         """Yield each document, its text, and the account up to it.
 
         Raises:
-            TypeError: If a document is token ids already.
+            TypeError: If a document consists of token ids.
         """
-        for record in self._documents.read(position):
+        for record in self.documents.read(position):
+            text = record.content
             if record.problem is not None:
                 self.account = self.account.with_broken(record.problem)
-                continue
-            if not isinstance(record.content, str):
+            elif not isinstance(text, str):
                 raise TypeError(
                     f"{record.name} is token ids, not text. forgekit.write_tokens writes a token "
                     "file of ids."
                 )
-            if (name := self._dropped_by(record.name, record.content)) is not None:
+            elif (name := self._dropped_by(record.name, text)) is not None:
                 self.account = self.account.with_dropped(name)
-                continue
-            yield record, record.content, self.account
+            else:
+                yield record, text, self.account
 
-    def _dropped_by(self, where: str, text: str) -> str | None:
-        for name, keeps in self._filters.items():
+    def _dropped_by(self, document: str, text: str) -> str | None:
+        for name, keeps in self.filters.items():
             try:
-                is_kept = keeps(text)
+                if not keeps(text):
+                    return name
             except Exception as error:
-                error.add_note(f"raised by the filter {name!r} on {where}")
+                error.add_note(f"raised by the filter {name!r} on {document}")
                 raise
-            if not is_kept:
-                return name
         return None
 
 
 def describe_filters(filters: Filters) -> str:
-    """Name filters and hash their code, so that another filter is seen to be another.
+    """Hash the filters' names and code, so that a changed filter is detected.
 
-    What a function reads from around it is not looked at.
+    Values that a function reads from its surroundings are not covered.
     """
     digest = hashlib.sha256()
     for name, keeps in filters.items():

@@ -1,21 +1,22 @@
-"""Documents from Hugging Face ``datasets``: whole ones, streamed ones, and ones on this disk.
+"""Documents from Hugging Face ``datasets``: whole, streamed, and on this disk.
 
 A streamed dataset resumes by its own ``state_dict``, which is exact with one exception: a shuffle
-buffer is refilled instead of restored, so documents get lost. Such a dataset is refused unless
-resuming may read it anew from its start, which is exact and slow.
+buffer is refilled instead of restored, so documents are lost. Such a dataset is refused unless
+resuming may read it again from its start, which is exact and slow.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from forgekit.data.documents.protocol import Errors, Record
+from forgekit.data.documents.protocol import Errors, Record, check_errors
 from forgekit.data.optional_packages import require
+from forgekit.data.samples import list_keys
 from forgekit.inputs import brief, path_of
 
 __all__ = ["HuggingFaceDocuments", "huggingface_documents"]
@@ -36,16 +37,16 @@ def huggingface_documents(
     """Read documents out of a Hugging Face dataset.
 
     Args:
-        dataset: A ``Dataset``, an ``IterableDataset``, a folder that ``save_to_disk`` wrote, or
-            what ``load_dataset`` takes: a name on the hub or a folder of files. The last two kinds
-            need no network.
+        dataset: A ``Dataset``, an ``IterableDataset``, a folder that ``save_to_disk`` wrote, or an
+            argument of ``load_dataset``: a name on the hub or a folder of files. Folders need no
+            network.
         config: The configuration of a named dataset that has several.
-        split: The split, where there are several.
-        streaming: Read a named dataset while it arrives instead of downloading it first.
+        split: The split, if there are several.
+        streaming: Read a named dataset during its download instead of after it.
         text_key: The column of the text.
-        errors: What to do about rows without a text; see ``text_documents``.
-        reread: Resume by reading anew from the start up to the position. Exact for a dataset with
-            a shuffle buffer too, if its seed is fixed.
+        errors: Whether rows without a text raise or are skipped; see ``text_documents``.
+        reread: Resume by reading again from the start up to the position. Exact also with a shuffle
+            buffer, if its seed is fixed.
 
     Returns:
         The documents, for ``prepare`` and ``stream_documents``.
@@ -62,8 +63,7 @@ def huggingface_documents(
         [('row 0', 'once'), ('row 1', 'upon')]
     """
     require("datasets", extra="hf")
-    if errors not in ("raise", "skip"):
-        raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
+    check_errors(errors)
     identity = ""
     if not isinstance(split, str) or not isinstance(text_key, str):
         raise TypeError(f"split {brief(split)} and text_key {brief(text_key)} must be text.")
@@ -93,10 +93,10 @@ class HuggingFaceDocuments:
     Attributes:
         dataset: The dataset.
         text_key: The column of the text.
-        errors: What to do about rows without a text.
-        reread: Whether to resume by reading anew from the start.
+        errors: Whether rows without a text raise or are skipped.
+        reread: Whether to resume by reading again from the start.
         is_streamed: Whether rows can be read in order only.
-        identity: What a dataset was loaded as, if it was loaded here.
+        identity: Name, configuration and split of a dataset that was loaded by name.
     """
 
     dataset: Any = attrs.field(repr=False)
@@ -108,7 +108,7 @@ class HuggingFaceDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Names the dataset: its own fingerprint, or if it is streamed what it was loaded as."""
+        """Identifies the dataset: by its own fingerprint or, if streamed, by its name."""
         own = "" if self.is_streamed else self.dataset._fingerprint
         name, version = self.dataset.info.dataset_name, self.dataset.info.version
         return f"{own or name} {version} {self.dataset.split} {self.text_key} {self.identity}"
@@ -157,9 +157,10 @@ class HuggingFaceDocuments:
         if state is not None:
             own.load_state_dict(state)
         row, since = row - read, 0
-        # Not iter(own): in a worker of torch's DataLoader that divides the files once more.
+        # Not iter(own): in a worker of torch's DataLoader it would divide the files again.
         for batch in own.iter(ROWS_AT_ONCE):
-            for text in _texts_in(batch, self.text_key):
+            _check_column(self.text_key, batch)
+            for text in batch[self.text_key]:
                 row, since = row + 1, since + 1
                 if since > read:
                     yield f"row {row - 1}{whose}", text, [row, state, since]
@@ -176,7 +177,7 @@ def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except (OSError, ValueError, ImportError):
         raise
-    except Exception as error:  # damaged files raise whatever reading them comes across
+    except Exception as error:  # a damaged file can raise anything
         what = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{name} cannot be loaded as a Hugging Face dataset ({what}). Save it again with "
@@ -188,50 +189,42 @@ def _split_of(dataset: Any, split: str) -> Any:
     if not isinstance(dataset, dict):
         return dataset
     if split not in dataset:
-        splits = ", ".join(f'"{name}"' for name in dataset)
-        raise ValueError(f'the dataset has no split "{split}"; it has {splits}.')
+        raise ValueError(f'the dataset has no split "{split}"; it has {list_keys(dataset)}.')
     return dataset[split]
 
 
 def _column_of(dataset: Any, text_key: str) -> Any:
-    """Leave the other columns out, so that they are never decoded."""
-    names = dataset.column_names
-    if names is None:
+    """Drop the other columns, so that they are never decoded."""
+    if dataset.column_names is None:  # known only on reading
         return dataset.with_format(None)
-    if text_key not in names:
-        raise _no_column(text_key, names)
+    _check_column(text_key, dataset.column_names)
     return dataset.with_format(None).select_columns([text_key])
 
 
-def _texts_in(batch: dict[str, list[Any]], text_key: str) -> list[Any]:
-    if text_key not in batch:
-        raise _no_column(text_key, list(batch))
-    return batch[text_key]
-
-
-def _no_column(text_key: str, names: list[str]) -> ValueError:
-    there = ", ".join(f'"{name}"' for name in names)
-    return ValueError(
-        f'the dataset has no column "{text_key}"; it has {there}. Name one with text_key.'
-    )
+def _check_column(text_key: str, names: Iterable[str]) -> None:
+    if text_key not in names:
+        raise ValueError(
+            f'the dataset has no column "{text_key}"; it has {list_keys(names)}. Name one with '
+            "text_key."
+        )
 
 
 def _check_stream(dataset: Any, *, reread: bool) -> None:
     if getattr(dataset, "_distributed", None):
         raise ValueError(
-            "this dataset was divided by split_dataset_by_node before, and would be divided once "
-            "more. Pass it whole: rank and world of stream_documents divide it."
+            "this dataset was divided by split_dataset_by_node before, and would be divided "
+            "again. Pass it whole: rank and world of stream_documents divide it."
         )
     if not reread and _has_buffer(getattr(dataset, "_ex_iterable", None)):
         raise ValueError(
             "this dataset has a shuffle buffer, and a resumed stream would lose the documents in "
             "it. Stream it unshuffled, or prepare token files, whose rows are shuffled by number, "
-            "or pass reread=True to resume by reading anew from the start."
+            "or pass reread=True to resume by reading again from the start."
         )
 
 
 def _has_buffer(examples: Any) -> bool:
-    # The dataset does not say; its chain of iterables does.
+    # datasets has no public attribute for it; its chain of iterables shows it.
     if type(examples).__name__ == "BufferShuffledExamplesIterable":
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]

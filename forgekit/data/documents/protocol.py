@@ -1,8 +1,8 @@
-"""Documents: the same few words for all sources, so that reading them can stop and go on anywhere.
+"""Documents: one protocol for all sources, so that reading can stop and resume anywhere.
 
 A source is a value: it holds what to read and no position. ``read(position)`` yields records, and
-each record says where to go on after it, in plain JSON values. So whoever keeps the last ``after``
-resumes exactly there, and the same source can be read twice, or by several readers that share the
+each record holds the position after it, in plain JSON values. Reading resumes exactly from any
+record's ``after``. The same source can be read twice, or by several readers that share the
 documents: reader ``part`` of ``parts`` gets every ``parts``-th.
 """
 
@@ -13,15 +13,9 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "Content",
-    "Documents",
-    "Errors",
-    "Record",
-    "as_documents",
-]
+__all__ = ["Content", "Documents", "Errors", "Record", "as_documents", "check_errors", "check_ids"]
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
@@ -32,10 +26,10 @@ class Record:
     """One document as it was read.
 
     Attributes:
-        name: Where it stands, for error messages: a file, a line, a row.
+        name: Where it was found, for error messages: a file, a line, a row.
         content: Its text, or its token ids, ``[s]`` int64; None if it is broken.
-        after: Where reading goes on after it; a JSON value that only its source understands.
-        done: Bytes of the source read so far, for progress; 0 where nobody knows.
+        after: The position after it; a JSON value that only its source interprets.
+        done: Bytes of the source read so far, for progress; 0 if unknown.
         problem: Why it could not be read. Only sources with ``errors="skip"`` yield such records.
     """
 
@@ -47,7 +41,7 @@ class Record:
 
 
 class Documents(Protocol):
-    """What ``prepare`` and ``stream_documents`` read. Any class with these three will do."""
+    """What ``prepare`` and ``stream_documents`` read: any class with these three members."""
 
     @property
     def fingerprint(self) -> str:
@@ -56,27 +50,27 @@ class Documents(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes to read in all, for progress; None if nobody knows."""
+        """Bytes to read in all, for progress; None if unknown."""
         ...
 
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
-        """Read from a position on, the ``after`` of an earlier record; None is the start.
+        """Read from a position, the ``after`` of an earlier record; None is the start.
 
         Args:
             position: Of a record that the same ``part`` of the same ``parts`` has read.
             part: This reader's number.
-            parts: Number of readers that share the documents, each getting its own.
+            parts: Number of readers that share the documents.
         """
         ...
 
 
 def as_documents(documents: Documents | Iterable[Any]) -> Documents:
-    """Make a source of whatever can be iterated anew: a list of texts, of arrays, or of pairs.
+    """Make a source of any collection that can be iterated again: texts, arrays, or pairs.
 
     Args:
-        documents: A source, which is returned as it is, or a collection of texts, 1-D arrays of
+        documents: A source, which is returned unchanged, or a collection of texts, 1-D arrays of
             token ids, or pairs of a name and one of these. A position in a collection is a count,
-            so resuming walks through what comes before.
+            so resuming iterates over everything before it.
 
     Raises:
         TypeError: If it is an iterator, which can be read only once, or no collection at all.
@@ -95,14 +89,14 @@ def as_documents(documents: Documents | Iterable[Any]) -> Documents:
     if iter(documents) is documents:
         raise TypeError(
             f"documents is a {type(documents).__name__}, which can be read only once, so it can "
-            "neither repeat nor resume. Pass a list, or an object whose __iter__ starts anew."
+            "neither repeat nor resume. Pass a list, or an object whose __iter__ starts again."
         )
     return _Collection(documents)
 
 
 @attrs.frozen
 class _Collection:
-    """Documents out of anything that can be iterated again and again."""
+    """Documents in any object that can be iterated repeatedly."""
 
     items: Iterable[Any]
 
@@ -123,3 +117,35 @@ class _Collection:
                 name, content = item if pair else (f"document {number}", item)
                 ids = content if isinstance(content, str) else np.asarray(content)
                 yield Record(name, ids, number + 1)
+
+
+def check_errors(errors: str) -> None:
+    """Refuse a value of ``errors`` that is neither of the two."""
+    if errors not in ("raise", "skip"):
+        raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
+
+
+def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArray[Any]:
+    """Return a document as an array of token ids.
+
+    Args:
+        name: Names the document in errors.
+        document: A 1-D array (or list, or CPU tensor) of integers.
+        vocab_size: Every id must be below it.
+
+    Raises:
+        ValueError: If it is something else, or an id is out of range.
+    """
+    ids = np.asarray(document)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} is {ids.dtype} of shape {ids.shape}; a document is a 1-D array of integers. "
+            "Pass an iterable of such arrays; encode text with a tokenizer first."
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(
+            f"{name} holds token id {wrong}; ids must be 0 to vocab_size - 1 = {vocab_size - 1}. "
+            "Pass the vocab_size of the tokenizer; mask a loss in labels, not in ids."
+        )
+    return ids

@@ -1,9 +1,8 @@
 """Documents from files: text and code, folders, JSON lines, parquet, Python's own library.
 
-Which files are read is settled first, in a sorted order, so that the same folder gives the same
-documents on every machine; the texts are then read one at a time. A document is named by its file,
-and its line or row, which is where an error is to be looked for. Documents without text are left
-out.
+Files are listed first, sorted, so the same folder gives the same documents on every machine; texts
+are then read one at a time. A document is named by its file and its line or row, also in errors.
+Documents without text are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from forgekit.data.documents.file_formats import Raw, reader_of
-from forgekit.data.documents.protocol import Errors, Record
+from forgekit.data.documents.protocol import Errors, Record, check_errors
 from forgekit.inputs import brief, path_of
 
 __all__ = ["TextDocuments", "stdlib_documents", "text_documents"]
@@ -30,11 +29,11 @@ SUFFIXES = (
     ".txt .md .rst .tex .jsonl .parquet .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jl "
     ".r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs .ml .lisp .html .css"
 )
-"""What is read from a folder. A file that is named itself is read whatever it is called."""
+"""Read from a folder. A file that is passed by name is read whatever its suffix."""
 
 _SUFFIXES = frozenset(SUFFIXES.split())
-_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
-_NOT_EVERYWHERE = frozenset({"lib2to3"})  # left the standard library in 3.13
+# lib2to3 left the standard library in 3.13
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
 
 
 def text_documents(
@@ -45,14 +44,14 @@ def text_documents(
     Args:
         paths: Files and folders, or one of them. A ``.jsonl`` file gives a document per line, a
             ``.parquet`` file one per row; every other file is one document. Folders are searched
-            for the usual suffixes of text and code; hidden files are left out; a file found twice
+            for the usual suffixes of text and code, hidden files excepted. A file found twice
             counts once.
         text_key: Key of the text in a line of JSON, or its column in parquet.
-        errors: ``"raise"`` stops at what cannot be read, ``"skip"`` leaves it out. What prepares or
-            streams the documents counts and names what was left out.
+        errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out; ``prepare`` and
+            ``stream_documents`` count and name what was left out.
 
     Returns:
-        The documents; iterating reads pairs of name and text, one at a time, each time anew.
+        The documents; iterating reads pairs of name and text, one at a time, each time again.
 
     Raises:
         FileNotFoundError: If a path does not exist, or a folder holds nothing to read.
@@ -66,8 +65,7 @@ def text_documents(
         ...     [text for name, text in text_documents(folder)]
         ['once upon a time']
     """
-    if errors not in ("raise", "skip"):
-        raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
+    check_errors(errors)
     if not isinstance(text_key, str):
         raise TypeError(f"text_key is {brief(text_key)}, a {type(text_key).__name__}; pass text.")
     return TextDocuments(tuple(_text_files(paths)), text_key, errors)
@@ -76,14 +74,13 @@ def text_documents(
 def stdlib_documents() -> TextDocuments:
     """List the sources of Python's standard library: 661 files, 11.8 MB, in Python 3.11.
 
-    They are on every machine that runs Python, so a first run needs no download. Tests and
-    installed packages are left out.
+    Every machine with Python has them, so a first run needs no download. Tests and installed
+    packages are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = _NOT_LIBRARY | _NOT_EVERYWHERE
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
+    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     return TextDocuments(
-        tuple(root / file for file in sorted(files) if not left_out & set(file.parts))
+        tuple(root / file for file in files if _NOT_LIBRARY.isdisjoint(file.parts))
     )
 
 
@@ -91,13 +88,13 @@ def stdlib_documents() -> TextDocuments:
 class TextDocuments:
     """Documents in files; ``text_documents`` makes one.
 
-    A position is ``[file, place, number, seen]``: the file's number; how far it was read, in bytes
-    or rows; its lines or rows so far; and the documents of all readers together so far.
+    A position is ``[file, within, number, seen]``: the file's number; the bytes or rows of it that
+    were read; its lines or rows so far; and the documents of all readers so far.
 
     Attributes:
-        files: What is read, in this order.
+        files: The files, in reading order.
         text_key: Key of the text in JSON and parquet.
-        errors: What to do about broken documents.
+        errors: Whether broken documents raise or are skipped.
     """
 
     files: tuple[Path, ...] = attrs.field(repr=lambda files: f"<{len(files)} files>")
@@ -106,7 +103,7 @@ class TextDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' names, sizes and times of change, and of the key."""
+        """Hash of the files' names, sizes and modification times, and of the key."""
         facts = [self.text_key]
         for file in self.files:
             status = file.stat()
@@ -119,31 +116,33 @@ class TextDocuments:
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        count, broken = 0, []
+        is_empty, broken = True, ""
         for record in self.read():
             if isinstance(record.content, str):
-                count += 1
+                is_empty = False
                 yield record.name, record.content
             elif record.problem and not broken:
-                broken.append(record.problem)
-        if not count:
-            raise no_text(self.files, broken)
+                broken = f" {record.problem}"
+        if is_empty:
+            raise ValueError(
+                f"{len(self.files)} files hold no text (first: {next(iter(self.files), None)})."
+                f"{broken} Name files with at least one character that is not white space."
+            )
 
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
         """Yield this part's documents from a position on; see ``Documents``."""
-        first, place, number, seen = position or (0, 0, 0, 0)
-        ends = list(accumulate(file.stat().st_size for file in self.files))
+        first, within, number, seen = position or (0, 0, 0, 0)
+        begins = [0, *accumulate(file.stat().st_size for file in self.files)]
         for index, file in enumerate(self.files[first:], start=first):
-            before = ends[index - 1] if index else 0
-            for raw in reader_of(file)(file, place, number, self.text_key):
+            for raw in reader_of(file)(file, within, number, self.text_key):
                 is_mine, seen = seen % parts == part, seen + 1
                 if not is_mine:
                     continue
                 text, problem = self._load(raw)
                 if problem or (text and not text.isspace()):
-                    after = [index, raw.place, raw.number, seen]
-                    yield Record(raw.name(), text, after, before + raw.bytes, problem)
-            place, number = 0, 0
+                    after = [index, raw.position, raw.number, seen]
+                    yield Record(raw.name(), text, after, begins[index] + raw.bytes, problem)
+            within, number = 0, 0
 
     def _load(self, raw: Raw) -> tuple[str | None, str | None]:
         try:
@@ -152,16 +151,6 @@ class TextDocuments:
             if self.errors == "raise":
                 raise
             return None, str(error)
-
-
-def no_text(files: Iterable[Path], broken: Iterable[str] = ()) -> ValueError:
-    """Say that there was nothing to read, or nothing but broken documents."""
-    files, broken = list(files), list(broken)
-    why = f" {broken[0]}" if broken else ""
-    return ValueError(
-        f"{len(files)} files hold no text (first: {files[0] if files else None}).{why} "
-        "Name files with at least one character that is not white space."
-    )
 
 
 def _text_files(paths: Paths) -> list[Path]:

@@ -1,10 +1,15 @@
-"""How many micro-batches make a global batch."""
+"""The ranks that share the data, and how many of their micro-batches make a global batch."""
 
 from __future__ import annotations
 
-from forgekit.inputs import check_integers, nearest_multiples
+from typing import Any
 
-__all__ = ["count_micro_batches"]
+from forgekit.inputs import LARGEST, check_integers, nearest_multiples
+
+__all__ = ["MOST_ROWS", "check_reader", "count_micro_batches"]
+
+MOST_ROWS = 2**31
+"""Most rows of a micro-batch, and most positions of a row: both are in memory."""
 
 
 def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> int:
@@ -25,13 +30,28 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
         >>> count_micro_batches(64, batch_size=8, world=4)
         2
     """
-    anything = -(2**63)
-    check_integers(global_batch_size=(global_batch_size, anything))
-    at_once = batch_size * world
-    if global_batch_size < 1 or global_batch_size % at_once:
-        nearest = nearest_multiples(global_batch_size, at_once)
+    check_integers(global_batch_size=(global_batch_size, -LARGEST))
+    rows = batch_size * world
+    if global_batch_size < 1 or global_batch_size % rows:
+        nearest = nearest_multiples(global_batch_size, rows)
         raise ValueError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
-            f"{world} data-parallel ranks = {at_once}; the nearest are {nearest}."
+            f"{world} data-parallel ranks = {rows}; the nearest are {nearest}."
         )
-    return global_batch_size // at_once
+    return global_batch_size // rows
+
+
+def check_reader(rank: int, world: int, **numbers: Any) -> None:
+    """Refuse a rank outside its world, and other numbers out of range as ``check_integers`` does.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: If it is out of range.
+    """
+    check_integers(rank=(rank, -LARGEST), world=(world, -LARGEST))
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"rank {rank} must lie in range(world={world}). "
+            "rank, world = forgekit.data_ranks(mesh) gives both."
+        )
+    check_integers(**numbers)

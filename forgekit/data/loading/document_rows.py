@@ -1,13 +1,18 @@
-"""Streamed documents become micro-batches, and each micro-batch knows where the next one begins.
+"""Streamed documents as micro-batches; each comes with the position of the next one.
 
-Tokens are laid into rows in the order in which they come; a document goes on in the next row. Rows
-overlap by one token, so every token that follows another one of its document is a target once. The
-place between two micro-batches is a small value, a cursor: the source's position before the
-document that the next row begins in, and how many of its tokens are used up.
+Tokens fill rows in their order; a document continues in the next row. Rows overlap by one token, so
+every token that follows another one of its document is a target once. The position between two
+micro-batches is a small value, a cursor: the source's position before the document that the next
+row begins in, and how many tokens of this document are used::
+
+    documents   1 2 3 $ | 4 5 6 7 8 9 $          ($ closes a document)
+    row 0       1 2 3 $ 4 5 (6)                   seq_len 6: inputs, and the last label
+    row 1       6 7 8 9 $                         cursor: position of the second document, inside 2
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -21,24 +26,28 @@ from tensordict import TensorDict
 
 from forgekit.data.batches.batch import shift_labels
 from forgekit.data.corpus.encode import encode_texts
-from forgekit.data.documents.protocol import Documents, Record
-from forgekit.data.samples import apply_transforms
+from forgekit.data.documents.protocol import Documents, Record, check_ids
+from forgekit.data.samples import PADDING, apply_transforms
+from forgekit.terminal import printable
 
-__all__ = ["Cursor", "Rows"]
+__all__ = ["Cursor", "DocumentRows"]
 
-PADDING = -1
+BROKEN_NAMED = 10
+"""Broken documents that are named in the log; the others are counted."""
+
+log = logging.getLogger("forgekit")
 
 
 @attrs.frozen
 class Cursor:
-    """Where a stream stands between two micro-batches.
+    """The position of a reader between two micro-batches.
 
     Attributes:
-        position: Of the source, before the document that the next row begins in.
-        inside: Tokens of that document that come before the next row.
+        position: The source's, before the document that the next row begins in.
+        inside: Tokens of that document before the next row.
         epoch: How often the source was read to its end.
-        rows: Rows with targets so far, of this reader.
-        broken: Documents left out so far because they could not be read, of this reader.
+        rows: Rows with targets so far.
+        broken: Documents left out so far because they could not be read.
     """
 
     position: Any = None
@@ -50,7 +59,7 @@ class Cursor:
 
 @attrs.frozen
 class _Document:
-    """A document's tokens, the closing one included, and where it was read."""
+    """A document's tokens, with the closing one, and the position before it."""
 
     ids: NDArray[Any]
     position: Any
@@ -59,8 +68,8 @@ class _Document:
 
 
 @attrs.frozen(kw_only=True)
-class Rows:
-    """Says how documents become micro-batches, and makes them from any cursor on."""
+class DocumentRows:
+    """How documents become micro-batches; reads them from any cursor."""
 
     documents: Documents
     tokenizer: Any
@@ -69,7 +78,6 @@ class Rows:
     batch_size: int
     epochs: int | None
     transforms: Sequence[Callable[[TensorDict], TensorDict]]
-    warn: Callable[[str], None]
 
     def read(self, cursor: Cursor, part: int, parts: int) -> Iterator[tuple[TensorDict, Cursor]]:
         """Yield micro-batches, each with the cursor after it, as one reader of several."""
@@ -88,7 +96,7 @@ class Rows:
         return self._batch([])
 
     def _batch(self, rows: list[list[NDArray[Any]]]) -> TensorDict:
-        """Lay rows, as the documents' pieces in them, into a micro-batch of ``[b s]`` tensors."""
+        """Build a micro-batch of ``[b s]`` tensors; each row is a list of pieces of documents."""
         shape = (self.batch_size, self.seq_len + 1)
         ids = np.full(shape, self.eos_id, dtype=np.int64)
         doc_ids = np.full(shape, PADDING, dtype=np.int64)
@@ -107,21 +115,36 @@ class Rows:
         return apply_transforms(batch, self.transforms)
 
     def _documents(self, cursor: Cursor, part: int, parts: int) -> Iterator[_Document]:
-        """Read documents from a cursor on, epoch after epoch."""
-        position, epoch = cursor.position, cursor.epoch
-        reading = _Reading(self.warn, cursor.broken)
+        """Read documents from a cursor, epoch after epoch."""
+        position, epoch, broken = cursor.position, cursor.epoch, cursor.broken
+
+        def intact(records: Iterable[Record]) -> Iterator[tuple[tuple[Any, int], Any]]:
+            """Yield the position after a document, the broken ones up to it, and its content."""
+            nonlocal broken
+            for record in records:
+                if record.problem is not None:
+                    broken += 1
+                    if broken <= BROKEN_NAMED:
+                        log.warning("left out: %s", printable(record.problem))
+                    continue
+                content: Any = record.content
+                if not isinstance(content, str):
+                    content = check_ids(record.name, content)
+                yield (record.after, broken), content
+
         while self.epochs is None or epoch < self.epochs:
             found, is_whole = 0, position is None
-            contents = reading.contents(self.documents.read(position, part=part, parts=parts))
-            for (after, broken), ids in self._encode(contents):
+            contents = intact(self.documents.read(position, part=part, parts=parts))
+            # Encoding reads ahead, so `broken` may count more than what comes before `ids`.
+            for (after, broken_before), ids in self._encode(contents):
                 if len(ids):
                     found += 1
                     closed = np.append(ids, ids.dtype.type(self.eos_id))
-                    yield _Document(closed, position, epoch, broken)
+                    yield _Document(closed, position, epoch, broken_before)
                 position = after
             if is_whole and not found:
                 raise ValueError(
-                    f"reader {part} of {parts} found no document ({reading.broken} are broken). "
+                    f"reader {part} of {parts} found no document ({broken} are broken). "
                     "Stream at least as many documents as there are readers."
                 )
             position, epoch = None, epoch + 1
@@ -140,33 +163,8 @@ class Rows:
         return encode_texts(self.tokenizer, contents) if is_text else contents
 
 
-class _Reading:
-    """Records to their contents, counting those that are broken."""
-
-    def __init__(self, warn: Callable[[str], None], broken: int) -> None:
-        self.broken = broken
-        self._warn = warn
-
-    def contents(self, records: Iterable[Record]) -> Iterator[tuple[tuple[Any, int], Any]]:
-        """Yield where reading goes on after a document, the broken ones up to it, and itself."""
-        for record in records:
-            if record.problem is not None:
-                self.broken += 1
-                self._warn(record.problem)
-                continue
-            ids = record.content
-            if isinstance(ids, np.ndarray) and (
-                ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu")
-            ):
-                raise ValueError(
-                    f"{record.name} is {ids.dtype} of shape {ids.shape}; token ids are a 1-D array "
-                    "of integers."
-                )
-            yield (record.after, self.broken), ids
-
-
 class _Ahead:
-    """The documents that were read and not used up, and the place within the first of them."""
+    """The documents that were read and not used up, and the position in the first of them."""
 
     def __init__(self, documents: Iterator[_Document], cursor: Cursor) -> None:
         self._documents = documents
@@ -176,28 +174,28 @@ class _Ahead:
         self._end = cursor
 
     def fill(self, tokens: int) -> bool:
-        """Read until there are so many tokens, or no more; False if no target is left."""
+        """Read until there are this many tokens, or no more; False if no target is left."""
         while self._tokens < tokens and (document := next(self._documents, None)) is not None:
             self._pending.append(document)
             self._tokens += len(document.ids)
             self._end = Cursor(epoch=document.epoch + 1, broken=document.broken)
         return self._tokens >= 2
 
-    def take(self, places: int) -> list[NDArray[Any]]:
-        """Take a row's tokens, one more than places, and give the last one back for the next."""
-        pieces, left, start = [], places + 1, self._start
+    def take(self, seq_len: int) -> list[NDArray[Any]]:
+        """Take the ``seq_len + 1`` tokens of a row; the next row begins with the last one."""
+        pieces, left, start = [], seq_len + 1, self._start
         for document in self._pending:
             pieces.append(document.ids[start : start + left])
             left, start = left - len(pieces[-1]), 0
             if not left:
                 break
-        self._pass(places if not left else places + 1 - left)
+        self._pass(seq_len if not left else seq_len + 1 - left)
         if self._pending and len(self._pending[0].ids) - self._start == 1:
-            self._pass(1)  # nothing follows the closing token
+            self._pass(1)  # a closing token has no target, so it begins no row
         return pieces
 
     def cursor(self) -> Cursor:
-        """Where the next row begins."""
+        """Return the position at which the next row begins."""
         if not self.fill(1):
             return self._end
         first = self._pending[0]

@@ -1,7 +1,7 @@
-"""Micro-batches in groups, one group per optimizer step, each pulled when it is used.
+"""Micro-batches in groups, one group per optimizer step, each pulled on use.
 
-A stream of rollouts must not be drained before the first backward pass, and no more than one
-micro-batch needs to be in memory. So a group is a promise: it knows its length and nothing more.
+A stream of rollouts must not be drained before the first backward pass, and only one micro-batch
+has to be in memory. So a group has a length and holds no micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from tensordict import TensorDict
 
 from forgekit.data.batches.batch import mask_batch
-from forgekit.inputs import is_integer
+from forgekit.inputs import check_integers
 
 __all__ = ["Group", "groups"]
 
@@ -21,11 +21,11 @@ class End(Protocol):
     """What ``groups`` asks of a ``DataEnd``."""
 
     def watch(self, has_more: Callable[[], bool]) -> None:
-        """Take the function that says whether this rank has data for another group."""
+        """Register a function that returns whether this rank has data for another group."""
         ...
 
     def goes_on(self, groups: int) -> bool:
-        """Whether another group is due after so many; the same on every rank."""
+        """Whether another group follows after this many; the same on every rank."""
         ...
 
 
@@ -36,59 +36,52 @@ def groups(
     partial: Literal["pad", "drop", "error"] = "pad",
     end: End | None = None,
 ) -> Iterator[Group]:
-    """Cut a stream of micro-batches into groups of a known length, without reading ahead.
+    """Divide a stream of micro-batches into groups of a known length, without reading ahead.
 
-    Group ``g`` holds the micro-batches from ``g * micro_batches`` on. What is left of a group when
-    a later one is used is passed over, so that the groups of all ranks stay side by side.
+    Group ``g`` holds the micro-batches from ``g * micro_batches`` on. Unused micro-batches of a
+    group are skipped when a later one is used, so the groups of all ranks stay aligned.
 
     Args:
-        loader: A loader, a list or whatever else has a length, or any iterator. An iterator is
-            asked for one micro-batch when a group is asked for, to know whether there is one;
-            the others for nothing.
+        loader: A loader, a list or anything else with a length, or any iterator. From an iterator
+            the first micro-batch of a group is pulled with the group, to know whether it exists.
         micro_batches: Micro-batches per group.
         partial: What to do if the last group is not full: ``"pad"`` completes it with copies of its
-            last micro-batch that carry no loss, ``"drop"`` leaves it out, ``"error"`` raises, at
-            once where the length is known.
-        end: A ``DataEnd``, the one that ``make_step`` has: where the streams of the ranks end
-            after different steps it decides which group is the last. Until then a rank without
-            data brings groups that carry no loss.
+            last micro-batch without a loss, ``"drop"`` leaves it out, ``"error"`` raises, at once
+            if the length is known.
+        end: The ``DataEnd`` that was passed to ``make_step``: if the ranks' streams end after
+            different steps, it decides which group is the last. Until then a rank without data
+            yields groups without a loss.
 
     Returns:
         An iterator of groups.
 
     Raises:
-        ValueError: If ``micro_batches`` is not positive, ``partial`` is none of the three,
-            ``"drop"`` is asked of a stream whose end cannot be seen coming, or a stream of one of
-            several ranks has an end and no ``end`` is given.
+        ValueError: If ``micro_batches`` is not positive, ``partial`` is none of the three or
+            ``"drop"`` for a stream without a length, or ``end`` is missing for the finite stream of
+            one of several ranks.
 
     Examples:
         >>> [[batch for batch in group] for group in groups("abcd", 2)]
         [['a', 'b'], ['c', 'd']]
     """
-    if not is_integer(micro_batches):
-        raise TypeError(
-            f"micro_batches is {micro_batches!r}, a {type(micro_batches).__name__}; pass an "
-            "integer: loader.micro_batches(global_batch_size)."
-        )
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches {micro_batches} must be at least 1.")
+    check_integers(micro_batches=(micro_batches, 1))
     if partial not in ("pad", "drop", "error"):
         raise ValueError(f'partial {partial!r} must be "pad", "drop" or "error".')
     if end is not None and partial != "pad":
-        raise ValueError(f"partial {partial!r} and end are two answers to one question; pass one.")
+        raise ValueError(f"partial {partial!r} and end contradict each other; pass one of them.")
     total = _length(loader)
     is_endless = getattr(loader, "is_endless", False)
     world = getattr(loader, "world", 1)
     if end is None and total is None and not is_endless and world > 1:
         raise ValueError(
-            f"this stream is one of {world} and has an end of its own; ranks that go on would wait "
-            'for ever. Pass end=forgekit.DataEnd("pad") here and to make_step, or stream without '
+            f"this stream is one of {world} and ends on its own; the other ranks would wait for "
+            'ever. Pass end=forgekit.DataEnd("pad") to groups and make_step, or stream without '
             "end: epochs=None."
         )
     if total is None and partial == "drop" and not is_endless:
         raise ValueError(
-            'partial="drop" needs a stream with a length: a group of this one is used before its '
-            'end is seen. Use partial="pad" or "error", or pass a list.'
+            'partial="drop" needs a stream with a length: of this one a group is used before its '
+            'end is known. Use partial="pad" or "error", or pass a list.'
         )
     if total is not None and partial == "error" and total % micro_batches:
         raise _partial_error(total, micro_batches)
@@ -98,24 +91,23 @@ def groups(
 
 
 class Group:
-    """The micro-batches of one optimizer step; has a length, can be iterated once."""
+    """The micro-batches of one optimizer step: sized, lazy, iterable once."""
 
     def __init__(self, source: _Source, first: int, micro_batches: int, partial: str) -> None:
         self._source = source
-        self._first = first
-        self._micro_batches = micro_batches
+        self._numbers = range(first, first + micro_batches)
         self._partial = partial
         self._rows = 0
         self._is_used = False
 
     def __len__(self) -> int:
-        return self._micro_batches
+        return len(self._numbers)
 
     @property
     def samples(self) -> int | None:
-        """Rows that all ranks have consumed with the micro-batches pulled so far.
+        """Rows that all ranks have consumed with the micro-batches pulled so far, without padding.
 
-        None where the stream does not count ``samples``. Padding does not count.
+        None if the stream does not count ``samples``.
         """
         return self._rows if self._source.counts_samples else None
 
@@ -129,25 +121,15 @@ class Group:
         return self._pull()
 
     def _pull(self) -> Iterator[Any]:
-        for number in range(self._first, self._first + self._micro_batches):
+        for number in self._numbers:
             if self._source.has(number):
                 batch, rows = self._source.pull(number)
                 self._rows += rows
                 yield batch
+            elif self._partial == "error":
+                raise _partial_error(number, len(self))
             else:
-                yield self._padding(number)
-
-    def _padding(self, number: int) -> TensorDict:
-        if self._partial == "error":
-            raise _partial_error(number, self._micro_batches)
-        last = self._source.last()
-        if not isinstance(last, TensorDict):
-            raise TypeError(
-                f"the last group has {number - self._first} of {self._micro_batches} micro-batches "
-                f"and a {type(last).__name__} cannot be padded; yield TensorDicts, or pass "
-                'partial="drop" or "error".'
-            )
-        return mask_batch(last)
+                yield self._source.padding(number % len(self), len(self))
 
 
 class _Source:
@@ -160,14 +142,15 @@ class _Source:
         self._total = total
         self._is_endless = is_endless
         self._pulled = 0
-        self._ahead: list[tuple[Any, int]] = []
+        self._ahead: tuple[Any, int] | None = None  # pulled to find the end, and not yet used
         self._last: Any = None
 
-    def last(self) -> Any:
-        """A micro-batch to make padding of: the last one, or the stream's own idea of one.
+    def padding(self, found: int, micro_batches: int) -> TensorDict:
+        """Make a micro-batch without a loss, of the last one or of the stream's ``padding()``.
 
         Raises:
-            ValueError: If there was none.
+            ValueError: If there is neither.
+            TypeError: If it is no TensorDict.
         """
         if self._last is None and (padding := getattr(self._stream, "padding", None)):
             self._last = padding()
@@ -176,41 +159,46 @@ class _Source:
                 "this rank's stream ended before its first micro-batch, so nothing says what "
                 "padding looks like. Give each rank at least one, or the stream a padding()."
             )
-        return self._last
+        if not isinstance(self._last, TensorDict):
+            raise TypeError(
+                f"the last group has {found} of {micro_batches} micro-batches and a "
+                f"{type(self._last).__name__} cannot be padded; yield TensorDicts, or pass "
+                'partial="drop" or "error".'
+            )
+        return mask_batch(self._last)
 
     def has(self, number: int) -> bool:
-        """Say whether there is such a micro-batch, pulling it only if nothing else can tell."""
+        """Whether this micro-batch exists; pulls it only if the stream has no length."""
         if self._total is not None:
             return number < self._total
         return self._is_endless or self._look(number)
 
     def pull(self, number: int) -> tuple[Any, int]:
         """Return a micro-batch and the rows that all ranks consumed with it."""
-        if not self._look(number):
+        if not self._look(number) or self._ahead is None:
             raise RuntimeError(
                 f"the stream ended after {self._pulled} micro-batches, but its length is "
                 f"{self._total}. Its len() must count what it yields."
             )
-        batch, rows = self._ahead.pop()
-        self._last = batch
-        return batch, rows
+        pulled, self._ahead = self._ahead, None
+        self._last = pulled[0]
+        return pulled
 
     def _look(self, number: int) -> bool:
-        at = self._pulled - len(self._ahead)
-        if number < at:
+        """Pull micro-batches up to this one, without using it; False if the stream ends before."""
+        if number < self._pulled - (self._ahead is not None):
             raise RuntimeError(
-                f"micro-batch {number} was passed over: a later group has been used already. "
+                f"micro-batch {number} was skipped: a later group has been used already. "
                 "Use each group before asking for the next."
             )
         while self._pulled <= number:
-            self._ahead.clear()
             before = self._samples()
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 return False
             self._pulled += 1
-            self._ahead.append((batch, self._samples() - before))
+            self._ahead = batch, self._samples() - before
         return True
 
     def _samples(self) -> int:

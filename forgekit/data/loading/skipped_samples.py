@@ -1,7 +1,7 @@
-"""Samples that training leaves out: a stream of rows is numbered as if they had never been there.
+"""Samples that training skips: the remaining ones are numbered as if these had never existed.
 
-So ``state.samples`` stays the one number that says where the data are, and another number of ranks
-or workers leaves out the same rows.
+So ``state.samples`` remains the only position in the data, and any number of ranks or workers skips
+the same rows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["Skips", "check_skips", "positions"]
 
 Skips = Sequence[tuple[int, int]]
-"""Pairs of the first sample and the number of rows; each counts as samples were numbered before."""
+"""Pairs of the first sample and the number of rows, in the numbering before this skip."""
 
 
 def positions(samples: ArrayLike, skips: Skips) -> NDArray[np.int64]:
-    """Find where samples lie in a stream of which nothing is left out.
+    """Renumber samples as in a stream without skips.
 
     Args:
         samples: Sample numbers of any shape.
-        skips: What is left out, in the order in which it was added.
+        skips: What is skipped, in the order in which it was added.
 
     Returns:
         int64 of the shape of ``samples``.
@@ -32,7 +32,7 @@ def positions(samples: ArrayLike, skips: Skips) -> NDArray[np.int64]:
         array([ 0, 11, 17, 18])
     """
     found = np.array(samples, dtype=np.int64)
-    for first, rows in reversed(skips):
+    for first, rows in reversed(skips):  # undo the last renumbering first
         found[found >= first] += rows
     return found
 

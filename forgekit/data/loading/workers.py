@@ -1,12 +1,15 @@
-"""Work on numbers in threads or processes, results in order, stopped for certain.
+"""Calls a function of numbers in threads or processes; results arrive in order.
 
-The threads are those of ``torchdata.nodes``. What a worker raises comes out of ``take`` as it is.
+The threads are those of ``torchdata.nodes``. An exception in a worker is raised unchanged where its
+result is taken.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -15,27 +18,53 @@ import attrs
 import torch
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
-from forgekit.data.loading.device_prefetch import Transfer
+from forgekit.data.loading.device_prefetch import DeviceCopies
 
-__all__ = ["Stream"]
+__all__ = ["Reader", "Stream"]
 
 
-@attrs.frozen
-class _Raised:
-    """An exception as a result: torchdata would replace it by one of another message."""
+class Reader:
+    """Takes results from a stream that is opened when the first one is needed.
 
-    error: BaseException
+    Attributes:
+        wait_seconds: How long the consumer has waited, over all results.
+    """
+
+    def __init__(self) -> None:
+        self.wait_seconds = 0.0
+        self._stream: Stream | None = None
+
+    def take(self, open_stream: Callable[[], Stream]) -> Any:
+        """Wait for the next result; after an exception the stream is closed."""
+        began = time.perf_counter()
+        try:
+            if self._stream is None:
+                self._stream = open_stream()
+                # Also at exit: threads must end before the interpreter clears the modules.
+                self._close = weakref.finalize(self, self._stream.close)
+            return self._stream.take()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Stop the workers and wait for them."""
+        if self._stream is not None:
+            self._close()
+            self._stream = None
 
 
 class Stream:
     """``work(number)`` for each number, in order, computed ahead by workers.
 
     Args:
-        work: A function of a number; has to pickle for processes.
-        numbers: What it is called with; may be endless.
-        workers: Threads; with 0 ``take`` computes.
+        work: A function of a number; must pickle for processes.
+        numbers: Its arguments; may be endless.
+        workers: Number of threads; with 0 ``take`` computes.
         processes: Give each thread a process that computes for it.
-        transfer: Where the results go to, each while the one before is in use.
+        copies: Copies the results to a device, ahead of their use.
     """
 
     def __init__(
@@ -44,13 +73,13 @@ class Stream:
         numbers: Iterable[int],
         *,
         workers: int,
-        processes: bool,
-        transfer: Transfer | None = None,
+        processes: bool = False,
+        copies: DeviceCopies | None = None,
     ) -> None:
-        self._transfer = transfer
-        self._pool = _pool(work, workers) if processes else None
-        # torchdata's threads set the number of torch's threads to 1, also for every thread that has
-        # not asked for its own number yet. Asking settles it for this one.
+        self._copies = copies
+        self._pool = _start_pool(work, workers) if processes else None
+        # torchdata's threads set torch's number of threads to 1, and with it that of every thread
+        # that has not read its own number yet. Reading it here keeps it for this thread.
         torch.get_num_threads()
         results: BaseNode[Any] = ParallelMapper(
             IterableWrapper(numbers),
@@ -58,10 +87,10 @@ class Stream:
             num_workers=workers,
             snapshot_frequency=0,
         )
-        if transfer is not None:
-            results = Mapper(results, _Sending(transfer))
-            if transfer.ahead:
-                results = Prefetcher(results, transfer.ahead, snapshot_frequency=0)
+        if copies is not None:
+            results = Mapper(results, _Guarded(copies.start))
+            if copies.ahead:
+                results = Prefetcher(results, copies.ahead, snapshot_frequency=0)
         self._results: BaseNode[Any] | None = results
 
     def take(self) -> Any:
@@ -71,16 +100,22 @@ class Stream:
         result = next(self._results)
         if isinstance(result, _Raised):
             raise result.error
-        return result if self._transfer is None else self._transfer.receive(result)
+        return result if self._copies is None else self._copies.finish(result)
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        # Nothing else refers to the mapper, so it goes here, and joins its threads as it goes.
-        self._results = None
+        self._results = None  # the last reference: the nodes join their threads when deleted
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+@attrs.frozen
+class _Raised:
+    """An exception as a result: torchdata would raise another one in its place."""
+
+    error: BaseException
 
 
 @attrs.frozen
@@ -89,19 +124,9 @@ class _Guarded:
 
     def __call__(self, given: Any) -> Any:
         try:
-            return self.work(given)
+            return given if isinstance(given, _Raised) else self.work(given)
         except BaseException as error:
             return _Raised(error)
-
-
-@attrs.frozen
-class _Sending:
-    transfer: Transfer
-
-    def __call__(self, result: Any) -> Any:
-        if isinstance(result, _Raised):
-            return result
-        return _Guarded(self.transfer.send)(result)
 
 
 @attrs.frozen
@@ -109,24 +134,24 @@ class _Remote:
     pool: ProcessPoolExecutor
 
     def __call__(self, number: int) -> Any:
-        return pickle.loads(self.pool.submit(_in_process, number).result())
+        return pickle.loads(self.pool.submit(_work_in_process, number).result())
 
 
-def _pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor:
-    # Not fork: threads of torch and of the collectives may hold locks that a copy never frees.
+def _start_pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor:
+    # Not fork: it copies locks that threads of torch or of a process group hold, for ever.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(work,))
+    return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))
 
 
-_work: Callable[[int], Any]
+_work: Callable[[int], Any]  # of this worker process
 
 
-def _prepare(work: Callable[[int], Any]) -> None:
+def _start_process(work: Callable[[int], Any]) -> None:
     global _work
     torch.set_num_threads(1)
     _work = work
 
 
-def _in_process(number: int) -> bytes:
-    # Plain pickles copy the tensors; sharing their memory would use up file handles.
+def _work_in_process(number: int) -> bytes:
+    # A plain pickle copies the tensors; shared memory would need a file handle for each.
     return pickle.dumps(_work(number), protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,9 +1,9 @@
 """Which documents, or pieces of documents, make up each packed row: a value, and its files.
 
-Bins of a large corpus do not fit into the memory of every rank, so they can lie in a directory, as
-four arrays that numpy reads (``.npy``) and an index with their fingerprint::
+The bins of a large corpus do not fit into the memory of every rank, so they can be mapped from a
+directory of four numpy arrays and an index::
 
-    PATH/index.json      capacity, alignment, fingerprint, and what else the writer keeps
+    PATH/index.json      capacity, alignment, fingerprint, and the writer's own entries
     PATH/offsets.npy     documents.npy, starts.npy, lengths.npy
 """
 
@@ -22,43 +22,43 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.inputs import brief, parse_json
 
-__all__ = ["Bins", "bins_files", "open_bins", "rooms_of", "save_bins"]
+__all__ = ["Bins", "bins_files", "open_bins", "pad_lengths", "save_bins"]
 
 INDEX = "index.json"
 MAGIC = "forgekit-bins"
 VERSION = 1
 ARRAYS = ("offsets", "documents", "starts", "lengths")
+NUMBERS = ("capacity", "align", "dropped")
 
 
 def _int64(values: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-def _widest(bins: Bins) -> int:
-    rooms = rooms_of(bins.lengths, bins.align)
-    return int(np.add.reduceat(rooms, bins.offsets[:-1]).max()) if len(bins) else 0
+def _fullest(bins: Bins) -> int:
+    padded = pad_lengths(bins.lengths, bins.align)
+    return int(np.add.reduceat(padded, bins.offsets[:-1]).max()) if len(bins) else 0
 
 
 @attrs.frozen(eq=False)
 class Bins:
-    """Documents cut into pieces and dealt into bins; ``pack`` makes it.
+    """Documents, or pieces of them, packed into bins; ``pack`` makes it.
 
-    Bin ``i`` holds the pieces ``offsets[i]`` to ``offsets[i + 1]``, one after the other, each in a
-    room of its length rounded up to a multiple of ``align``. Bins of one's own making need the four
-    arrays alone.
+    Bin ``i`` holds the pieces ``offsets[i]`` to ``offsets[i + 1]``, one after the other, each
+    padded to a multiple of ``align``. Bins from elsewhere need only the four arrays.
 
     Attributes:
         offsets: ``[bins + 1]`` int64; every bin holds a piece.
         documents: ``[pieces]`` int64 number of the document.
         starts: ``[pieces]`` int64 token of the document that the piece starts with.
         lengths: ``[pieces]`` int64 tokens of the piece.
-        align: What rooms are rounded up to.
-        capacity: Places in a bin; that of the fullest, if it is not said.
+        align: Pieces are padded to multiples of it.
+        capacity: Positions in a bin; by default as many as the fullest takes.
         dropped: Documents that were left out because they are longer than a bin.
         path: The directory that the arrays are mapped from; None if they are in memory.
 
     Raises:
-        ValueError: If the arrays do not fit together.
+        ValueError: If the arrays do not match each other.
 
     Examples:
         >>> bins = Bins([0, 2, 3], documents=[0, 2, 1], starts=[0, 0, 0], lengths=[5, 2, 6])
@@ -71,7 +71,7 @@ class Bins:
     starts: NDArray[np.int64] = attrs.field(converter=_int64, repr=False)
     lengths: NDArray[np.int64] = attrs.field(converter=_int64, repr=False)
     align: int = attrs.field(default=1, kw_only=True)
-    capacity: int = attrs.field(default=attrs.Factory(_widest, takes_self=True), kw_only=True)
+    capacity: int = attrs.field(default=attrs.Factory(_fullest, takes_self=True), kw_only=True)
     dropped: int = attrs.field(default=0, kw_only=True)
     path: Path | None = attrs.field(default=None, kw_only=True)
 
@@ -87,28 +87,27 @@ class Bins:
                 f"number of pieces, {len(self.documents)}."
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.path is not None:  # a memory map would be pickled with all it maps
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.path is not None:  # pickle would copy all that a memory map holds
             return open_bins, (self.path,)
-        arrays = tuple(getattr(self, name) for name in ARRAYS)
-        return _in_memory, (arrays, self.align, self.capacity, self.dropped)
+        return super().__reduce_ex__(protocol)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def tokens(self) -> int:
-        """Tokens in all bins together."""
+        """Tokens in all bins."""
         return int(self.lengths.sum())
 
     @property
     def fill(self) -> float:
-        """Part of all places that holds tokens, 0 to 1; the rest is padding."""
+        """Share of positions that hold tokens, 0 to 1; the rest is padding."""
         return self.tokens / max(1, len(self) * self.capacity)
 
     @property
     def fingerprint(self) -> str:
-        """Names the bins: the same string means the same pieces in each. Reads them all."""
+        """Identifies the bins: equal strings mean equal pieces in each. Reads all arrays."""
         digest = hashlib.sha256(f"{self.capacity} {self.align} {self.dropped}".encode())
         for name in ARRAYS:
             array: NDArray[np.int64] = getattr(self, name)
@@ -117,50 +116,49 @@ class Bins:
         return digest.hexdigest()
 
 
-def rooms_of(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
-    """Round lengths up to multiples of ``align``: the places that pieces take in a bin.
+def pad_lengths(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
+    """Round lengths up to multiples of ``align``: the positions that pieces take in a bin.
 
     Examples:
-        >>> rooms_of(np.array([1, 4, 5]), align=4)
+        >>> pad_lengths(np.array([1, 4, 5]), align=4)
         array([4, 4, 8])
     """
     return lengths if align == 1 else -(-lengths // align) * align
 
 
 def save_bins(bins: Bins, folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Write the files of bins into a directory that is there.
+    """Write bins into an existing directory.
 
     Args:
         bins: The bins.
         folder: The directory.
-        metadata: What else to keep in the index, for JSON.
+        metadata: More entries for the index, JSON values.
     """
     for name in ARRAYS:
         np.save(folder / f"{name}.npy", getattr(bins, name))
-    numbers = {name: int(getattr(bins, name)) for name in ("capacity", "align", "dropped")}
     own = {"magic": MAGIC, "version": VERSION, "fingerprint": bins.fingerprint}
+    numbers = {name: int(getattr(bins, name)) for name in NUMBERS}
     (folder / INDEX).write_text(json.dumps({**own, **numbers, **metadata}, indent=2) + "\n")
 
 
 def open_bins(path: str | os.PathLike[str], **metadata: Any) -> Bins:
-    """Map the files of bins into memory, after comparing every byte with the index.
+    """Map bins into memory, after comparing every byte with the index.
 
     Args:
         path: The directory that ``save_bins`` filled.
-        **metadata: What the index must say.
+        **metadata: Entries that the index must have.
 
     Returns:
-        The bins; pieces are read from the disk when they are used.
+        The bins; pieces are read from disk on use.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If a file is damaged, of another version, or was made from something else.
     """
     folder = Path(path)
-    index = _read_index(folder, metadata)
+    index = _read_index(folder / INDEX, metadata)
     arrays = [_map_array(folder / f"{name}.npy") for name in ARRAYS]
-    numbers = {name: index[name] for name in ("capacity", "align", "dropped")}
-    bins = Bins(*arrays, **numbers, path=folder)
+    bins = Bins(*arrays, **{name: index[name] for name in NUMBERS}, path=folder)
     if bins.fingerprint != index["fingerprint"]:
         raise ValueError(
             f"{folder} holds bins of fingerprint {bins.fingerprint[:12]}; its {INDEX} says "
@@ -170,27 +168,20 @@ def open_bins(path: str | os.PathLike[str], **metadata: Any) -> Bins:
 
 
 def bins_files() -> set[str]:
-    """Name the files of bins, so that a directory with nothing else may be replaced."""
+    """Name the files of bins: a directory that holds nothing else may be replaced."""
     return {INDEX, *(f"{name}.npy" for name in ARRAYS)}
 
 
-def _in_memory(arrays: tuple[Any, ...], align: int, capacity: int, dropped: int) -> Bins:
-    return Bins(*arrays, align=align, capacity=capacity, dropped=dropped)
-
-
-def _read_index(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    file = folder / INDEX
+def _read_index(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
         index = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}). Pack again.") from None
-    numbers = {"capacity": int, "align": int, "dropped": int, "fingerprint": str}
-    expected = {"magic": MAGIC, "version": VERSION, **metadata}
-    for name, value in expected.items():
-        if not isinstance(index, dict) or index.get(name) != value:
-            found = index.get(name) if isinstance(index, dict) else index
+    for name, value in {"magic": MAGIC, "version": VERSION, **metadata}.items():
+        found = index.get(name) if isinstance(index, dict) else index
+        if found != value:
             raise ValueError(f"{file} has {name} {brief(found)}, not {value!r}. Pack again.")
-    for name, kind in numbers.items():
+    for name, kind in {"fingerprint": str, **dict.fromkeys(NUMBERS, int)}.items():
         if type(index.get(name)) is not kind:
             raise ValueError(f"{file} has {name} {brief(index.get(name))}: damaged. Pack again.")
     return index
@@ -201,7 +192,7 @@ def _map_array(file: Path) -> NDArray[np.int64]:
         raise FileNotFoundError(f"{file} is missing, but {INDEX} is there. Pack again.")
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # damaged headers raise whatever reading them comes across
+    except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{file} is damaged ({error}). Pack again.") from None
     if array.dtype != np.dtype("<i8") or array.ndim != 1:
         raise ValueError(f"{file} holds {array.dtype} {array.shape}, not int64 [n]. Pack again.")

@@ -1,24 +1,21 @@
 """Bins kept on disk, so that they are made once and no rank holds them in memory.
 
-Where they lie follows from what they are made of, so what is found is never made from something
-else; every byte is compared with a checksum before it is used.
+Their path is a hash of what they are made from, so existing bins are never those of something else.
+Every byte is compared with a checksum before use.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from forgekit.data.atomic_directory import atomic_directory
+from forgekit.data.atomic_directory import atomic_directory, locked
 from forgekit.data.corpus.token_files import TokenFile
 from forgekit.data.packing.bins import Bins, bins_files, open_bins, save_bins
 from forgekit.data.packing.pack import LongDocuments, PackingMethod, pack
@@ -27,7 +24,7 @@ from forgekit.inputs import check_integers, path_of
 __all__ = ["cached_bins"]
 
 PACKING = 1
-"""Counts up when ``pack`` gives other bins for the same arguments."""
+"""Incremented when ``pack`` gives other bins for the same arguments."""
 
 
 def cached_bins(
@@ -40,29 +37,29 @@ def cached_bins(
     align: int = 1,
     long: LongDocuments = "split",
 ) -> Bins:
-    """Open the bins that ``pack`` makes of these arguments, and make them if they are not there.
+    """Open the bins that ``pack`` makes of these arguments; make them if they do not exist.
 
-    Each set of arguments has a directory of its own, named by a hash of the tokens, the tokenizer
-    beside them, and every argument; there is no seed, because packing draws nothing. A directory
-    that is damaged, or was made from something else, is made anew. It appears whole or not at all;
-    of several processes that ask at once, one packs and the others wait for it (on a file system
-    that cannot lock, let one process ask before the others start).
+    Each set of arguments has its own directory, named by a hash of the tokens, the tokenizer beside
+    them, and every argument; there is no seed, because packing draws no random numbers. A damaged
+    directory is written again. It appears whole or not at all. Of several processes that call this
+    at once, one packs and the others wait (on a file system without locks, let one process call it
+    before the others start).
 
     Args:
-        folder: Where the bins of all arguments lie. Not in a token file's own directory, which
-            could not be replaced then.
+        folder: The directory of the bins of all arguments. Not inside a token file's directory,
+            which could then not be replaced.
         documents: A token file, or ``[documents]`` lengths.
-        capacity: Places in a bin, as for ``pack``.
+        capacity: Positions in a bin, as for ``pack``.
         method: As for ``pack``.
         group: As for ``pack``.
         align: As for ``pack``.
         long: As for ``pack``.
 
     Returns:
-        The bins, mapped from the disk.
+        The bins, mapped from disk.
 
     Raises:
-        FileExistsError: If files that were not written here stand where they belong.
+        FileExistsError: If their directory holds files that were not written here.
         ValueError: As for ``pack``.
 
     Examples:
@@ -79,7 +76,7 @@ def cached_bins(
     if (found := _find(path, key)) is not None:
         return found
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(path.parent):
+    with locked(path.parent, wait=True):  # until no other process packs into this folder
         if (found := _find(path, key)) is not None:
             return found
         lengths = np.diff(documents.offsets) if isinstance(documents, TokenFile) else documents
@@ -90,23 +87,11 @@ def cached_bins(
 
 
 def _find(path: Path, key: str) -> Bins | None:
-    """Open what is there; None if there is nothing, or nothing that can be trusted."""
+    """Open existing bins; None if there are none, or they are damaged or of something else."""
     try:
         return open_bins(path, key=key)
     except (OSError, ValueError):
         return None
-
-
-@contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process packs into this folder. A killed one's turn ends with it."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems cannot lock
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _is_ours(path: Path) -> bool:
@@ -116,10 +101,14 @@ def _is_ours(path: Path) -> bool:
 def _key(
     documents: TokenFile | ArrayLike, capacity: int, group: ArrayLike | None, options: Any
 ) -> str:
+    tokenizer = None
+    if isinstance(documents, TokenFile):
+        file = documents.path / "tokenizer.json"  # where `forgekit prepare` writes it
+        tokenizer = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
     facts = {
         "packing": PACKING,
-        "content": _content(documents),
-        "tokenizer": _tokenizer(documents),
+        "content": documents.fingerprint if isinstance(documents, TokenFile) else _hash(documents),
+        "tokenizer": tokenizer,
         "capacity": capacity,
         "group": None if group is None else _hash(group),
         **options,
@@ -127,20 +116,7 @@ def _key(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _content(documents: TokenFile | ArrayLike) -> str:
-    return documents.fingerprint if isinstance(documents, TokenFile) else _hash(documents)
-
-
-def _tokenizer(documents: TokenFile | ArrayLike) -> str | None:
-    """Hash the tokenizer that ``forgekit prepare`` puts beside the tokens."""
-    if not isinstance(documents, TokenFile):
-        return None
-    file = documents.path / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
 def _hash(values: ArrayLike) -> str:
     array = np.ascontiguousarray(values)
-    return hashlib.sha256(
-        f"{array.dtype.str} {array.shape} ".encode() + array.tobytes()
-    ).hexdigest()
+    described = f"{array.dtype.str} {array.shape} ".encode()
+    return hashlib.sha256(described + array.tobytes()).hexdigest()

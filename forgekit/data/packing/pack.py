@@ -1,10 +1,10 @@
-"""Documents into bins of one capacity: three ways, all of them pure functions of the lengths.
+"""Pack documents into bins of one capacity, by one of three methods; pure functions of the lengths.
 
 Padding rows to the longest document wastes most of a batch; packed rows hold several documents,
-kept apart by masks. Finding the fewest bins is hard, but documents are many and most are short, and
-then dealing them out from the longest to the shortest comes within a bin of the lower bound. The
-two methods that do so work one *length* at a time: documents of equal length are interchangeable,
-so there are never more decisions than lengths, however many documents there are.
+separated by masks. Finding the fewest bins is NP-hard, but documents are many and most are short:
+then best fit or first fit from the longest to the shortest comes within one bin of the lower bound.
+Both methods work on one *length* at a time. Documents of equal length are interchangeable, so there
+are never more decisions than lengths, however many documents there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.data.packing.bins import Bins, rooms_of
+from forgekit.data.packing.bins import Bins, pad_lengths
 from forgekit.inputs import check_integers, nearest_multiples
 
 __all__ = ["LongDocuments", "PackingMethod", "pack"]
@@ -36,31 +36,30 @@ def pack(
     align: int = 1,
     long: LongDocuments = "split",
 ) -> Bins:
-    """Deal documents into bins of ``capacity`` places.
+    """Pack documents into bins of ``capacity`` positions.
 
-    No document that fits into a bin is ever cut; to read a corpus as one stream of tokens, cut
-    wherever a row ends, is what ``token_dataset(doc_ids=True)`` does. The same lengths give the
-    same bins on every machine and version. Documents without tokens take no room and are in no bin.
+    A document that fits into a bin is never split; ``token_dataset(doc_ids=True)`` reads a corpus
+    as one stream of tokens instead, split wherever a row ends. The same lengths give the same bins
+    on every machine and version. Documents without tokens are in no bin.
 
     Args:
         lengths: ``[documents]`` tokens of each document; ``np.diff(open_tokens(path).offsets)``.
-        capacity: Places in a bin: the ``seq_len`` of the rows. Labels are made inside documents, so
-            no place has to be kept for the shift.
+        capacity: Positions in a bin: the ``seq_len`` of the rows. Labels are made inside documents,
+            so the shift needs no extra position.
         method: ``"best_fit"``: from the longest to the shortest, each into the fullest bin that has
             room. ``"first_fit_decreasing"``: each into the first bin that has room.
-            ``"sequential"``: in their order; where one does not fit, the next bin is begun.
+            ``"sequential"``: in their order; a document that does not fit begins the next bin.
         group: ``[documents]`` int; documents of different groups (sources, languages) never share a
-            bin. The bins of a group stand together, groups ascending, so that
+            bin. The bins of a group are contiguous, groups ascending, so
             ``group[bins.documents[bins.offsets[:-1]]]`` is the group of each bin.
-        align: The room of each piece is rounded up to a multiple of this, with padding behind the
-            piece: ``2 * cp`` for context parallelism by document, or what a kernel asks for.
-        long: What happens to documents longer than ``capacity``: ``"split"`` cuts them into pieces
-            of ``capacity`` and a rest, ``"error"`` raises, ``"drop"`` leaves them out and counts
-            them in ``Bins.dropped``.
+        align: Each piece is padded to a multiple of this: ``2 * cp`` for context parallelism by
+            document, or what a kernel requires.
+        long: What happens to documents longer than ``capacity``: ``"split"`` makes pieces of
+            ``capacity`` and a rest, ``"error"`` raises, ``"drop"`` leaves them out and counts them
+            in ``Bins.dropped``.
 
     Returns:
-        The bins, in the order in which they were begun; inside a bin documents stand in their own
-        order.
+        The bins, in the order in which they were begun; documents in a bin keep their own order.
 
     Raises:
         ValueError: If a number, a name or a shape is out of range, or with ``long="error"`` a
@@ -76,13 +75,19 @@ def pack(
         >>> bins.starts.tolist(), bins.lengths.tolist()
         ([0, 0, 0, 0, 0, 8], [8, 6, 2, 3, 4, 1])
     """
-    sizes = _checked_lengths(lengths)
+    tokens = _checked_integers("lengths", lengths)
+    if tokens.size and tokens.min() < 0:
+        raise ValueError(
+            f"document {int(tokens.argmin())} has length {tokens.min()}; lengths are tokens, "
+            "0 or more."
+        )
     _check_options(capacity, align, method, long)
-    groups = None if group is None else _checked_groups(group, len(sizes))
-    documents, starts, pieces, dropped = _pieces(sizes, capacity, long)
-    rooms = rooms_of(pieces, align) // align
-    piece_groups = None if groups is None else groups[documents]
-    bin_of = _deal(rooms, capacity // align, piece_groups, _METHODS[method])
+    groups = None if group is None else _checked_integers("group", group, len(tokens))
+    documents, starts, pieces, dropped = _pieces(tokens, capacity, long)
+    # All lengths in units of `align`: there are fewer of them, and the methods need not know it.
+    units = pad_lengths(pieces, align) // align
+    of_pieces = None if groups is None else groups[documents]
+    bin_of = _pack_groups(units, capacity // align, of_pieces, _METHODS[method])
     order = _stable_order(bin_of)
     return Bins(
         np.concatenate([[0], np.cumsum(np.bincount(bin_of))]) if len(bin_of) else [0],
@@ -95,142 +100,119 @@ def pack(
     )
 
 
-def _pieces(sizes: Ints, capacity: int, long: str) -> tuple[Ints, Ints, Ints, int]:
-    """Cut documents into pieces that fit: their documents, starts and lengths, in order."""
-    is_long = sizes > capacity
+def _pieces(tokens: Ints, capacity: int, long: str) -> tuple[Ints, Ints, Ints, int]:
+    """Split documents into pieces that fit: their documents, starts and lengths, in order."""
+    is_long = tokens > capacity
     dropped = 0
     if long == "error" and is_long.any():
-        raise _long_error(sizes, is_long, capacity)
+        raise _long_error(tokens, is_long, capacity)
     if long == "drop":
         dropped = int(is_long.sum())
-        sizes = np.where(is_long, 0, sizes)
-    if len(sizes) and 0 < sizes.min() <= sizes.max() <= capacity:
-        return np.arange(len(sizes)), np.zeros_like(sizes), sizes, dropped
-    counts = -(-sizes // capacity)
-    documents = np.repeat(np.arange(len(sizes)), counts)
+        tokens = np.where(is_long, 0, tokens)
+    if len(tokens) and 0 < tokens.min() <= tokens.max() <= capacity:  # a piece each; saves time
+        return np.arange(len(tokens)), np.zeros_like(tokens), tokens, dropped
+    counts = -(-tokens // capacity)
+    documents = np.repeat(np.arange(len(tokens)), counts)
     firsts = np.cumsum(counts) - counts
     starts = (np.arange(len(documents)) - firsts[documents]) * capacity
-    return documents, starts, np.minimum(sizes[documents] - starts, capacity), dropped
+    return documents, starts, np.minimum(tokens[documents] - starts, capacity), dropped
 
 
-def _deal(
-    rooms: Ints, capacity: int, groups: Ints | None, method: Callable[[Ints, int], Ints]
+def _pack_groups(
+    lengths: Ints, capacity: int, groups: Ints | None, method: Callable[[Ints, int], Ints]
 ) -> Ints:
-    """Say which bin each piece goes to, group after group."""
-    if groups is None or not len(rooms):
-        return method(rooms, capacity)
+    """Return the bin of each piece, ``[pieces]``, packing one group after another."""
+    if groups is None or not len(lengths):
+        return method(lengths, capacity)
     order = np.argsort(groups, kind="stable")
-    cuts = np.flatnonzero(np.diff(groups[order])) + 1
-    bin_of, opened = np.empty(len(rooms), dtype=np.int64), 0
-    for members in np.split(order, cuts):
-        bin_of[members] = opened + method(rooms[members], capacity)
+    changes = np.flatnonzero(np.diff(groups[order])) + 1
+    bin_of, opened = np.empty(len(lengths), dtype=np.int64), 0
+    for members in np.split(order, changes):
+        bin_of[members] = opened + method(lengths[members], capacity)
         opened = int(bin_of[members].max()) + 1
     return bin_of
 
 
-def _sequential(rooms: Ints, capacity: int) -> Ints:
-    """Next fit: from each piece it is known at once where a bin that begins with it ends."""
-    if not len(rooms):
-        return rooms
-    ends = np.concatenate([[0], np.cumsum(rooms)])
+def _sequential(lengths: Ints, capacity: int) -> Ints:
+    """Next fit in O(pieces log pieces).
+
+    One vectorised search finds, for every piece, the bin that would begin with it: the piece after
+    its end. Following these links from piece 0 gives the bins.
+    """
+    if not len(lengths):
+        return lengths
+    ends = np.concatenate([[0], np.cumsum(lengths)])
     following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
-    next_first = array("q", following.tobytes())  # far cheaper to index than numpy's
+    next_first = array("q", following.tobytes())  # far cheaper to index one by one than numpy's
     firsts, at = array("q"), next_first[0]
-    while at < len(rooms):
+    while at < len(lengths):
         firsts.append(at)
         at = next_first[at]
-    begins = np.zeros(len(rooms), dtype=np.int64)
+    begins = np.zeros(len(lengths), dtype=np.int64)
     begins[np.frombuffer(firsts, np.int64)] = 1
     return np.cumsum(begins)
 
 
-def _first_fit_decreasing(rooms: Ints, capacity: int) -> Ints:
-    """For one length all bins are looked at together: the first ones with room take all of it."""
-    order, lengths = _decreasing(rooms)
-    left = np.empty(2 * (int(rooms.sum()) // capacity + 1), dtype=np.int64)  # bins are half full
+def _first_fit_decreasing(lengths: Ints, capacity: int) -> Ints:
+    """Place all pieces of one length at once, into the first bins with room: O(lengths * bins)."""
+    order, counted = _decreasing(lengths)
+    # Two bins that are at most half full never coexist, so twice the tokens bounds their number.
+    free = np.empty(2 * (int(lengths.sum()) // capacity + 1), dtype=np.int64)
     opened, bins, takes = 0, [], []
-    for room, number in lengths:
-        with_room = np.flatnonzero(left[:opened] >= room)
-        holds = left[with_room] // room
+    for length, number in counted:
+        with_room = np.flatnonzero(free[:opened] >= length)
+        holds = free[with_room] // length
         used = int(np.searchsorted(np.cumsum(holds), number)) + 1
         with_room, holds = with_room[:used], holds[:used]
         more = number - int(holds.sum())
         if more > 0:
-            fresh = -(-more // (capacity // room))
-            left[opened : opened + fresh] = capacity
+            fresh = -(-more // (capacity // length))
+            free[opened : opened + fresh] = capacity
             with_room = np.append(with_room, np.arange(opened, opened + fresh))
-            holds = np.append(holds, np.full(fresh, capacity // room))
+            holds = np.append(holds, np.full(fresh, capacity // length))
             opened += fresh
         holds[-1] -= holds.sum() - number
-        left[with_room] -= holds * room
+        free[with_room] -= holds * length
         bins.append(with_room)
         takes.append(holds)
-    return _dealt(order, np.concatenate(bins), np.concatenate(takes)) if bins else rooms
+    return _assign(order, np.concatenate(bins), np.concatenate(takes)) if bins else lengths
 
 
-def _best_fit(rooms: Ints, capacity: int) -> Ints:
-    """For one length the fullest bins with room take it, each as often as it fits, then the next.
+def _best_fit(lengths: Ints, capacity: int) -> Ints:
+    """Fill the fullest bins with room, all bins of equal free space at once.
 
-    A bin that has taken one has less room than before, so it stays the best fit until it has no
-    room for another. Hence bins of equal room are filled together.
+    A bin that has taken a piece has less space than before, so it remains the best fit until it has
+    no room for another piece of this length. The cost depends on the number of lengths, not of
+    documents.
     """
-    order, lengths = _decreasing(rooms)
-    opened = _OpenBins(capacity)
+    order, counted = _decreasing(lengths)
+    by_space: dict[int, array[int]] = {}
+    # Bit i is set if a bin has i positions free. The smallest sufficient space is then a shift and
+    # the lowest set bit of one Python integer: a fraction of a microsecond for 8,192 bits.
+    spaces = opened = 0
     bins, takes = array("q"), array("q")
-    for room, number in lengths:
+    for length, number in counted:
         while number:
-            space = opened.closest(room) or opened.add(-(-number // (capacity // room)))
-            each = min(space // room, number)
-            used = opened.take(space, number // each, left=space - each * room)
+            if sufficient := spaces >> length:
+                space = length + (sufficient & -sufficient).bit_length() - 1
+            else:
+                space, fresh = capacity, -(-number // (capacity // length))
+                by_space[space] = array("q", range(opened, opened + fresh))
+                spaces |= 1 << space
+                opened += fresh
+            each = min(space // length, number)
+            here = by_space[space]
+            used = here[max(0, len(here) - number // each) :]
+            del here[len(here) - len(used) :]
+            if not here:
+                spaces ^= 1 << space
+            if left := space - each * length:
+                by_space.setdefault(left, array("q")).extend(used)
+                spaces |= 1 << left
             bins.extend(used)
             takes.extend(repeat(each, len(used)))
             number -= each * len(used)
-    return _dealt(order, np.frombuffer(bins, np.int64), np.frombuffer(takes, np.int64))
-
-
-class _OpenBins:
-    """Open bins by the room that is left in them, and the set of these rooms as bits of a number.
-
-    Shifting a number of some thousand bits takes a fraction of a microsecond, which makes the
-    smallest room that suffices cheaper to find than by any search.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._count = 0
-        self._rooms = 0
-        self._bins: dict[int, array[int]] = {}
-
-    def closest(self, room: int) -> int:
-        """Find the smallest room of at least ``room``; 0 if there is none."""
-        suffices = self._rooms >> room
-        return room + (suffices & -suffices).bit_length() - 1 if suffices else 0
-
-    def add(self, count: int) -> int:
-        """Begin new bins; returns their room."""
-        self._put(array("q", range(self._count, self._count + count)), self._capacity)
-        self._count += count
-        return self._capacity
-
-    def take(self, space: int, count: int, *, left: int) -> array[int]:
-        """Take up to ``count`` bins of room ``space``, which have room ``left`` from now on."""
-        bins = self._bins[space]
-        first = max(0, len(bins) - count)
-        taken = bins[first:]
-        del bins[first:]
-        if not bins:
-            self._rooms ^= 1 << space
-        if left:
-            self._put(taken, left)
-        return taken
-
-    def _put(self, bins: array[int], room: int) -> None:
-        there = self._bins.get(room)
-        if there:
-            there.extend(bins)
-        else:
-            self._bins[room] = bins[:]
-            self._rooms |= 1 << room
+    return _assign(order, np.frombuffer(bins, np.int64), np.frombuffer(takes, np.int64))
 
 
 _METHODS: dict[str, Callable[[Ints, int], Ints]] = {
@@ -240,15 +222,15 @@ _METHODS: dict[str, Callable[[Ints, int], Ints]] = {
 }
 
 
-def _decreasing(rooms: Ints) -> tuple[Ints, list[tuple[int, int]]]:
-    """Sort pieces by falling room, and count them: ``(room, number)`` for each room there is."""
-    counts = np.bincount(rooms)
+def _decreasing(lengths: Ints) -> tuple[Ints, list[tuple[int, int]]]:
+    """Sort pieces from the longest, and count them: ``(length, number)`` of each length."""
+    counts = np.bincount(lengths)
     there = np.flatnonzero(counts)[::-1]
-    order = _stable_order(len(counts) - rooms)
+    order = _stable_order(len(counts) - lengths)
     return order, list(zip(there.tolist(), counts[there].tolist(), strict=True))
 
 
-def _dealt(order: Ints, bins: Ints, takes: Ints) -> Ints:
+def _assign(order: Ints, bins: Ints, takes: Ints) -> Ints:
     """Give bin ``bins[j]`` the next ``takes[j]`` pieces of the order."""
     bin_of = np.empty(len(order), dtype=np.int64)
     bin_of[order] = np.repeat(bins, takes)
@@ -256,36 +238,23 @@ def _dealt(order: Ints, bins: Ints, takes: Ints) -> Ints:
 
 
 def _stable_order(values: Ints) -> Ints:
-    """Sort non-negative numbers two bytes at a time, for which numpy needs linear time."""
+    """Sort non-negative numbers by 16 bits at a time: numpy's radix sort, in linear time."""
     order = np.argsort(values.astype(np.uint16), kind="stable")
     while len(values) and (values := values >> 16).any():
         order = order[np.argsort(values[order].astype(np.uint16), kind="stable")]
     return order
 
 
-def _checked_lengths(lengths: ArrayLike) -> Ints:
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu"):
+def _checked_integers(name: str, values: ArrayLike, documents: int | None = None) -> Ints:
+    found = np.asarray(values)
+    is_shaped = found.ndim == 1 and documents in (None, len(found))
+    if not is_shaped or (found.size and found.dtype.kind not in "iu"):
+        size = "" if documents is None else f" = [{documents}], one for each length"
         raise ValueError(
-            f"lengths are {sizes.dtype} of shape {sizes.shape}; they must be integers [documents]. "
-            "np.diff(open_tokens(path).offsets) gives those of a token file."
+            f"{name} must be integers [documents]{size}, not {found.dtype} of shape {found.shape}. "
+            "np.diff(open_tokens(path).offsets) gives the lengths of a token file."
         )
-    if sizes.size and sizes.min() < 0:
-        raise ValueError(
-            f"document {int(sizes.argmin())} has length {sizes.min()}; lengths are tokens, "
-            "0 or more."
-        )
-    return sizes.astype(np.int64)
-
-
-def _checked_groups(group: ArrayLike, documents: int) -> Ints:
-    groups = np.asarray(group)
-    if groups.shape != (documents,) or (groups.size and groups.dtype.kind not in "iu"):
-        raise ValueError(
-            f"group is {groups.dtype} of shape {groups.shape}; it must be integers "
-            f"[documents] = [{documents}], one for each length."
-        )
-    return groups.astype(np.int64)
+    return found.astype(np.int64)
 
 
 def _check_options(capacity: int, align: int, method: str, long: str) -> None:
@@ -303,10 +272,10 @@ def _check_options(capacity: int, align: int, method: str, long: str) -> None:
             raise ValueError(f"{name} {value!r} must be one of {', '.join(map(repr, known))}.")
 
 
-def _long_error(sizes: Ints, is_long: NDArray[np.bool_], capacity: int) -> ValueError:
+def _long_error(tokens: Ints, is_long: NDArray[np.bool_], capacity: int) -> ValueError:
     first, count = int(is_long.argmax()), int(is_long.sum())
     others = f", and {count - 1} more are longer" if count > 1 else ""
     return ValueError(
-        f"document {first} has {sizes[first]} tokens; a bin has {capacity} places{others}. "
-        'Pass long="split" to cut them or long="drop" to leave them out, or a larger capacity.'
+        f"document {first} has {tokens[first]} tokens; a bin has {capacity} positions{others}. "
+        'Pass long="split" to split them or long="drop" to leave them out, or a larger capacity.'
     )

@@ -1,11 +1,11 @@
-"""Rows of packed documents: what the bins say, read from a token file or from arrays."""
+"""Rows of packed documents, read from a token file or from arrays as the bins say."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TypeAlias
 
 import attrs
@@ -16,9 +16,9 @@ from tensordict import TensorDict
 
 from forgekit.data.corpus.token_files import TokenFile, open_tokens
 from forgekit.data.fingerprint import state_facts, tokenizer_of
-from forgekit.data.packing.bins import Bins, rooms_of
+from forgekit.data.packing.bins import Bins, pad_lengths
 from forgekit.data.packing.pack import pack
-from forgekit.data.packing.pieces import ArrayDocuments, FileDocuments, Pieces
+from forgekit.data.packing.pieces import PieceReader, Pieces
 from forgekit.data.samples import IGNORED, PADDING, apply_transforms, collate
 
 __all__ = ["PackedDataset", "Transform", "packed_dataset"]
@@ -26,8 +26,12 @@ __all__ = ["PackedDataset", "Transform", "packed_dataset"]
 Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]
 
+PAD_POSITIONS = "forgekit.data.transforms.pad_positions"
+PAD_PLACES = "forgekit.data.transforms.pad_places"
+"""Its earlier name."""
+
 _AT_ONCE = 2**20
-"""Pieces that are checked at once, so that a large corpus needs no memory for it."""
+"""Bins that are checked at once, to bound the memory of the check."""
 
 
 def packed_dataset(
@@ -38,10 +42,10 @@ def packed_dataset(
 ) -> PackedDataset:
     """Make a row of each bin.
 
-    Labels are made inside documents: the label of a token is the one that follows it in its
-    document, also where that lies in another row because the document was split. So every token is
-    an input once, and every token but the first of its document is a target once; the last token
-    of a document, and padding, have the label -100.
+    Labels are made inside documents: the label of a token is the next one of its document, even if
+    a split put that into another row. So every token is an input once, and every token but the
+    first of its document is a target once; the last token of a document, and padding, have the
+    label -100.
 
     Args:
         documents: A token file, its path, or 1-D arrays (or lists, or CPU tensors) of token ids.
@@ -52,8 +56,8 @@ def packed_dataset(
     Returns:
         A map-style dataset: ``[i]`` is a TensorDict of ``[s]`` int64 tensors ``input_ids``,
         ``labels``, ``doc_ids``, the number of the piece within its row (-1 on padding), and
-        ``position_ids``, which restart at 0 with each piece, the later pieces of a split document
-        included: what came before is not in the row to attend to.
+        ``position_ids``, which restart at 0 with each piece, also with the later pieces of a split
+        document: the tokens before are not in the row, so attention cannot reach them.
 
     Raises:
         ValueError: If the bins were made for other documents.
@@ -69,10 +73,9 @@ def packed_dataset(
     """
     if isinstance(documents, str | os.PathLike):
         documents = open_tokens(documents)
-    is_file = isinstance(documents, TokenFile)
-    source = FileDocuments.of(documents) if is_file else ArrayDocuments(documents)
-    _check_bins(bins, source)
-    return PackedDataset(source, bins, tuple(transforms))
+    reader = PieceReader.of(documents)
+    _check_bins(bins, reader)
+    return PackedDataset(reader, bins, tuple(transforms))
 
 
 @attrs.frozen(eq=False)
@@ -82,22 +85,22 @@ class PackedDataset:
     Attributes:
         documents: Reads pieces of documents.
         bins: The pieces of each row.
-        transforms: Functions that each row goes through.
+        transforms: Applied to each row, in order.
     """
 
-    documents: FileDocuments | ArrayDocuments
+    documents: PieceReader
     bins: Bins
     transforms: tuple[Transform, ...] = ()
 
     @property
     def seq_len(self) -> int:
-        """Places in a row."""
+        """Positions in a row."""
         return self.bins.capacity
 
     @property
     def file(self) -> TokenFile | None:
         """The token file; None if the documents are arrays."""
-        return getattr(self.documents, "file", None)
+        return self.documents.file
 
     @property
     def vocab_size(self) -> int:
@@ -106,22 +109,20 @@ class PackedDataset:
 
     @property
     def eos_id(self) -> int:
-        """The id that padding holds: what closes each document of a token file, else 0."""
+        """The id on padding: the one that closes each document of a token file, else 0."""
         return self.documents.eos_id
 
     @property
     def bytes_per_token(self) -> float | None:
         """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
-        if self.file is None or "text_bytes" not in self.file.metadata:
-            return None
-        return self.file.metadata["text_bytes"] / self.file.tokens
+        return None if self.file is None else self.file.bytes_per_token
 
     @property
     def fingerprint(self) -> str:
-        """Names the rows: the same string means the same row at each index.
+        """Identifies the rows: equal strings mean the same row at each index.
 
         It covers the tokens, the bins, and the names of the transforms with the plain arguments
-        of partial ones, but not what they do.
+        of partial ones, but not what the transforms do.
         """
         names = [_name(transform) for transform in self.transforms]
         facts = f"{self.documents.fingerprint} packed {self.bins.fingerprint} {names}"
@@ -135,15 +136,15 @@ class PackedDataset:
         )
 
     def held_out(self) -> PackedDataset | None:
-        """Open the held-out documents that ``forgekit prepare`` put beside these, if it did.
+        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
 
         Returns:
             Their rows, packed by best fit with this capacity and alignment; None if the token file
             has no ``heldout`` folder, or the documents are arrays.
         """
-        if self.file is None or not (self.file.path / "heldout").is_dir():
+        file = None if self.file is None else self.file.held_out()
+        if file is None:
             return None
-        file = open_tokens(self.file.path / "heldout")
         bins = pack(np.diff(file.offsets), self.seq_len, align=self.bins.align)
         return packed_dataset(file, bins, transforms=self.transforms)
 
@@ -164,47 +165,43 @@ class PackedDataset:
         return collate([apply_transforms(row, self.transforms) for row in batch])
 
     def _layout(self, rows: Sequence[int]) -> Pieces:
-        for row in rows:
-            if not 0 <= row < len(self.bins):
-                raise IndexError(
-                    f"row {row} must lie in range({len(self)}) of the packed documents."
-                )
+        """Find the pieces of some rows, and their positions in the batch."""
         at = np.asarray(rows, dtype=np.int64)
+        if (outside := (at < 0) | (at >= len(self))).any():
+            raise IndexError(
+                f"row {at[outside][0]} must lie in range({len(self)}) of the packed documents."
+            )
         first = self.bins.offsets[at]
         counts = self.bins.offsets[at + 1] - first
-        before = np.cumsum(counts) - counts
-        number = np.arange(counts.sum()) - np.repeat(before, counts)
-        pieces = np.repeat(first, counts) + number
+        before = np.cumsum(counts) - counts  # [rows] pieces of earlier rows in the batch
+        numbers = np.arange(counts.sum()) - np.repeat(before, counts)
+        pieces = np.repeat(first, counts) + numbers
         lengths = self.bins.lengths[pieces]
-        rooms = rooms_of(lengths, self.bins.align)
-        taken = np.cumsum(rooms) - rooms
+        padded = pad_lengths(lengths, self.bins.align)
+        # Laid end to end pieces would start at `taken`; each row then moves to its own start.
+        taken = np.cumsum(padded) - padded
         shift = np.arange(len(rows)) * self.seq_len - taken[before]
-        return Pieces(
-            self.bins.documents[pieces],
-            self.bins.starts[pieces],
-            lengths,
-            number,
-            taken + np.repeat(shift, counts),
-        )
+        positions = taken + np.repeat(shift, counts)
+        documents, starts = self.bins.documents[pieces], self.bins.starts[pieces]
+        return Pieces(documents, starts, lengths, numbers, positions)
 
-    def _columns(self, at: Pieces, shape: tuple[int, int]) -> dict[str, Ints]:
-        places = shape[0] * shape[1]
-        tokens = np.full(places, self.eos_id, dtype=np.int64)
-        following = self.documents.read(tokens, at)
-        # Each piece and the padding behind it, by turns.
-        runs = np.empty((len(at.places), 2), dtype=np.int64)
-        runs[:, 0] = at.lengths
-        runs[:, 1] = np.append(at.places, places)[1:] - at.places - at.lengths
-        ids, begins = np.full_like(runs, PADDING), np.empty_like(runs)
-        ids[:, 0] = at.numbers
-        begins[:, 0] = at.places
-        begins[:, 1] = at.places + at.lengths
-        doc_ids = np.repeat(ids.ravel(), runs.ravel())
-        position_ids = _count(places) - np.repeat(begins.ravel(), runs.ravel())
+    def _columns(self, pieces: Pieces, shape: tuple[int, int]) -> dict[str, Ints]:
+        """Build the columns of a batch, rows laid end to end: all are ``[b * s]``."""
+        size = shape[0] * shape[1]
+        tokens = np.full(size, self.eos_id, dtype=np.int64)
+        last_labels = self.documents.read(tokens, pieces)
+        # [pieces 2]: each piece and the padding behind it, alternating; a run may be empty.
+        ends = pieces.positions + pieces.lengths
+        starts = np.stack([pieces.positions, ends], axis=1)
+        runs = np.diff(starts.ravel(), append=size)
+        ids = np.full_like(starts, PADDING)
+        ids[:, 0] = pieces.numbers
+        doc_ids = np.repeat(ids.ravel(), runs)
+        position_ids = np.arange(size) - np.repeat(starts.ravel(), runs)
         labels = np.empty_like(tokens)
         labels[:-1] = tokens[1:]
-        labels[begins[:, 1] - 1] = following
-        if runs[:, 1].any():
+        labels[ends - 1] = last_labels
+        if runs[1::2].any():
             is_padding = doc_ids == PADDING
             np.copyto(labels, IGNORED, where=is_padding)
             np.copyto(position_ids, 0, where=is_padding)
@@ -216,56 +213,54 @@ class PackedDataset:
         }
 
 
-@cache
-def _count(places: int) -> Ints:
-    return np.arange(places)
-
-
 def _name(transform: Transform) -> str:
-    """Name a function by where it is defined, a partial one by its plain arguments too."""
+    """Name a function by its module and, if it is partial, by its plain arguments too.
+
+    Fingerprints of saved runs hold these names, so renamed functions keep their earlier ones.
+    """
     if isinstance(transform, partial):
         given = [*enumerate(transform.args), *sorted(transform.keywords.items())]
         plain = [(key, value) for key, value in given if isinstance(value, str | int | float)]
-        return f"{_name(transform.func)} {plain}"
+        name = _name(transform.func)
+        if name == PAD_PLACES:
+            plain = [("places" if key == "positions" else key, value) for key, value in plain]
+        return f"{name} {plain}"
     named = transform if hasattr(transform, "__qualname__") else type(transform)
-    # As before there were rooms: fingerprints of saved runs hold these names.
-    module = named.__module__.replace("forgekit.data.batches.", "forgekit.data.")
-    return f"{module}.{named.__qualname__}"
+    name = f"{named.__module__}.{named.__qualname__}"
+    name = name.replace("forgekit.data.batches.", "forgekit.data.")
+    return PAD_PLACES if name == PAD_POSITIONS else name
 
 
-def _check_bins(bins: Bins, documents: FileDocuments | ArrayDocuments) -> None:
-    """Read all bins once, some at a time, before training finds out about a wrong one."""
+def _check_bins(bins: Bins, documents: PieceReader) -> None:
+    """Read all bins once, some at a time: a wrong one is found before training."""
     for first in range(0, len(bins), _AT_ONCE):
         offsets = bins.offsets[first : first + _AT_ONCE + 1]
         if (np.diff(offsets) < 1).any():
             raise ValueError(f"bin {first + int(np.diff(offsets).argmin())} holds no piece.")
-        here = slice(int(offsets[0]), int(offsets[-1]))
-        starts, lengths = bins.starts[here], bins.lengths[here]
-        _check_pieces(bins.documents[here], starts, starts + lengths, documents)
-        rooms = rooms_of(lengths, bins.align)
-        taken = np.add.reduceat(rooms, offsets[:-1] - offsets[0])
+        pieces = slice(int(offsets[0]), int(offsets[-1]))
+        starts, lengths = bins.starts[pieces], bins.lengths[pieces]
+        _check_pieces(bins.documents[pieces], starts, starts + lengths, documents.offsets)
+        taken = np.add.reduceat(pad_lengths(lengths, bins.align), offsets[:-1] - offsets[0])
         if (taken > bins.capacity).any():
             worst = int(taken.argmax())
             raise ValueError(
-                f"bin {first + worst} takes {taken[worst]} places with rooms of multiples of "
-                f"{bins.align}; the capacity is {bins.capacity}."
+                f"bin {first + worst} takes {taken[worst]} positions with pieces padded to "
+                f"multiples of {bins.align}; the capacity is {bins.capacity}."
             )
 
 
-def _check_pieces(
-    numbers: Ints, starts: Ints, ends: Ints, documents: FileDocuments | ArrayDocuments
-) -> None:
-    if numbers.min() < 0 or numbers.max() >= len(documents):
+def _check_pieces(numbers: Ints, starts: Ints, ends: Ints, offsets: Ints) -> None:
+    documents = len(offsets) - 1
+    if numbers.min() < 0 or numbers.max() >= documents:
         wrong = numbers.min() if numbers.min() < 0 else numbers.max()
         raise ValueError(
-            f"the bins name document {wrong}; there are {len(documents)} documents. "
+            f"the bins name document {wrong}; there are {documents} documents. "
             "The bins were made for others: pack these."
         )
-    sizes = documents.sizes(numbers)
-    wrong = (starts < 0) | (ends <= starts) | (ends > sizes)
-    if wrong.any():
+    lengths = offsets[numbers + 1] - offsets[numbers]
+    if (wrong := (starts < 0) | (ends <= starts) | (ends > lengths)).any():
         at = int(wrong.argmax())
         raise ValueError(
             f"the bins name tokens {starts[at]}:{ends[at]} of document {numbers[at]}, which has "
-            f"{sizes[at]}. The bins were made for other documents: pack these."
+            f"{lengths[at]}. The bins were made for other documents: pack these."
         )

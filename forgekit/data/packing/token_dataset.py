@@ -1,4 +1,4 @@
-"""Rows for training, cut out of a token file."""
+"""Rows for training: windows over a token file."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forgekit.data.corpus.token_files import TokenFile, open_tokens
 from forgekit.data.fingerprint import state_facts, tokenizer_of
-from forgekit.data.samples import IGNORED
+from forgekit.data.samples import IGNORED, PADDING
 from forgekit.inputs import check_integers
 
 __all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
 
 LONGEST = 2**31
-"""Places in a row, at most: a row is an array in memory."""
+"""Most positions in a row: a row is an array in memory."""
 
 
 def token_dataset(
     path: str | os.PathLike[str] | TokenFile, seq_len: int = 1024, *, doc_ids: bool = False
 ) -> TokenDataset:
-    """Cut a token file into windows of ``seq_len`` that overlap by one token.
+    """Divide a token file into windows of ``seq_len`` targets that overlap by one token.
 
-    So every token but the very first is a target exactly once, those that open a document included:
-    they follow the token that closed the one before. The last window may be short; it is filled
+    So every token but the very first is a target exactly once. The first token of a document is the
+    target of the token that closes the document before. The last window may be short; it is padded
     with the closing token and labels of -100.
 
     Args:
         path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
-        seq_len: Places in a row.
+        seq_len: Positions in a row.
         doc_ids: Add ``doc_ids``, the number of the document within its row (-1 on padding), and
             ``position_ids``, which restart where a document starts and at the start of the row.
 
@@ -68,8 +67,8 @@ def check_vocabulary(dataset: Any, vocab_size: int) -> None:
     """Refuse a model whose vocabulary is too small for a dataset.
 
     Args:
-        dataset: Has a ``vocab_size``; of a mixture each of its data sets.
-        vocab_size: Number of token ids that the model knows.
+        dataset: Has a ``vocab_size``, or as a mixture several ``datasets`` that do.
+        vocab_size: The model's number of token ids.
 
     Raises:
         ValueError: If the dataset may hold larger ids: an embedding would fail on the first one.
@@ -91,7 +90,7 @@ class TokenDataset:
 
     Attributes:
         file: The token file.
-        seq_len: Places in a row.
+        seq_len: Positions in a row.
         doc_ids: Whether rows carry ``doc_ids`` and ``position_ids``.
     """
 
@@ -112,12 +111,11 @@ class TokenDataset:
     @property
     def bytes_per_token(self) -> float | None:
         """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
-        text_bytes = self.file.metadata.get("text_bytes")
-        return None if text_bytes is None else text_bytes / self.file.tokens
+        return self.file.bytes_per_token
 
     @property
     def fingerprint(self) -> str:
-        """Names the rows: the same string means the same row at each index."""
+        """Identifies the rows: equal strings mean the same row at each index."""
         hashed = hashlib.sha256(f"{self.file.fingerprint} windows {self.seq_len}".encode())
         return state_facts(
             hashed.hexdigest(),
@@ -128,13 +126,13 @@ class TokenDataset:
         )
 
     def held_out(self) -> TokenDataset | None:
-        """Open the held-out documents that ``forgekit prepare`` put beside these, if it did.
+        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
 
         Returns:
-            Their windows, cut like these; None if the token file has no ``heldout`` folder.
+            Their windows, of the same length; None if the token file has no ``heldout`` folder.
         """
-        path = self.file.path / "heldout"
-        return attrs.evolve(self, file=open_tokens(path)) if path.is_dir() else None
+        file = self.file.held_out()
+        return None if file is None else attrs.evolve(self, file=file)
 
     def __len__(self) -> int:
         return -(-(self.file.tokens - 1) // self.seq_len)
@@ -145,31 +143,25 @@ class TokenDataset:
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
         """Build the batch of these rows in one go, ``batch_size=[b]``."""
         tokens = np.full((len(rows), self.seq_len + 1), self.eos_id, dtype=np.int64)
-        lengths = [self._length(int(row)) for row in rows]
-        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            self.file.read_into(tokens[place, : length + 1], int(row) * self.seq_len)
+        lengths = [self._targets(int(row)) for row in rows]
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            self.file.read_into(tokens[i, : length + 1], int(row) * self.seq_len)
         batch = {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
-        for place, length in enumerate(lengths):
-            batch["labels"][place, length:] = IGNORED
+        for i, length in enumerate(lengths):
+            batch["labels"][i, length:] = IGNORED
         if self.doc_ids:
-            batch |= self._documents(rows, lengths)
+            doc_ids = batch["doc_ids"] = np.full_like(batch["labels"], PADDING)
+            position_ids = batch["position_ids"] = np.zeros_like(doc_ids)
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                starts = self.file.document_starts(int(row) * self.seq_len, length)
+                sizes = np.diff(starts, append=length)
+                doc_ids[i, :length] = np.repeat(np.arange(len(starts)), sizes)
+                position_ids[i, :length] = np.arange(length) - np.repeat(starts, sizes)
         tensors = {key: torch.from_numpy(array) for key, array in batch.items()}
         return TensorDict(tensors, batch_size=[len(rows)])
 
-    def _length(self, row: int) -> int:
-        """Count the targets of a row."""
+    def _targets(self, row: int) -> int:
+        """Count the targets of a row: ``seq_len``, or fewer in the last one."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} must lie in range({len(self)}) of {self.file.path}.")
         return min(self.seq_len, self.file.tokens - 1 - row * self.seq_len)
-
-    def _documents(
-        self, rows: Sequence[int], lengths: Sequence[int]
-    ) -> dict[str, NDArray[np.int64]]:
-        doc_ids = np.full((len(rows), self.seq_len), -1, dtype=np.int64)
-        position_ids = np.zeros_like(doc_ids)
-        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            starts = self.file.document_starts(int(row) * self.seq_len, length)
-            sizes = np.diff(starts, append=length)
-            doc_ids[place, :length] = np.repeat(np.arange(len(starts)), sizes)
-            position_ids[place, :length] = np.arange(length) - np.repeat(starts, sizes)
-        return {"doc_ids": doc_ids, "position_ids": position_ids}

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from forgekit.data.atomic_directory import held, is_held, sync
+from forgekit.data.atomic_directory import is_locked, locked, sync
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
@@ -70,7 +70,7 @@ class LocalStorage:
         Yields:
             The folder, and None: torch opens local files by itself.
         """
-        with held(path, shared=True):
+        with locked(path, shared=True):
             yield path / folder, None
 
     @contextmanager
@@ -141,7 +141,7 @@ class LocalStorage:
     def restore_replaced(self) -> None:
         """Give a checkpoint its name back if a save set it aside and died before replacing it."""
         hidden = self._hidden()
-        if any(is_held(path) for path in hidden if path.name.startswith(".tmp-")):
+        if any(is_locked(path) for path in hidden if path.name.startswith(".tmp-")):
             return  # that save is alive
         for path in hidden:
             match = _HIDDEN.fullmatch(path.name)
@@ -155,7 +155,7 @@ class LocalStorage:
         """Delete what dead processes left; directories of living ones are locked."""
         self.restore_replaced()
         for path in self._hidden():
-            if not is_held(path):
+            if not is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
         for path in self._entries():
             if _LINK.fullmatch(path.name) and path.is_symlink():
@@ -167,7 +167,7 @@ class LocalStorage:
         self.remove_leftovers()
         temporary = self.directory / unique(f".tmp-{step_name(step)}")
         temporary.mkdir()
-        with held(temporary):
+        with locked(temporary):
             try:
                 yield temporary
             finally:

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
 
-from forgekit.data.atomic_directory import is_held
+from forgekit.data.atomic_directory import is_locked
 from forgekit.run.checkpoints.local_storage import LocalStorage
 from forgekit.run.checkpoints.manifest import MANIFEST, ManifestError
 from forgekit.run.checkpoints.retention import Keep
@@ -122,7 +122,7 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
     metrics = {step: storage.load_manifest(path).get("metric") for step, path in found.items()}
     kept = {*found} if keep is None else {*keep.of(metrics), saved}
     for step in sorted(found.keys() - kept):
-        if not (isinstance(found[step], Path) and is_held(found[step])):
+        if not (isinstance(found[step], Path) and is_locked(found[step])):
             _discard(storage, found[step])
 
 
