@@ -270,8 +270,9 @@ class TrainState:
                 gradients would never be reduced).
         """
         check_optimizer(optimizer)
+        layout = _read_layout(model, mesh)
         if loss_scale is None:
-            loss_scale = layout_of(model).loss_scale
+            loss_scale = layout.loss_scale
         mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
         if mantissa != 0.5:
             raise ValueError(
@@ -279,7 +280,6 @@ class TrainState:
                 "others round the gradients that they scale. Use for example 2.0**-12."
             )
         check_dense(model)
-        _check_layout(model, mesh)
         _check_parameters(model, optimizer, mesh)
         device = _device_of(model, mesh)
         return cls(
@@ -290,7 +290,7 @@ class TrainState:
             skipped=torch.zeros((), dtype=torch.int64, device=device),
             loss_scale=torch.full((), loss_scale, dtype=torch.float32, device=device),
             seed=seed,
-            **fields,
+            **{"layout": layout, **fields},
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -405,17 +405,19 @@ def check_dense(model: nn.Module) -> None:
             )
 
 
-def _check_layout(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raise if ranks share a model and it does not say how."""
-    if mesh is None or getattr(model, _ATTRIBUTE, None) is not None:
-        return
-    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
-        if name in ("pp", "cp", "tp") and size > 1:
-            raise ValueError(
-                f"{type(model).__name__} is not what forgekit.parallelize returned, and the mesh "
-                f"has {name} of {size}: losses would be counted once for each of these ranks. Pass "
-                "what parallelize returned; give it the wrapper in place of what it wraps."
-            )
+def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
+    """Read how a model was laid out; raise if ranks share it and it does not say how."""
+    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if not hasattr(model, _ATTRIBUTE):
+        for name in ("pp", "cp", "tp"):
+            if (size := sizes.get(name, 1)) > 1:
+                raise ValueError(
+                    f"{type(model).__name__} is not what forgekit.parallelize returned, and the "
+                    f"mesh has {name} of {size}: losses would be counted once for each of these "
+                    "ranks. Pass what parallelize returned; give it the wrapper in place of what "
+                    "it wraps."
+                )
+    return layout_of(model)
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> None:

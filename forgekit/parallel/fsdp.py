@@ -8,6 +8,7 @@ for models that were wrapped elsewhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,7 @@ __all__ = [
 Precision = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["last", "every", "hsdp_last"]
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 def shard(

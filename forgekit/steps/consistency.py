@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -37,12 +38,15 @@ __all__ = [
 DRIFT, NOISE = 1e-6, 1e-3
 """Relative differences that replicas may have: of parameters, and of gradients."""
 
-CAUSES = {
-    "tp": "a module between split projections that the plan does not name, or random numbers that "
-    "differ between tensor-parallel ranks",
-    "cp": "a module that uses positions inside the rank's slice in place of those of the sequence",
-    "dp_replicate": "an update outside of the step, or a gradient that was changed on one rank",
-}
+CAUSES = MappingProxyType(
+    {
+        "tp": "a module between split projections that the plan does not name, or random numbers "
+        "that differ between tensor-parallel ranks",
+        "cp": "a module that uses positions inside the rank's slice in place of those of the "
+        "sequence",
+        "dp_replicate": "an update outside of the step, or a gradient that was changed on one rank",
+    }
+)
 SHOWN = 4
 """Names that an error lists."""
 
@@ -82,12 +86,12 @@ class Claim:
     sums: list[Any]
     samples: int
     knows_names: bool
-    settings: Mapping[str, str] = {}
+    settings: Mapping[str, str] = attrs.field(factory=dict)
     unreduced: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    position: Mapping[str, int] = {}
+    position: Mapping[str, int] = attrs.field(factory=dict)
     rows: str = ""
-    replicas: Mapping[tuple[Any, ...], Fingerprint] = {}
+    replicas: Mapping[tuple[Any, ...], Fingerprint] = attrs.field(factory=dict)
 
 
 def agree(

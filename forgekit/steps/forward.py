@@ -26,7 +26,7 @@ from forgekit.steps.losses import Loss
 
 __all__ = ["LossFn", "check_loss", "compute_loss", "length_of", "mixing_tensors", "take_part"]
 
-RESERVED = {"loss", "grad_norm", "lr", "targets", "skipped"}
+RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 

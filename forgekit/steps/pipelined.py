@@ -140,7 +140,6 @@ class _Work:
         self.problem: str | None = None
         self.model: nn.Module = state.model
         self.layout = state.layout
-        assert self.layout.stages is not None
         self.stages: Stages = self.layout.stages
         self.sums = LossSums(state.targets.device)
         self._loss_scale = state.loss_scale

@@ -118,7 +118,9 @@ def once(model: nn.Module, output: Any) -> Any:
     return _Stand(model, answer)
 
 
-_PARAMETERS = {"parameters", "named_parameters", "state_dict", "modules", "named_modules"}
+_PARAMETERS = frozenset(
+    {"parameters", "named_parameters", "state_dict", "modules", "named_modules"}
+)
 """What gives a model's parameters."""
 
 

@@ -8,7 +8,7 @@ only and has one order for each arrangement of stages, for any number of micro-b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import attrs
@@ -34,7 +34,7 @@ PipelineSchedule = Literal[
 Kind = Literal["F", "B", "I", "W"]
 """Forward, whole backward, backward to the inputs only, backward to the weights only."""
 
-EQUAL_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+EQUAL_COSTS: Mapping[Kind, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
 @attrs.frozen
@@ -56,16 +56,18 @@ def _fits_rounds(ranks: int, micro_batches: int) -> bool:
 
 
 _ROUNDS = "a number that its rounds, micro-batches // ranks = {rounds}, divide"
-_RULES: Mapping[str, _Rule] = {
-    "gpipe": _Rule("GPipe", 1, False, lambda _, m: m > 0),
-    "1f1b": _Rule("1F1B", 1, False, lambda p, m: m >= p, "at least one per stage, {stages}"),
-    "interleaved_1f1b": _Rule("Interleaved1F1B", 2, False, _fits_rounds, _ROUNDS),
-    "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", 2, False, _fits_rounds, _ROUNDS),
-    "zbv": _Rule("ZBVZeroBubble", 2, True, lambda _, m: m > 0),
-    "dualpipev": _Rule(
-        "DualPipeV", 2, True, lambda p, m: m >= 2 * p, "at least one per stage, {stages}"
-    ),
-}
+_RULES: Mapping[str, _Rule] = MappingProxyType(
+    {
+        "gpipe": _Rule("GPipe", 1, False, lambda _, m: m > 0),
+        "1f1b": _Rule("1F1B", 1, False, lambda p, m: m >= p, "at least one per stage, {stages}"),
+        "interleaved_1f1b": _Rule("Interleaved1F1B", 2, False, _fits_rounds, _ROUNDS),
+        "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", 2, False, _fits_rounds, _ROUNDS),
+        "zbv": _Rule("ZBVZeroBubble", 2, True, lambda _, m: m > 0),
+        "dualpipev": _Rule(
+            "DualPipeV", 2, True, lambda p, m: m >= 2 * p, "at least one per stage, {stages}"
+        ),
+    }
+)
 
 
 @attrs.frozen

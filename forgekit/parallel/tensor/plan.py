@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -101,23 +102,25 @@ def _unmatched(pattern: str, names: list[str]) -> str:
     )
 
 
-KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
-    "colwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
-    "rowwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
-    "embedding": (
-        "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
-        lambda m: isinstance(m, nn.Embedding) and _is_plain(m),
-    ),
-    "sequence": ("norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)),
-    "heads": (
-        "norms of a head's channels and activations with one weight",
-        lambda m: _is_norm(m),
-    ),
-    "channels": (
-        "modules of parameters [channels ...] that are no norms",
-        lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
-    ),
-}
+KINDS: Mapping[str, tuple[str, Callable[[nn.Module], bool]]] = MappingProxyType(
+    {
+        "colwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
+        "rowwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
+        "embedding": (
+            "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
+            lambda m: isinstance(m, nn.Embedding) and _is_plain(m),
+        ),
+        "sequence": ("norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)),
+        "heads": (
+            "norms of a head's channels and activations with one weight",
+            lambda m: _is_norm(m),
+        ),
+        "channels": (
+            "modules of parameters [channels ...] that are no norms",
+            lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
+        ),
+    }
+)
 
 
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:

@@ -14,9 +14,10 @@ What computes across sharded channels without parameters (a mean over them) it c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
@@ -32,12 +33,16 @@ __all__ = ["proving_plan"]
 
 Kind = Literal["whole", "channels", "positions"]
 
-SHOWN = {
-    "whole": "all channels",
-    "channels": "this rank's channels",
-    "positions": "this rank's positions",
-}
-USES: dict[Any, Kind] = {"replicate": "whole", "heads": "channels", "channels": "channels"}
+SHOWN = MappingProxyType(
+    {
+        "whole": "all channels",
+        "channels": "this rank's channels",
+        "positions": "this rank's positions",
+    }
+)
+USES: Mapping[Any, Kind] = MappingProxyType(
+    {"replicate": "whole", "heads": "channels", "channels": "channels"}
+)
 """Kind of activations that a style's parameters must meet."""
 
 

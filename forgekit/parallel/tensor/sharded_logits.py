@@ -113,13 +113,10 @@ def _shards_of(value: Any) -> Any:
     return value.current() if isinstance(value, SharedLogits) else value
 
 
-def _getter(name: str) -> Any:
-    return vars(torch._C.TensorBase)[name].__get__
-
-
 _METADATA = frozenset(
-    [
-        *(_getter(name) for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    (
+        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__),  # pyright: ignore[reportAttributeAccessIssue]
+        *(Tensor.ndim.__get__, Tensor.requires_grad.__get__),  # pyright: ignore[reportAttributeAccessIssue]
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
-    ]
+    )
 )

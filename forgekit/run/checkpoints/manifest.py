@@ -13,6 +13,7 @@ import json
 import os
 import stat
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 __all__ = [
@@ -33,7 +34,9 @@ FORMAT = 1
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
 
 _CHECKSUM = "checksum"
-_KINDS = {"step": int, "files": dict, "tensors": dict, "optimizer": dict, "fields": dict}
+_KINDS = MappingProxyType(
+    {"step": int, "files": dict, "tensors": dict, "optimizer": dict, "fields": dict}
+)
 
 
 class ManifestError(ValueError):

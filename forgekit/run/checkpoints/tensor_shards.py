@@ -30,17 +30,19 @@ from torch.futures import Future
 from forgekit.run.checkpoints.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-}
+_RECORDS = frozenset(
+    {
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+    }
+)
 
 
 class ShardWriter(dcp.FileSystemWriter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -15,26 +16,31 @@ from forgekit.run.verification.verify import SPLIT, VerifyCheck, VerifyReport
 __all__ = ["show_report"]
 
 _SHOWN = 10
-_HINTS = {
-    SPLIT: "the gradient depends on how a batch is split into micro-batches. Return "
-    "fk.Loss(sum, count) with nothing divided in loss_fn; layers that mix rows (BatchNorm) cannot "
-    "be split. If it is meant (an auxiliary loss per micro-batch), "
-    "--keep-split (split=False) allows it.",
-    "one process": "the step itself differs from a plain backward pass: loss_fn or the model keeps "
-    "something from one call to the next, or draws random numbers.",
-    "dp_replicate": "gradients are not summed over the data-parallel ranks. Does the state have "
-    "its mesh, does loss_fn divide by a count of its own, does it use weights outside of forward?",
-    "dp_shard": "gradients of sharded parameters are not reduced, or not by sums. Does the state "
-    "have its mesh, does loss_fn divide by a count of its own, use weights outside of forward, "
-    "or does a module return what FSDP cannot look into (an object that is no dataclass)?",
-    "cp": "each rank holds a slice of every sequence. Take positions from the batch or from "
-    "model.locate, never from arange; mix positions in attend alone; divide nothing in loss_fn.",
-    "tp": "each rank holds a part of each matrix. Name every module with parameters between a "
-    "colwise and a rowwise one in the plan; split nothing by sizes of the whole matrix.",
-    "pp": "each rank holds some blocks, and only what blocks pass on travels. Skips around blocks, "
-    "sums over blocks and terms over model.parameters() in loss_fn do not.",
-    "ep": "each rank holds some experts. Compute router terms from all tokens of the batch.",
-}
+_HINTS = MappingProxyType(
+    {
+        SPLIT: "the gradient depends on how a batch is split into micro-batches. Return "
+        "fk.Loss(sum, count) with nothing divided in loss_fn; layers that mix rows (BatchNorm) "
+        "cannot be split. If it is meant (an auxiliary loss per micro-batch), --keep-split "
+        "(split=False) allows it.",
+        "one process": "the step itself differs from a plain backward pass: loss_fn or the model "
+        "keeps something from one call to the next, or draws random numbers.",
+        "dp_replicate": "gradients are not summed over the data-parallel ranks. Does the state "
+        "have its mesh, does loss_fn divide by a count of its own, does it use weights outside of "
+        "forward?",
+        "dp_shard": "gradients of sharded parameters are not reduced, or not by sums. Does the "
+        "state have its mesh, does loss_fn divide by a count of its own, use weights outside of "
+        "forward, or does a module return what FSDP cannot look into (an object that is no "
+        "dataclass)?",
+        "cp": "each rank holds a slice of every sequence. Take positions from the batch or from "
+        "model.locate, never from arange; mix positions in attend alone; divide nothing in "
+        "loss_fn.",
+        "tp": "each rank holds a part of each matrix. Name every module with parameters between a "
+        "colwise and a rowwise one in the plan; split nothing by sizes of the whole matrix.",
+        "pp": "each rank holds some blocks, and only what blocks pass on travels. Skips around "
+        "blocks, sums over blocks and terms over model.parameters() in loss_fn do not.",
+        "ep": "each rank holds some experts. Compute router terms from all tokens of the batch.",
+    }
+)
 
 
 def show_report(report: VerifyReport, console: Console | None = None) -> str:

@@ -1,0 +1,157 @@
+"""All that a step needs is in its state: runs side by side, states built by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from distributed.experts import Routed
+from oracle import SPEC
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import forgekit as fk
+from forgekit import state as state_module
+
+WIDE = attrs.evolve(SPEC, vocab_size=40, dim=48, dropout=0.1)
+STEPS = 3
+
+RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "fsdp": ({}, {}),
+    "fp16": ({}, {"precision": "fp16"}),
+    "recomputed": ({}, {"activation_checkpoint": "full"}),
+    "tp": ({"tp": 2, "dp_shard": 1}, {}),
+    "ring": ({"cp": 2, "dp_shard": 1}, {}),
+    "ulysses": ({"cp": 2, "dp_shard": 1}, {"context_parallel": "ulysses"}),
+    "pp": ({"pp": 2, "dp_shard": 1}, {}),
+    "zbv": ({"pp": 2, "dp_shard": 1}, {"pipeline_schedule": "zbv"}),
+    "ep": ({"ep": 2}, {"plan": {"layers.*.feed_forward.experts": "expert"}}),
+}
+"""Sizes of the mesh on two ranks, and options; every run has a model of its own."""
+
+SIDE_BY_SIDE = [
+    ("fsdp", "ep"),
+    ("tp", "fp16"),
+    ("ring", "ulysses"),
+    ("ring", "ring"),
+    ("pp", "zbv"),
+    ("zbv", "tp"),
+    ("ep", "recomputed"),
+]
+
+
+def _model(name: str, number: int) -> fk.Transformer:
+    spec = WIDE if number else attrs.evolve(SPEC, vocab_size=40)
+    model = fk.Transformer(attrs.evolve(spec, layers=4), seed=number)
+    if name == "ep":
+        for layer in model.layers:
+            layer.feed_forward = Routed(spec.dim, spec.ffn_dim)
+        fk.init_weights(model, seed=number)
+    return model
+
+
+def _state(name: str, number: int, world: int) -> fk.TrainState:
+    sizes, options = RUNS[name]
+    mesh = fk.build_mesh(fk.MeshSpec(**(sizes if world > 1 else {})), device="cpu")
+    if world == 1:
+        options = {**options, "plan": None}
+    model = fk.parallelize(_model(name, number), mesh, **options)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=number)
+
+
+def _batches(step: int, rank: int) -> list[TensorDict]:
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(step * 8 + rank))
+    batches = []
+    for _ in range(4):
+        ids, documents = draw(0, 40, (2, 16)), draw(0, 3, (2, 16)).sort(1).values
+        labels = ids.roll(-1, 1).masked_fill(draw(0, 4, (2, 16)) == 0, -100)
+        items = {"input_ids": ids, "labels": labels, "doc_ids": documents}
+        batches.append(TensorDict(items, [2]))
+    return batches
+
+
+def _loss(model: Any, batch: Any) -> fk.Loss:
+    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _seen(state: fk.TrainState, metrics: Any) -> dict[str, Tensor]:
+    """Everything that a step leaves on this rank."""
+    values = {f"metric {name}": value.clone() for name, value in metrics.items()}
+    for name, parameter in state.model.named_parameters():
+        values[name] = _local(parameter).detach().clone()
+        for key, moment in state.optimizer.state[parameter].items():
+            values[f"{name} {key}"] = _local(moment).clone()
+    scalars = (state.targets, state.skipped, state.loss_scale, state.good_steps)
+    return values | {f"scalar {i}": value.clone() for i, value in enumerate(scalars)}
+
+
+def _train(rank: int, world: int, runs: list[tuple[str, int]]) -> list[dict[str, Tensor]]:
+    """Take the steps of all runs in turn, with the same batches; what each has left at its end."""
+    states = [_state(name, number, world) for name, number in runs]
+    step = fk.make_step(_loss, schedule=fk.constant(0.01), max_norm=0.5)
+    seen: list[Any] = [None] * len(runs)
+    for at in range(STEPS):
+        batches = {r: _batches(at, r) for r in range(world)}  # the same tensors for every run
+        for index, state in enumerate(states):
+            mine = batches[fk.data_ranks(state.mesh)[0]]
+            states[index], metrics = step(state, mine)
+            metrics["evaluated"] = fk.evaluate(states[index], mine, _loss)["loss"]
+            seen[index] = _seen(states[index], metrics)
+    return seen
+
+
+def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("pair", SIDE_BY_SIDE, ids="-".join)
+def test_runs_side_by_side_give_the_bits_of_each_alone(pair):
+    runs = [(name, number) for number, name in enumerate(pair)]
+    together = run_ranks(_train, 2, runs)
+    for index, run in enumerate(runs):
+        for found, (alone,) in zip(together, run_ranks(_train, 2, [run]), strict=True):
+            assert all(value.isfinite().all() for value in found[index].values())
+            _assert_same(found[index], alone)
+
+
+def test_runs_of_one_process_give_the_bits_of_each_alone():
+    runs = [("fp16", 0), ("recomputed", 1), ("fsdp", 0)]
+    (together,) = run_ranks(_train, 1, runs)
+    for found, run in zip(together, runs, strict=True):
+        _assert_same(found, run_ranks(_train, 1, [run])[0][0])
+
+
+def _rebuild(rank: int, world: int, name: str) -> list[dict[str, Tensor]]:
+    """Train on, from a state as it is or from one of its parts, without the mark on the model."""
+    seen = []
+    for by_hand in (False, True):
+        state = _state(name, 1, world)
+        step = fk.make_step(_loss, schedule=fk.constant(0.01), max_norm=0.5)
+        for at in range(STEPS):
+            if by_hand:
+                if at == 1:
+                    delattr(state.model, state_module._ATTRIBUTE)
+                fields = [f.name for f in attrs.fields(fk.TrainState) if f.init]
+                state = fk.TrainState(**{field: getattr(state, field) for field in fields})
+            mine = _batches(at, fk.data_ranks(state.mesh)[0])
+            state, metrics = step(state, mine)
+            metrics["evaluated"] = fk.evaluate(state, mine, _loss)["loss"]
+        seen.append(_seen(state, metrics))
+    return seen
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_state_of_the_parts_of_another_behaves_like_it(name):
+    for kept, built in run_ranks(_rebuild, 2, name):
+        _assert_same(built, kept)
