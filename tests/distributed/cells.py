@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from distributed.batches import global_batch
 from distributed.matrix import Cell
-from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, STEPS, build_model
+from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model
 from distributed.mutations import MUTATIONS
 from oracle import full
 from ranks import run_ranks
@@ -30,26 +30,35 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 Found = dict[str, Any]
 
 
-def run_layout(cells: Sequence[Cell], mutation: str | None = None) -> list[Sequence[Found]]:
-    """Run cells of one layout on its ranks; for each what every rank found, for ``merge``."""
-    world = cells[0].row.world
-    by_rank = run_ranks(run_cells, world, list(cells), mutation, timeout_s=60 + 20 * len(cells))
+def run_layout(
+    cells: Sequence[Cell], mutations: Sequence[str | None] | None = None
+) -> list[Sequence[Found]]:
+    """Run cells of one layout on its ranks; for each what every rank found, for ``merge``.
+
+    Args:
+        cells: The cells.
+        mutations: What is broken in each; nothing if not given.
+    """
+    world, broken = cells[0].row.world, list(mutations or [None] * len(cells))
+    by_rank = run_ranks(run_cells, world, list(cells), broken, timeout_s=60 + 20 * len(cells))
     return list(zip(*by_rank, strict=True))
 
 
-def run_cells(rank: int, world: int, cells: Sequence[Cell], mutation: str | None) -> list[Found]:
+def run_cells(
+    rank: int, world: int, cells: Sequence[Cell], mutations: Sequence[str | None]
+) -> list[Found]:
     """One rank's part; a model is laid out once for the cells that compute alike."""
-    with MUTATIONS[mutation]() if mutation else nullcontext():
-        sizes = {"dp_shard": 1, **cells[0].row.sizes}
-        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-        models: dict[Any, LaidOut] = {}
-        found = []
-        for cell in cells:
-            kind = cell.dtype, cell.recompute
+    sizes = {"dp_shard": 1, **cells[0].row.sizes}
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    models: dict[Any, LaidOut] = {}
+    found = []
+    for cell, mutation in zip(cells, mutations, strict=True):
+        kind = cell.dtype, cell.recompute, mutation
+        with MUTATIONS[mutation]() if mutation else nullcontext():
             if kind not in models:
                 models[kind] = LaidOut(lay_out(cell, mesh), mesh)
             found.append(_run_cell(cell, models[kind]))
-        return found
+    return found
 
 
 @attrs.frozen
@@ -137,7 +146,7 @@ def _run_cell(cell: Cell, laid_out: LaidOut) -> Found:
 def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
     """The step written out; gradients of the first step before they are clipped."""
     state, numbers, gradients = laid_out.state("sgd"), [], {}
-    for step in range(STEPS):
+    for step in range(cell.steps):
         totals = fk.accumulate(state, own_batches(cell, state.mesh, step), LOSSES[cell.loss])
         totals = fk.reduce_totals(totals, state)
         if step == 0:
@@ -157,7 +166,7 @@ def _by_make_step(cell: Cell, state: fk.TrainState) -> Found:
     schedule = SCHEDULES["adamw"]
     step = fk.make_step(LOSSES[cell.loss], schedule=schedule, max_norm=MAX_NORM, sync=sync)
     numbers = []
-    for index in range(STEPS):
+    for index in range(cell.steps):
         state, metrics = step(state, own_batches(cell, state.mesh, index))
         numbers.append(_values(metrics))
     return {"numbers": numbers, **_counters(state)}

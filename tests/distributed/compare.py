@@ -24,9 +24,9 @@ class Bounds:
 
     Attributes:
         gradients: Relative to the largest gradient.
-        parameters: After five steps, relative to the largest parameter.
+        parameters: After some steps, relative to the largest parameter.
         numbers: Of losses and gradient norms, each relative to its own.
-        moved: Of what five steps moved, relative to the largest move.
+        moved: Of what the steps moved, relative to the largest move.
         adamw_numbers: As ``numbers``.
         adamw_moved: As ``moved``.
     """

@@ -13,9 +13,8 @@ from torch import nn
 
 import forgekit as fk
 
-__all__ = ["BUILDERS", "LOSSES", "MAX_NORM", "SCHEDULES", "STEPS", "build_model", "spec_of"]
+__all__ = ["BUILDERS", "LOSSES", "MAX_NORM", "SCHEDULES", "build_model", "spec_of"]
 
-STEPS = 5
 MAX_NORM = 0.25
 """Below the norm of every gradient of the table, so that clipping bites."""
 SCHEDULES = {

@@ -13,7 +13,7 @@ import torch
 from distributed.batches import global_batch
 from distributed.experts import compute_densely
 from distributed.matrix import LAYOUTS, Cell, Row
-from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, STEPS, build_model
+from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, build_model
 from oracle import reference_gradients
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ __all__ = ["Expected", "expect"]
 
 @attrs.frozen
 class Training:
-    """Five steps with one optimizer: the parameters after them and each step's numbers."""
+    """Some steps with one optimizer: the parameters after them and each step's numbers."""
 
     parameters: dict[str, Tensor]
     losses: list[float]
@@ -51,7 +51,7 @@ class Expected:
 
 def expect(cell: Cell) -> Expected:
     """The reference of a cell; cells that differ in how they compute share it."""
-    return _expect(_like(cell.layout), cell.micros, cell.targets, cell.packed)
+    return _expect(_like(cell.layout), cell.micros, cell.targets, cell.packed, cell.steps)
 
 
 def _like(layout: str) -> str:
@@ -65,9 +65,9 @@ def _data(row: Row) -> tuple[object, ...]:
 
 
 @cache
-def _expect(layout: str, micros: int, targets: str, packed: bool) -> Expected:
+def _expect(layout: str, micros: int, targets: str, packed: bool, count: int) -> Expected:
     row = LAYOUTS[layout]
-    steps = [global_batch(row, micros, targets, packed, step) for step in range(STEPS)]
+    steps = [global_batch(row, micros, targets, packed, step) for step in range(count)]
     model = _model(row)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     gradients, _ = reference_gradients(model.double(), [steps[0]])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import covering, first_and_in_turn
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -186,17 +187,21 @@ def errors_of(
     return errors
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), first_and_in_turn(LAYOUTS, TOLERANCES))
 def test_slices_attend_like_whole_sequences(layout, dtype):
     cases = [(heads, documents) for heads in HEADS for documents in DOCUMENTS]
     for case, error in errors_of(layout, dtype, "as chosen", cases).items():
         assert error <= TOLERANCES[dtype], case
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "as chosen"])
-@pytest.mark.parametrize("layout", ["ring of 2", "ring of 4", "both of 4"])
+@pytest.mark.parametrize(
+    ("layout", "path", "dtype"),
+    covering(
+        ["ring of 2", "ring of 4", "both of 4"],
+        [path for path in PATHS if path != "as chosen"],
+        ["float64", "bfloat16"],
+    ),
+)
 def test_every_way_of_a_ring_attends_alike(layout, path, dtype):
     cases = [((8, 2), documents) for documents in DOCUMENTS]
     for case, error in errors_of(layout, dtype, path, cases).items():
@@ -230,9 +235,10 @@ def attend_changed(rank: int, world: int, layout: str, dtype: str, changed: int)
     return torch.equal(first[~there], second[~there])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["ring of 2", "both of 4"])
-@pytest.mark.parametrize("changed", [1, 15])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "changed"),
+    covering(["ring of 2", "both of 4"], ["float32", "bfloat16"], [1, 15]),
+)
 def test_a_changed_document_leaves_the_others_bit_equal(layout, dtype, changed):
     world = LAYOUTS[layout][1] * LAYOUTS[layout][2]
     assert all(run_ranks(attend_changed, world, layout, dtype, changed))
@@ -293,13 +299,17 @@ def _tokens() -> tuple[Tensor, Tensor]:
     return ids, torch.randn(upstream, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("documents", ["none", "ragged"])
 @pytest.mark.parametrize(
-    ("what", "sharded"), [("none", False), ("full", False), ("full", True), ("selective", True)]
+    ("layout", "how", "documents"),
+    covering(
+        ["ring of 2", "ulysses of 2", "both of 4"],
+        [("none", False), ("full", False), ("full", True), ("selective", True)],
+        ["none", "ragged"],
+    ),
 )
-@pytest.mark.parametrize("layout", ["ring of 2", "ulysses of 2", "both of 4"])
-def test_models_train_on_slices_as_on_whole_sequences(layout, what, sharded, documents):
+def test_models_train_on_slices_as_on_whole_sequences(layout, how, documents):
     """Position ids come from the socket; documents are sent once for all layers and passes."""
+    what, sharded = how
     model = fk.Transformer(SPEC).double()
     ids, upstream = _tokens()
     model(ids, doc_ids=documents_of(documents)).backward(upstream)

@@ -7,6 +7,7 @@ import warnings
 import attrs
 import pytest
 import torch
+from covering import in_turn
 from oracle import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -76,9 +77,9 @@ def _foreign_gradients(rank, world, sizes, options):
     return gradients(model, share)[1], wrapped
 
 
-@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
-@pytest.mark.parametrize("what", ["none", "full", "selective"])
-def test_a_foreign_model_has_the_gradient_of_one_process(world, sizes, what):
+@pytest.mark.parametrize(("layout", "what"), in_turn(LAYOUTS, ["none", "full", "selective"]))
+def test_a_foreign_model_has_the_gradient_of_one_process(layout, what):
+    world, sizes = layout
     model = _foreign()
     fk.cross_entropy(model(IDS), IDS.roll(-1, 1)).sum.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}

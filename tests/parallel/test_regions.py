@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import first_and_in_turn
 from oracle import full_tensors, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -167,9 +168,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(("kind", "plan"), EXACT.values(), ids=EXACT)
-def test_named_parameters_among_sharded_channels_are_exact(kind, plan, world, layout):
+@pytest.mark.parametrize(("case", "where"), first_and_in_turn(EXACT, LAYOUTS))
+def test_named_parameters_among_sharded_channels_are_exact(case, where):
+    (kind, plan), (world, layout) = EXACT[case], LAYOUTS[where]
     expected = reference(kind, layout.get("dp_shard", 1))
     names = set()
     for found in run_ranks(_gradients, world, layout, kind, plan, {}):
@@ -237,9 +238,9 @@ def _refused(rank, world, layout, kind, plan, options):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(("kind", "plan", "message"), FORGOTTEN.values(), ids=FORGOTTEN)
-def test_what_a_plan_forgets_is_refused_before_the_first_update(kind, plan, message, world, layout):
+@pytest.mark.parametrize(("case", "where"), first_and_in_turn(FORGOTTEN, LAYOUTS))
+def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
+    (kind, plan, message), (world, layout) = FORGOTTEN[case], LAYOUTS[where]
     everyone = run_ranks(_refused, world, layout, kind, plan, {})
     for raised in everyone:
         assert re.search(message, raised), raised

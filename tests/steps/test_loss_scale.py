@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from covering import in_turn
 from oracle import (
     SPEC,
     full_tensors,
@@ -88,9 +89,9 @@ def _overflow(rank, world, sizes, optimizer):
             return seen, full_tensors(state.model)
 
 
-@pytest.mark.parametrize("optimizer", [fk.adamw, _sgd])
-@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
-def test_overflows_change_nothing_and_halve_the_scale_until_a_step_is_good(world, sizes, optimizer):
+@pytest.mark.parametrize(("layout", "optimizer"), in_turn(LAYOUTS, [fk.adamw, _sgd]))
+def test_overflows_change_nothing_and_halve_the_scale_until_a_step_is_good(layout, optimizer):
+    world, sizes = layout
     results = run_ranks(_overflow, world, sizes, optimizer)
     seen, parameters = results[0]
     bad = len(seen) - 1
@@ -205,10 +206,10 @@ def _gradients(rank, world, sizes, scale):
     return {n: g * factor for n, g in gradients.items()}, dtypes
 
 
-@pytest.mark.parametrize("scale", [2.0**-4, 1.0, 2.0**6])
-@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
-def test_the_gradient_is_right_at_every_scale_in_range(world, sizes, scale):
+@pytest.mark.parametrize(("layout", "scale"), in_turn(LAYOUTS, [2.0**-4, 1.0, 2.0**6]))
+def test_the_gradient_is_right_at_every_scale_in_range(layout, scale):
     """Within the rounding of float16 (2**-11), and along the true one: no scale shortens it."""
+    world, sizes = layout
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
     for found, dtypes in run_ranks(_gradients, world, sizes, scale):
         assert dtypes == {torch.float32}

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_turn
 from oracle import SPEC, full_tensors, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -178,16 +179,18 @@ def _mixed(rank, world, layout, term, alone, micro_batches):
     return step_of(layout, partial(mixed, term=term, alone=alone), micro_batches)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("term", [*TERMS, *PER_ROW])
+@pytest.mark.parametrize(("term", "alone"), in_turn([*TERMS, *PER_ROW], [False, True]))
 def test_terms_on_shared_logits_have_the_gradient_of_one_process(term, alone):
     expected, loss, _ = reference(partial(plain, term=term, alone=alone), 1)
     check(run_ranks(_mixed, 2, {"tp": 2}, term, alone, 1), expected, loss)
 
 
-@pytest.mark.parametrize("layout", list(TWO.values())[1:], ids=list(TWO)[1:])
-@pytest.mark.parametrize("term", ["entropy", "temperature", "dpo", "policy gradient"])
-def test_terms_on_shared_logits_in_two_dimensions(layout, term):
+@pytest.mark.parametrize(
+    ("term", "where"),
+    in_turn(["entropy", "temperature", "dpo", "policy gradient"], list(TWO)[1:]),
+)
+def test_terms_on_shared_logits_in_two_dimensions(term, where):
+    layout = TWO[where]
     if term == "dpo" and "cp" in layout:
         term = "squares"  # a preference needs whole rows
     world, rows = world_of(layout)
