@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["Attend", "attend_causal", "document_mask"]
+__all__ = ["Attend", "attend_causal", "document_mask", "wide"]
 
 CALL_COST = 30_000
 """Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""
@@ -48,6 +48,11 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = N
         if lengths is not None and _is_cheaper(lengths, q):
             return _attend_documents(q, k, v, lengths)
     return _sdpa(q, k, v, mask=document_mask(doc_ids))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def document_mask(doc_ids: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     if view is not None and view["tp"].size() > 1:
         raise ValueError(
             f"ep {view['ep'].size()} with tp {view['tp'].size()}: tokens that ranks compute alike "
-            "would travel to the experts several times over. Use tp=1, and dp_shard or cp in its "
-            "place."
+            "would travel to the experts several times over. Use tp=1, and dp_shard or cp "
+            "instead."
         )
     return view
 
@@ -53,7 +53,7 @@ def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     """Find the modules that hold experts.
 
     Args:
-        model: The whole model, before a pipeline is cut.
+        model: The whole model, before a pipeline splits it.
         patterns: Names, or patterns of names, of modules whose parameters are all ``[e ...]``.
 
     Returns:

@@ -74,7 +74,7 @@ def shard(
             is cast to float32.
         reshard_after_forward: Whether a block's parameters are let go after forward and gathered
             again for backward; False keeps them (less communication, more memory), a number keeps
-            them spread over groups of so many neighbours.
+            them sharded over groups of so many neighbours.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         prefetch: How many blocks ahead parameters are gathered; 0 gathers each when it is due.
 
@@ -110,7 +110,7 @@ def shard_experts(
 ) -> None:
     """Wrap modules of experts in FSDP over the ranks that hold the same experts, in place.
 
-    They are cut along their second dimension: the first is taken by the experts.
+    They are sharded along their second dimension: the first is taken by the experts.
 
     Args:
         modules: What ``apply_experts`` returned, before the blocks around them are wrapped.

@@ -49,7 +49,7 @@ def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
 def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Arrange the ranks for sharding: parameters over ``dp_shard * cp`` and over ``tp``.
 
-    Ranks that share a sequence hold different places of it, so their gradients add up like those
+    Ranks that share a sequence hold different positions of it, so their gradients add up like those
     of ranks with different rows: FSDP does it for both at once. The two meshes come from one
     root, as tensors that are sharded over both need.
 

@@ -61,7 +61,7 @@ def accumulate(
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
     Clears old gradients, then runs one backward per pulled micro-batch. Ranks that share a
-    sequence take their places of each; pipeline stages pass micro-batches on to each other. A
+    sequence take their positions of each; pipeline stages pass micro-batches on to each other. A
     parameter that none of them used gets a gradient of zero. The default random generator is
     seeded from ``(seed, step, rank)`` first, with the rank among those that see other data or
     other layers, so that dropout depends on nothing that a checkpoint would have to keep. Does
@@ -281,10 +281,10 @@ def _fill_unused(state: TrainState) -> None:
 
 def _seed(state: TrainState) -> None:
     rank, _ = data_ranks(state.mesh)
-    # Other places and other layers draw other numbers; tensor-parallel ranks draw the same.
+    # Other positions and other layers draw other numbers; tensor-parallel ranks draw the same.
     shared = [name for name in ("cp", "pp") if size_of(state.mesh, name) > 1]
-    places = [f"{name}{state.mesh.get_local_rank(name)}" for name in shared if state.mesh]
-    parts = [state.seed, state.step, rank, *places]
+    positions = [f"{name}{state.mesh.get_local_rank(name)}" for name in shared if state.mesh]
+    parts = [state.seed, state.step, rank, *positions]
     text = "/".join(map(str, parts)).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
 """Cross-entropy from hidden states, without ever holding all logits.
 
 It computes the numbers of ``cross_entropy``. Its gradient has a closed form, so that the forward
-pass finds it while the logits are there, and masked places contribute exactly nothing.
+pass finds it while the logits are there, and masked positions contribute exactly nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forgekit.data.samples import IGNORED
+from forgekit.model.attention import wide
 from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
-from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_places, wide
+from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_positions
 from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
 
 __all__ = ["linear_cross_entropy"]
@@ -57,11 +58,11 @@ def linear_cross_entropy(
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden, weight, columns = take_projection(hidden, weight)
     flat = rearrange(hidden, "... d -> (...) d")
-    weight, places = weight.to(hidden.dtype), labels.reshape(-1).long()
+    weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
     with torch.autocast(hidden.device.type, enabled=False):
-        found: Any = _LinearCrossEntropy.apply(flat, weight, places, z_loss, backward, columns)
+        found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
     total, losses = found
-    return loss_of_places(with_plain_gradient(total), losses, labels)
+    return loss_of_positions(with_plain_gradient(total), losses, labels)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _take_chunk(
     logits: Tensor, labels: Tensor, z_loss: float, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses of some places, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
+    """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
     dtype = logits.dtype
     log_p = F.log_softmax(logits, -1, dtype=wide(dtype))
     losses, log_z = _place_losses(logits, log_p, labels, z_loss)
@@ -132,7 +133,7 @@ def _take_shared_chunk(
 def _place_losses(
     logits: Tensor, log_p: Tensor, labels: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Each place's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
+    """Each position's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
     is_target, picked = _picked(labels)
     chosen = log_p.gather(1, picked)[:, 0]
     losses, log_z = -chosen, None
@@ -175,5 +176,5 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 def _chunk_rows(weight: Tensor) -> int:
     """Rows whose logits are large enough to fill the device and small beside the weight."""
-    places = 2**21 if weight.device.type == "cpu" else 2**27
-    return max(16, places // weight.shape[0])
+    logits = 2**21 if weight.device.type == "cpu" else 2**27
+    return max(16, logits // weight.shape[0])

@@ -2,7 +2,7 @@
 
 A loss function returns ``Loss(sum, count)``. Nothing is divided where it is computed: the number
 of targets in the global batch is known only after the last micro-batch, and one factor per step
-divides by it then. Masked places contribute exactly nothing, whatever stands there.
+divides by it then. Masked positions contribute exactly nothing, whatever stands there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgekit.data.samples import IGNORED
+from forgekit.model.attention import wide
 from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
 
 __all__ = [
@@ -23,8 +24,7 @@ __all__ = [
     "check_labels",
     "check_shapes",
     "cross_entropy",
-    "loss_of_places",
-    "wide",
+    "loss_of_positions",
 ]
 
 Number = Tensor | float | int
@@ -111,7 +111,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     """Cross-entropy of next-token logits, summed over the targets, in float32 or wider.
 
     Args:
-        logits: ``[... v]``; what stands at masked places may be anything, NaN included. A DTensor
+        logits: ``[... v]``; masked positions may hold anything, NaN included. A DTensor
             that is sharded over the vocabulary stays so: ranks compute with their own columns.
         labels: ``[...]`` signed int, already shifted; -100 where there is no target. Another
             label outside the vocabulary raises (on CUDA as a device-side assertion).
@@ -134,28 +134,28 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     check_shapes("logits", logits, labels)
     check_labels(labels, logits.shape[-1])
     logits, columns = take_logits(logits)
-    flat, places = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    flat, positions = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     if columns is not None:
-        losses = shared_losses(flat, places, z_loss, columns)
-        return loss_of_places(losses.sum(), losses, labels)
+        losses = shared_losses(flat, positions, z_loss, columns)
+        return loss_of_positions(losses.sum(), losses, labels)
     flat = flat.to(wide(logits.dtype))
     if flat.requires_grad:  # a hook costs a third of an autograd function in Python
         flat.register_hook(_without_nan)
-    losses = F.cross_entropy(flat, places, ignore_index=IGNORED, reduction="none")
+    losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.
-        log_z = torch.where(places != IGNORED, flat.logsumexp(-1), 0.0)
+        log_z = torch.where(positions != IGNORED, flat.logsumexp(-1), 0.0)
         losses = losses + z_loss * log_z.square()
-    return loss_of_places(losses.sum(), losses, labels)
+    return loss_of_positions(losses.sum(), losses, labels)
 
 
-def loss_of_places(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
+def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
     """Build a loss with its rows.
 
     Args:
         total: ``[]`` differentiable sum of the losses.
-        losses: ``[n]``, 0 at places without a target.
-        labels: ``[b ...]`` of ``n`` places; rows are told apart if there are two dimensions.
+        losses: ``[n]``, 0 at positions without a target.
+        labels: ``[b ...]`` of ``n`` positions; rows are told apart if there are two dimensions.
 
     Returns:
         ``Loss`` with the number of labels that are not -100.
@@ -163,9 +163,11 @@ def loss_of_places(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
     is_target = labels != IGNORED
     if labels.ndim < 2:
         return Loss(total, is_target.sum())
-    places = tuple(range(1, labels.ndim))
-    counts = is_target.sum(places)
-    return Loss(total, counts.sum(), rows=(losses.detach().view(labels.shape).sum(places), counts))
+    positions = tuple(range(1, labels.ndim))
+    counts = is_target.sum(positions)
+    return Loss(
+        total, counts.sum(), rows=(losses.detach().view(labels.shape).sum(positions), counts)
+    )
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:
@@ -181,13 +183,8 @@ def _without_nan(gradient: Tensor | None) -> Tensor | None:
     return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a loss is computed in: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
-    """Raise unless there is a label for each place."""
+    """Raise unless there is a label for each position."""
     if values.shape[:-1] != labels.shape:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)} and labels {tuple(labels.shape)}; labels "

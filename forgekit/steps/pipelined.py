@@ -52,7 +52,7 @@ def accumulate_staged(
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
     Args:
-        state: The state, its model cut by ``split_stages``.
+        state: The state, its model split by ``split_stages``.
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
         sync: Without effect: gradients are reduced after the last micro-batch.
@@ -99,7 +99,7 @@ def evaluate_staged(
     shape, and need no length.
 
     Args:
-        state: The state, its model cut by ``split_stages`` and in evaluation mode.
+        state: The state, its model split by ``split_stages`` and in evaluation mode.
         batches: Micro-batches, the same on every rank of the pipeline.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
 
@@ -256,11 +256,11 @@ class _Work:
         """Find whether the loss is no sum over positions; not of one that a ``head`` computes."""
         if isinstance(out, Loss):
             return None
-        places = self._shape[1]
+        positions = self._shape[1]
         parts = []
         for half in halves_of(call.batch):
-            taken = take_positions(call.batch, half, places)
-            model = once(self.model, take_positions(out, half, places))
+            taken = take_positions(call.batch, half, positions)
+            model = once(self.model, take_positions(out, half, positions))
             parts.append(compute_loss(model, taken, self._loss_fn))
         return find_unequal(loss, parts, context=self.layout.context, close=SUMS_CLOSE)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from forgekit.model.attention import wide
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
@@ -170,4 +171,4 @@ def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
                 by_dtype.setdefault(local.dtype, []).append(local)
     for dtype, gradients in by_dtype.items():
         # At least float32: a factor near 1 in bfloat16 is 1.
-        torch._foreach_mul_(gradients, factor.to(torch.promote_types(dtype, torch.float32)))
+        torch._foreach_mul_(gradients, factor.to(wide(dtype)))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.data.samples import IGNORED
 from forgekit.inputs import nearest_multiples
+from forgekit.model.attention import wide
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
 
@@ -190,8 +191,8 @@ class _SharedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         columns: Columns,
     ) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        found = share_softmax(wide, labels, is_target, z_loss, columns)
+        copied = logits.to(wide(logits.dtype), copy=True)
+        found = share_softmax(copied, labels, is_target, z_loss, columns)
         ctx.save_for_backward(found.exponentials, found.slope, found.column, found.is_here)
         ctx.dtype = logits.dtype
         return found.losses

@@ -526,7 +526,9 @@ def refuse(rank: int, world: int) -> None:
             model.attend(q, k.expand(1, 4, 3, 4), k.expand(1, 4, 3, 4))
         with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 8\); .* here \(1, 4\): this"):
             model.attend(q, k, k, doc_ids=torch.zeros(1, 8))
-    with pytest.raises(ValueError, match=r"holds 3 places; .* Cut sequences whose length 2 \* 2"):
+    with pytest.raises(
+        ValueError, match=r"holds 3 positions; .* Take sequences whose length 2 \* 2"
+    ):
         ring_model.attend(q[:, :3], k[:, :3], k[:, :3])
     with pytest.raises(ValueError, match=r"1 query heads"):
         ulysses_model.attend(q[:, :, :1], k, k)

@@ -273,10 +273,10 @@ def _check_refusals(rank, world):
         fk.accumulate(state, [], _logits_loss)
     with pytest.raises(ValueError, match=r"1 micro-batches do not fit .* '1f1b' on 2 ranks"):
         fk.accumulate(state, batches[:1], _logits_loss)
-    message = "rank 0 has 2 of 2 rows and 6 places; rank 1 has 3 of 2 rows and 6 places"
+    message = "rank 0 has 2 of 2 rows and 6 positions; rank 1 has 3 of 2 rows and 6 positions"
     with pytest.raises(ValueError, match=message):
         fk.accumulate(state, batches[: 2 + rank], _logits_loss)
-    message = "rank 0 has 3 of 2 rows and 6 places; rank 1 has 3 of 2 rows and 7 places"
+    message = "rank 0 has 3 of 2 rows and 6 positions; rank 1 has 3 of 2 rows and 7 positions"
     with pytest.raises(ValueError, match=message):
         fk.accumulate(state, _batches(3, places=6 + rank), _logits_loss)
     with pytest.raises(ValueError, match="loss_fn returned without calling its model"):

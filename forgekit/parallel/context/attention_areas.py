@@ -1,9 +1,9 @@
 """Which queries meet which keys in each step of a ring, before anything is computed.
 
-A rank holds a zigzag slice: chunk ``rank`` of a sequence cut in twice as many chunks as ranks, and
-its mirror image from the back. Of an earlier rank's slice it sees the front chunk, from all its
-places; of a later rank's slice both chunks, from its back chunk. So each step but the first is two
-whole pairs of chunks, and all ranks always have as much to do.
+A rank holds a zigzag slice: chunk ``rank`` of a sequence split in twice as many chunks as ranks,
+and its mirror image from the back. Of an earlier rank's slice it sees the front chunk, from all its
+positions; of a later rank's slice both chunks, from its back chunk. So each step but the first is
+two whole pairs of chunks, and all ranks always have as much to do.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Area:
     """A rectangle of queries and keys that one call computes.
 
     Attributes:
-        queries: Places within this rank's slice.
-        keys: Places within the slice that came round.
-        offset: Place of the first query among the keys, where a query sees those up to its own;
+        queries: Positions within this rank's slice.
+        keys: Positions within the slice that came round.
+        offset: Position of the first query among the keys, where a query sees those up to its own;
             None where it sees all.
         rows: Rows of the batch.
         is_masked: Whether documents still have to be told apart.
@@ -51,25 +51,31 @@ class Area:
         return pairs // 2 if self.offset == 0 and not self.is_masked else pairs
 
 
-def areas_seen(rank: int, source: int, places: int) -> list[Area]:
+def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
     """What a rank sees of a slice, documents aside: pairs of chunks, each whole or causal.
 
     Args:
         rank: The rank that attends.
         source: The rank whose slice it is.
-        places: Places of a slice, even.
+        positions: Positions of a slice, even.
 
     Examples:
-        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 1, places=8)]
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 1, positions=8)]
         [(0, 0, 0), (4, 4, 0), (4, 0, None)]
-        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 0, places=8)]
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(1, 0, positions=8)]
         [(0, 0, None), (4, 0, None)]
-        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(0, 1, places=8)]
+        >>> [(a.queries.start, a.keys.start, a.offset) for a in areas_seen(0, 1, positions=8)]
         [(4, 0, None), (4, 4, None)]
     """
-    front, back = slice(0, places // 2), slice(places // 2, places)
+    # Two ranks, chunks 0 to 3 (rank 0 holds 0 and 3, rank 1 holds 1 and 2); o causal, # whole:
+    #     keys       0 3   1 2
+    #     queries 0  o .   . .     from rank 1's slice rank 0 sees all, from its back chunk
+    #             3  # o   # #
+    #             1  # .   o .     from rank 0's slice rank 1 sees the front chunk
+    #             2  # .   # o
+    front, back = slice(0, positions // 2), slice(positions // 2, positions)
     if source == rank:
-        # Each place sees itself at first, so that no sum of exponentials is ever zero.
+        # Each position sees itself at first, so that no sum of exponentials is ever zero.
         return [Area(front, front, offset=0), Area(back, back, offset=0), Area(back, front)]
     if source < rank:
         return [Area(front, front), Area(back, front)]
@@ -77,13 +83,13 @@ def areas_seen(rank: int, source: int, places: int) -> list[Area]:
 
 
 def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> list[Area]:
-    """Cut an area in blocks of queries, so that the scores or the mask of one stay small.
+    """Split an area in blocks of queries, so that the scores or the mask of one stay small.
 
     Args:
         area: What is seen, documents aside.
         rows: Rows of the batch, ``b``.
         heads: Query heads, ``h``.
-        is_masked: Whether documents have to be told apart.
+        is_masked: Whether a mask has to separate documents.
 
     Returns:
         Areas of at least ``LEAST_QUERIES`` queries, without the keys that come after all of them.
@@ -102,7 +108,7 @@ def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> l
 
 
 def areas_of_documents(area: Area, queries: Tensor, keys: Tensor, heads: int) -> list[Area]:
-    """Cut an area by documents, one rectangle for each that two runs of places share.
+    """Split an area by documents, one rectangle for each that two runs of positions share.
 
     Where there are so many that one call each costs more, the documents are left to a mask. Two
     chunks without a common document have no area.
@@ -114,11 +120,11 @@ def areas_of_documents(area: Area, queries: Tensor, keys: Tensor, heads: int) ->
         heads: Query heads, ``h``.
     """
     rows = zip(queries.tolist(), keys.tolist(), strict=True)
-    cut = [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
+    one_each = [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
     masked = areas_of_queries(area, len(queries), heads, is_masked=True)
-    one_by_one = sum(heads * part.pairs + CALL_COST for part in cut)
+    one_by_one = sum(heads * part.pairs + CALL_COST for part in one_each)
     at_once = sum(len(queries) * heads * part.pairs + CALL_COST for part in masked)
-    return cut if one_by_one < at_once else masked
+    return one_each if one_by_one < at_once else masked
 
 
 @attrs.frozen(eq=False)
@@ -152,8 +158,8 @@ class Route:
         return queries[area.rows, area.queries], keys[area.rows, area.keys]
 
     def _areas(self, step: int, q: Tensor) -> list[Area]:
-        rows, places, heads, _ = q.shape
-        seen = areas_seen(self.rank, self._source(step), places)
+        rows, positions, heads, _ = q.shape
+        seen = areas_seen(self.rank, self._source(step), positions)
         if not has_flash(q):
             is_masked = self.ids is not None
             parts = (areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen)
@@ -187,7 +193,7 @@ def _shared_runs(area: Area, row: int, queries: Sequence[int], keys: Sequence[in
 
 
 def _runs(ids: Sequence[int], where: slice) -> Iterator[tuple[int, slice]]:
-    """Runs of equal ids, with their places."""
+    """Runs of equal ids, with their positions."""
     start = where.start
     for document, run in itertools.groupby(ids[where]):
         stop = start + len(list(run))
@@ -195,5 +201,5 @@ def _runs(ids: Sequence[int], where: slice) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-def _size(places: slice) -> int:
-    return places.stop - places.start
+def _size(positions: slice) -> int:
+    return positions.stop - positions.start

@@ -15,15 +15,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["Ids", "attend_block", "attend_block_backward", "has_flash", "merge_block", "wide"]
+from forgekit.model.attention import wide
+
+__all__ = ["Ids", "attend_block", "attend_block_backward", "has_flash", "merge_block"]
 
 Ids = tuple[Tensor, Tensor]
 """Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def has_flash(tensor: Tensor) -> bool:
@@ -34,13 +31,13 @@ def has_flash(tensor: Tensor) -> bool:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, ids: Ids | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend from some places to some others.
+    """Attend from some positions to some others.
 
     Args:
         q: ``[b h m c]`` queries.
         k: ``[b k n c]`` keys; ``k`` divides ``h``.
         v: ``[b k n c]`` values.
-        offset: Place of the first query among the keys: query ``i`` sees the keys up to
+        offset: Position of the first query among the keys: query ``i`` sees the keys up to
             ``i + offset``. None where all keys come before.
         ids: Documents; a query sees the keys of its own. None for one document.
 
@@ -101,7 +98,7 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
     Args:
         out: ``[b h m c]`` output so far, float32 or wider; zeros at first.
         lse: ``[b h m]`` logarithm of the sum of exponentials so far; minus infinity at first. At
-            each place this or the block's must be finite.
+            each position this or the block's must be finite.
         block_out: ``[b h m c]`` output of the block.
         block_lse: ``[b h m]`` its logarithm of the sum of exponentials.
     """

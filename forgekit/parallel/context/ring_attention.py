@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks while each attends from its own places.
+"""Ring attention: keys and values go round the ranks while each attends from its own positions.
 
 The next slice is on its way while one is attended to. In the backward pass the slices go round
 once more and the gradients of keys and values follow them, summed in float32 or wider, until they
@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgekit.model.attention import Attend
+from forgekit.model.attention import Attend, wide
 from forgekit.parallel.context.attention_areas import Area, Route
 from forgekit.parallel.context.block_attention import (
     attend_block,
     attend_block_backward,
     merge_block,
-    wide,
 )
 from forgekit.parallel.context.sequence_exchange import (
     Members,
@@ -57,8 +56,8 @@ def ring_attention(members: Members) -> Attend:
         check_shapes(q, k, v, doc_ids)
         if q.shape[1] % 2:
             raise ValueError(
-                f"a rank of the ring holds {q.shape[1]} places; a zigzag slice is two chunks of "
-                f"one size. Cut sequences whose length 2 * {members.size} divides."
+                f"a rank of the ring holds {q.shape[1]} positions; a zigzag slice is two chunks of "
+                f"one size. Take sequences whose length 2 * {members.size} divides."
             )
         ids = None if doc_ids is None else gather(doc_ids)
         return torch.ops.forgekit.attend_ring(q, k, v, ids, members.name)[0]
@@ -78,7 +77,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Non
     if doc_ids is not None and doc_ids.shape != q.shape[:2]:
         raise ValueError(
             f"doc_ids has shape {tuple(doc_ids.shape)}; it must be [b s], here "
-            f"{tuple(q.shape[:2])}: this rank's slice, as forgekit.shard_sequence cuts it."
+            f"{tuple(q.shape[:2])}: this rank's slice, as forgekit.shard_sequence splits it."
         )
 
 
@@ -90,7 +89,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Non
 def attend_ring(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Attend from this rank's places to those of all members.
+    """Attend from this rank's positions to those of all members.
 
     Args:
         q: ``[b s h c]`` queries of a zigzag slice.
@@ -107,6 +106,7 @@ def attend_ring(
     route = Route.plan(q, ids, rank=members.rank, size=members.size)
     q, out = _dense(q), _like(q)
     shape = q.shape[0], q.shape[2], q.shape[1]
+    # Minus infinity: a softmax over no keys. The first block, each position's own, makes it finite.
     lse = q.new_full(shape, float("-inf"), dtype=wide(q.dtype))
     for own, shared in _turns(q, k):
         queries, keys, values = _by_head(q, own), _by_head(k, shared), _by_head(v, shared)
@@ -179,7 +179,7 @@ def _attend(
     """Sum one turn's softmax in ``out`` ``[b h s c]`` and ``lse`` ``[b h s]``, in place."""
 
     def add(area: Area, step: int, keys: Tensor, values: Tensor) -> None:
-        here, there = _places(area)
+        here, there = _indices(area)
         ids = route.documents(area, step)
         block = attend_block(q[here], keys[there], values[there], offset=area.offset, ids=ids)
         merge_block(out[here], lse[here], *block)
@@ -203,10 +203,12 @@ def _attend_back(
     dq: Tensor,
 ) -> Tensor:
     """Sum one turn's gradients of ``q`` in ``dq``; return those of ``k`` and ``v``, wide."""
+    # [2 b k s c] gradients of the slice that is being visited. They follow it by one exchange: each
+    # rank adds its share, and after size exchanges they are home, one more than the slice itself.
     behind = Transfer(torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device))
 
     def add(area: Area, step: int, keys: Tensor, values: Tensor) -> None:
-        here, there = _places(area)
+        here, there = _indices(area)
         shares = attend_block_backward(
             gradient[here],
             q[here],
@@ -240,6 +242,8 @@ def _go_round(
     A function is called, rather than a generator looped over, so that nothing keeps a slice
     longer than its visit.
     """
+    # [2 b k s c], one message. In step n it holds the slice of the rank n before this one, so that
+    # after size - 1 exchanges each rank has seen every slice and none is sent home again.
     block = torch.stack((k, v)).contiguous()  # stack keeps the order of strides
     for step in range(members.size):
         is_last = step == members.size - 1
@@ -274,7 +278,7 @@ def _by_head(x: Tensor, heads: slice) -> Tensor:
     return x.transpose(1, 2)[:, heads]
 
 
-def _places(area: Area) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def _indices(area: Area) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     return (area.rows, slice(None), area.queries), (area.rows, slice(None), area.keys)
 
 
@@ -296,8 +300,8 @@ def _like(x: Tensor) -> Tensor:
 
 @attend_ring.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows, places, heads, _channels = q.shape
-    return _like(q), q.new_empty((rows, heads, places), dtype=wide(q.dtype))
+    rows, positions, heads, _channels = q.shape
+    return _like(q), q.new_empty((rows, heads, positions), dtype=wide(q.dtype))
 
 
 @attend_ring_backward.register_fake

@@ -1,4 +1,4 @@
-"""Ulysses: ranks give each other places for heads, attend to whole sequences, and give them back.
+"""Ulysses: ranks exchange positions for heads, attend to whole sequences, and exchange them back.
 
 Each rank has some of the query heads in between, so their number must divide by that of the ranks.
 Key and value heads are repeated where that is needed for every rank to hold those of its queries;
@@ -25,11 +25,11 @@ __all__ = ["check_heads", "ulysses_attention"]
 
 
 def ulysses_attention(members: Members, attend: Attend = attend_causal) -> Attend:
-    """Make the ``attend`` socket of a rank that exchanges places for heads.
+    """Make the ``attend`` socket of a rank that exchanges positions for heads.
 
     Args:
-        members: The ranks that share the places; each has a contiguous slice of them.
-        attend: What then attends with some of the heads from all of these places; that of a ring
+        members: The ranks that share the positions; each has a contiguous slice of them.
+        attend: What then attends with some of the heads from all of these positions; that of a ring
             where they are a slice themselves.
 
     Returns:
@@ -42,8 +42,8 @@ def ulysses_attention(members: Members, attend: Attend = attend_causal) -> Atten
         check_shapes(q, k, v, doc_ids)
         check_heads(q.shape[2], members.size)
         ids = None if doc_ids is None else gather(doc_ids)
-        out = attend(*_places_for_heads(q, k, v, members), doc_ids=ids)
-        return _heads_for_places(out, members)
+        out = attend(*_positions_for_heads(q, k, v, members), doc_ids=ids)
+        return _heads_for_positions(out, members)
 
     return attend_ulysses
 
@@ -53,7 +53,7 @@ def check_heads(heads: int, ulysses: int) -> None:
 
     Args:
         heads: Query heads of a rank, after tensor parallelism.
-        ulysses: Ranks that exchange places for heads.
+        ulysses: Ranks that exchange positions for heads.
 
     Raises:
         ValueError: If they do not; names what would.
@@ -68,8 +68,8 @@ def check_heads(heads: int, ulysses: int) -> None:
         )
 
 
-def _places_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list[Tensor]:
-    """``[b s h c]``, twice ``[b s k c]`` -> the same with all places and this rank's heads."""
+def _positions_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list[Tensor]:
+    """``[b s h c]``, twice ``[b s k c]`` -> the same with all positions and this rank's heads."""
     size = members.size
     repeats = size // math.gcd(k.shape[2], size)
     if repeats > 1:
@@ -80,7 +80,7 @@ def _places_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list
     return list(joined.split([x.shape[3] for x in by_rank], dim=2))
 
 
-def _heads_for_places(out: Tensor, members: Members) -> Tensor:
+def _heads_for_positions(out: Tensor, members: Members) -> Tensor:
     by_rank = rearrange(out, "b (p s) h c -> p b s h c", p=members.size)
     exchanged = torch.ops.forgekit.exchange_heads(by_rank, members.name)
     return rearrange(exchanged, "p b s h c -> b s (p h) c")

@@ -73,11 +73,15 @@ class Engine:
         Raises:
             Exception: What ``compute`` raises, as it is.
         """
+        # Torch's schedule walks this rank's row of the table of work: before each forward it waits
+        # for the activations, after it sends them on; backward the same the other way round. The
+        # stage below computes in between, and pulls its micro-batch when its turn comes.
         schedule, stages = self._find(micro_batches, tuple(passed), tag)
         for stage in stages:
             stage.compute = compute
             stage.has_backward = True
             stage.clear_runtime_states()
+        # Torch is given numbers only: as keywords to forward, as targets to the loss.
         numbers = list(range(micro_batches))
         by_name = [{"micro_batch": number} for number in numbers]
         try:

@@ -1,4 +1,4 @@
-"""Cut one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
+"""Split one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
 
 A stage is a shallow copy of the model in which the parts of other stages are ``Absent``: they
 answer with what travelled, so the model's own ``forward`` runs every stage. Positions in lists
@@ -27,7 +27,7 @@ SHOWN = 4
 
 @attrs.frozen(eq=False)
 class Cut:
-    """A model after its cut, as one rank holds it.
+    """A model after its split, as one rank holds it.
 
     Attributes:
         modules: The rank's stages, in order.
@@ -58,7 +58,7 @@ class _Part:
 
 
 def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
-    """Cut a model in place: keep what this rank's stages need and make a copy for each of them.
+    """Split a model in place: keep what this rank's stages need and make a copy for each of them.
 
     What is registered before the list of blocks goes to the first stage, what follows it to the
     last. Modules without parameters run in every stage (a rotary embedding, an activation between
@@ -104,7 +104,7 @@ def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
 
 
 def cost_of(module: nn.Module) -> float:
-    """Cost of a module per place: the elements of its matrices, two operations on each.
+    """Cost of a module per position: the elements of its matrices, two operations on each.
 
     A lookup reads one row, so an embedding costs its width. Attention's own cost, the same in
     every block, and vectors are left out; all experts of a layer count.
@@ -120,7 +120,7 @@ def cost_of(module: nn.Module) -> float:
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
-    """Cut a row of blocks so that the most expensive stage is as cheap as possible.
+    """Split a row of blocks so that the most expensive stage is as cheap as possible.
 
     Args:
         costs: Cost of each block.
@@ -129,7 +129,7 @@ def balance(costs: Sequence[float], stages: int, first: float = 0, last: float =
         last: Cost that the last stage has besides, the output projection.
 
     Returns:
-        First block of each stage, and at the end the number of blocks. Among cuts with the same
+        First block of each stage, and at the end the number of blocks. Among splits with the same
         largest stage, one with a small sum of squares.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Pipeline stages of one rank: how they were cut, and what their ranks agree on.
+"""Pipeline stages of one rank: how the model was split, and what their ranks agree on.
 
 The order of work and the sending is torch's, see ``runtime.py``; what a stage computes comes from
 ``steps/pipelined.py``. Ranks that disagree would wait for each other until a time-out. So they
@@ -69,7 +69,7 @@ def split_stages(
         parameters only while they are gathered.
 
     Raises:
-        ValueError: If the model cannot be cut (see ``cut``), or the ranks differ in what they
+        ValueError: If the model cannot be split (see ``cut``), or the ranks differ in what they
             were told to do.
     """
     mine = stages_of(schedule, mesh["pp"].size(), mesh.get_local_rank("pp"))
@@ -187,10 +187,10 @@ class Stages:
             RuntimeError: On the other ranks, if there was one.
             ValueError: On every rank, with what each of them has.
         """
-        rows, places = (*shape, 1, 1)[:2]
+        rows, positions = (*shape, 1, 1)[:2]
         number = -1 if micro_batches is None else micro_batches
         digest = int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=7).digest(), "little")
-        values = [number, rows, places, digest, error is not None, self._failures]
+        values = [number, rows, positions, digest, error is not None, self._failures]
         mine = torch.tensor(values, device=self._wire)
         everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(everyone, mine, group=self._group)
@@ -406,6 +406,6 @@ def _refuse_call(what: str, *_args: Any, **_kwargs: Any) -> None:
     )
 
 
-def _shown(rank: int, micro_batches: int, rows: int, places: int) -> str:
+def _shown(rank: int, micro_batches: int, rows: int, positions: int) -> str:
     number = "an unknown number" if micro_batches < 0 else str(micro_batches)
-    return f"rank {rank} has {number} of {rows} rows and {places} places"
+    return f"rank {rank} has {number} of {rows} rows and {positions} positions"

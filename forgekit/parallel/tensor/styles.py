@@ -35,7 +35,7 @@ __all__ = [
 
 Forward = Callable[..., Any]
 
-PLACES = Shard(1)
+POSITIONS = Shard(1)
 """Activations are ``[b s d]``."""
 
 
@@ -53,7 +53,7 @@ def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> None:
-    """Cut a projection by its outputs, in place: all channels in, this rank's out.
+    """Shard a projection by its outputs, in place: all channels in, this rank's out.
 
     Args:
         module: A projection of ``d`` to ``e`` channels.
@@ -65,18 +65,18 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
 
 
 def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Cut a projection by its inputs, in place: this rank's channels in, sums over ranks out.
+    """Shard a projection by its inputs, in place: this rank's channels in, sums over ranks out.
 
     Args:
         module: A projection of ``d`` to ``e`` channels.
         mesh: The ranks, a mesh of one dimension whose size divides ``d``.
-        sequence: Whether the output is this rank's places ``[b s/tp e]``, else all of them.
+        sequence: Whether the output is this rank's positions ``[b s/tp e]``, else all of them.
     """
     bias = module.bias
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
     _place(module, mesh, Shard(1))
-    module.bias = _spread(bias, mesh, Replicate()) if bias is not None else bias
-    output = PLACES if sequence else Replicate()
+    module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
+    output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_project_in, module, mesh, output))
 
 
@@ -101,7 +101,7 @@ def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a norm work on this rank's places, in place, and return those of all ranks.
+    """Let a norm work on this rank's positions, in place, and return those of all ranks.
 
     What follows (queries, keys and values) shares the one gathered DTensor, and in backward the
     one reduce-scatter of their summed gradients.
@@ -111,7 +111,7 @@ def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
-    """Let dropout act on this rank's places, in place, as it would if one rank had all of them.
+    """Let dropout act on this rank's positions, in place, as it would if one rank had all of them.
 
     Every rank draws the whole mask from the same generator and keeps its slice. A mask of the
     slice's size would repeat over the slices.
@@ -120,7 +120,7 @@ def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
 
 
 def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Cut an embedding by vocabulary rows, in place.
+    """Shard an embedding by vocabulary rows, in place.
 
     Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
     looks for ``padding_idx`` among this rank's rows.
@@ -128,10 +128,10 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
     Args:
         module: An embedding ``[v d]``.
         mesh: The ranks, a mesh of one dimension whose size divides ``v``.
-        sequence: Whether the output is this rank's places ``[b s/tp d]``, else all of them.
+        sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
     """
     _place(module, mesh, Shard(0))
-    output = PLACES if sequence else Replicate()
+    output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_embed, module, mesh, output))
 
 
@@ -151,14 +151,14 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make DTensors of a module's own parameters; ranks cut what they hold and send nothing."""
+    """Make DTensors of a module's own parameters; ranks keep their part and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, _spread(parameter, mesh, placement))
+        module.register_parameter(name, _shard(parameter, mesh, placement))
 
 
-def _spread(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    spread = distribute(parameter, mesh, [placement], src_data_rank=None)
-    return nn.Parameter(spread, parameter.requires_grad)
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    sharded = distribute(parameter, mesh, [placement], src_data_rank=None)
+    return nn.Parameter(sharded, parameter.requires_grad)
 
 
 def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -178,26 +178,26 @@ def _project_out(
 def _project_in(
     module: nn.Linear, mesh: DeviceMesh, output: Placement, forward: Forward, x: Tensor
 ) -> Tensor:
-    """``[b s d/tp]`` -> ``[b s e]``, or this rank's places of it."""
+    """``[b s d/tp]`` -> ``[b s e]``, or this rank's positions of it."""
     if isinstance(x, DTensor):
         x = x.redistribute(placements=(Shard(-1),)).to_local()
-    spread, bias = module._parameters, module._parameters.get("bias")
-    module._parameters = {**spread, "bias": None}  # it is added once, not on every rank
+    sharded, bias = module._parameters, module._parameters.get("bias")
+    module._parameters = {**sharded, "bias": None}  # it is added once, not on every rank
     try:
         out = with_local_parameters([module], Shard(1), forward, x)
     finally:
-        module._parameters = spread
+        module._parameters = sharded
     parts = DTensor.from_local(out, mesh, (Partial(),), run_check=False)
     out = parts.redistribute(placements=(output,)).to_local()
-    bias = to_local(bias, Partial() if output == PLACES else Replicate())
+    bias = to_local(bias, Partial() if output == POSITIONS else Replicate())
     return out if bias is None else out + bias
 
 
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
     """``[b s/tp d]`` -> ``[b s d]``."""
     out = with_local_parameters([module], Partial(), forward, x)
-    spread = DTensor.from_local(out, mesh, (PLACES,), run_check=False)
-    return spread.redistribute(placements=(Replicate(),))
+    shards = DTensor.from_local(out, mesh, (POSITIONS,), run_check=False)
+    return shards.redistribute(placements=(Replicate(),))
 
 
 def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> Tensor:
@@ -213,8 +213,8 @@ def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> 
 def _embed(
     module: nn.Embedding, mesh: DeviceMesh, output: Placement, forward: Forward, ids: Tensor
 ) -> Tensor:
-    """``[b s]`` -> ``[b s d]``, or this rank's places of it."""
-    _check_places(ids, mesh, output)
+    """``[b s]`` -> ``[b s d]``, or this rank's positions of it."""
+    _check_positions(ids, mesh, output)
     rows = module.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * rows
     is_here = (ids >= first) & (ids < first + rows)
@@ -231,13 +231,13 @@ def _embed(
         module.padding_idx = padding
     # `where`, not a product: weights may be infinite.
     x = torch.where(is_here[..., None], x, 0.0)
-    spread = DTensor.from_local(x, mesh, (Partial(),), run_check=False)
-    return spread.redistribute(placements=(output,)).to_local()
+    shards = DTensor.from_local(x, mesh, (Partial(),), run_check=False)
+    return shards.redistribute(placements=(output,)).to_local()
 
 
-def _check_places(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
+def _check_positions(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
     size = mesh.size()
-    if output == PLACES and ids.shape[1] % size:
+    if output == POSITIONS and ids.shape[1] % size:
         raise ValueError(
             f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; the nearest are "
             f"{nearest_multiples(ids.shape[1], size)}. Pad them (labels -100) or change the mesh."
