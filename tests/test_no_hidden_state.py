@@ -140,7 +140,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "parallel/activation_checkpoint.py": {"vars(self).update(vars(torch_mode))": OWN},
     "parallel/tensor/styles.py": {
         "module.bias": SETUP,
-        "register_parameter(name, _spread(parameter, mesh, placement))": SETUP,
+        "register_parameter(name, _shard(parameter, mesh, placement))": SETUP,
         "module._parameters": WHILE,
         "module.padding_idx": WHILE,
     },
@@ -293,21 +293,23 @@ def test_the_rule_finds_what_is_planted(source):
     assert len(list(_written(ast.parse(source)))) == 1
 
 
-TORCH_NAMES = {
-    "_unsharded_param",
-    "_fsdp_param_groups",
-    "_step_supports_amp_scaling",
-    "_cuda_attach_out_of_memory_observer",
-    "_fields",
-}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_marks_of_our_own_are_read(path):
     """But the layout, by those that have no state: parallelize leaves it, generate reads it."""
-    tree = ast.parse(path.read_text())
+    tree, name = ast.parse(path.read_text()), str(path.relative_to(PACKAGE))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value}
+    texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert not any(text.startswith("_forgekit") for text in texts) or name == "state.py"
+    assert "layout_of" not in names or name in ("state.py", "run/generate.py")
+    assert "set_layout" not in names or name in ("state.py", "parallel/parallelize.py")
+
+
+TORCH_NAMES = {"_unsharded_param", "_fsdp_param_groups", "_step_supports_amp_scaling", "_fields"}
+
+
+@pytest.mark.parametrize("path", WRITING, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_looked_for_on_objects_is_public_or_torchs(path):
+    tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1]
     probed = {
         call.args[1].value
@@ -315,9 +317,5 @@ def test_no_marks_of_our_own_are_read(path):
         if ast.unparse(call.func) in ("getattr", "hasattr")
         and isinstance(call.args[1], ast.Constant)
     }
-    name = str(path.relative_to(PACKAGE))
-    assert not any(str(text).startswith("_forgekit") for text in texts) or name == "state.py"
-    assert "layout_of" not in names or name in ("state.py", "run/generate.py")
-    assert "set_layout" not in names or name in ("state.py", "parallel/parallelize.py")
     private = {text for text in probed if text.startswith("_") and not text.startswith("__")}
     assert private <= TORCH_NAMES
