@@ -19,7 +19,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.data.mixture.interleave import BLOCK
 from forgekit.data.mixture.order import make_order
 from forgekit.data.mixture.phases import Phase
@@ -65,7 +65,7 @@ def draw_slices(places: int = 32, ranks: int = 4) -> Figure:
     for axes, method in zip(panels, ("zigzag", "contiguous"), strict=True):
         holder = np.zeros((1, places))
         for rank in range(ranks):
-            mine = slice_places(torch.arange(places), rank=rank, world=ranks, method=method)
+            mine = slice_positions(torch.arange(places), rank=rank, world=ranks, method=method)
             holder[0, mine.numpy()] = rank
         axes.pcolormesh(holder, cmap=ListedColormap(RANKS[:ranks]), edgecolors="w", linewidth=0.6)
         axes.set_yticks([0.5], [{"zigzag": "ring (zigzag)"}.get(method, f"Ulysses ({method})")])
@@ -79,7 +79,7 @@ def draw_slices(places: int = 32, ranks: int = 4) -> Figure:
 def draw_masks(places: int = 24) -> Figure:
     """Who may attend to whom: one document, three packed ones, and as a zigzag ring holds them."""
     documents = torch.tensor([[0] * 9 + [1] * 11 + [-1] * 4])
-    order = torch.cat([slice_places(torch.arange(places), rank=r, world=2) for r in range(2)])
+    order = torch.cat([slice_positions(torch.arange(places), rank=r, world=2) for r in range(2)])
     packed = document_mask(documents)[0, 0]
     shown = {
         "causal": document_mask(torch.zeros(1, places))[0, 0],

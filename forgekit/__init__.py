@@ -30,7 +30,7 @@ from forgekit.data.mixture.order import Order, make_order
 from forgekit.data.mixture.mixture_dataset import mixture_dataset
 from forgekit.data.batches.batch import check_batch, mask_batch, shift_labels
 from forgekit.data.samples import collate
-from forgekit.data.batches.transforms import mask_prompts, pad_places
+from forgekit.data.batches.transforms import mask_prompts, pad_places, pad_positions
 from forgekit.data.batches.sequence_slices import shard_sequence, unshard_sequence
 from forgekit.data.loading.loader import make_loader
 from forgekit.data.loading.document_stream import DocumentStream, stream_documents
@@ -130,6 +130,7 @@ __all__ = [
     "collate",
     "mask_prompts",
     "pad_places",
+    "pad_positions",
     "shard_sequence",
     "unshard_sequence",
     "make_loader",

@@ -1,7 +1,7 @@
-"""What identifies data, fact by fact, so that whoever finds other data can say what has changed.
+"""What identifies data, fact by fact, so that an error can say which fact has changed.
 
-A fingerprint is a string: equal strings mean equal rows. It is JSON, of one fact per key. The key
-``hash`` is what fingerprints were before there were facts, under which older checkpoints know them.
+A fingerprint is a string: equal strings mean equal rows. It is JSON, with one fact per key. The key
+``hash`` is the whole fingerprint in older checkpoints, which have no facts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def state_facts(hashed: str, **facts: Any) -> str:
     """Make a fingerprint of facts.
 
     Args:
-        hashed: The hash of them by which data were known before.
-        **facts: JSON values; None says that a fact is not known.
+        hashed: Their hash, the fingerprint in older checkpoints.
+        **facts: JSON values; None if a fact is unknown.
 
     Examples:
         >>> state_facts("3f2a", files="a1", seq_len=16)
@@ -32,7 +32,7 @@ def state_facts(hashed: str, **facts: Any) -> str:
 
 
 def facts_of(fingerprint: Any) -> dict[str, Any] | None:
-    """Return the facts of a fingerprint; None if it is of another kind."""
+    """Return the facts of a fingerprint; None if it has none."""
     try:
         facts = json.loads(fingerprint) if isinstance(fingerprint, str) else None
     except (ValueError, RecursionError):
@@ -41,13 +41,13 @@ def facts_of(fingerprint: Any) -> dict[str, Any] | None:
 
 
 def hash_of(fingerprint: Any) -> Any:
-    """Return the hash in a fingerprint of facts, any other fingerprint as it is."""
+    """Return the hash in a fingerprint of facts; any other fingerprint unchanged."""
     facts = facts_of(fingerprint)
     return fingerprint if facts is None else facts[HASH]
 
 
 def compare_facts(then: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Name the facts that differ; one that is not known on a side does not.
+    """Name the facts that differ; an unknown fact is not compared.
 
     Examples:
         >>> compare_facts({"files": "a", "seq_len": 16}, {"files": "a", "seq_len": 32})

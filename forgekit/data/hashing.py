@@ -1,4 +1,4 @@
-"""Integers hashed to 64 well-mixed bits, the same on every machine and version."""
+"""Hashes of integers: 64 well-mixed bits, the same on every machine and version."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def hash_integers(values: ArrayLike, key: ArrayLike = 0) -> U64:
     """
     values, key = as_unsigned(values), as_unsigned(key)
     shape = np.broadcast_shapes(values.shape, key.shape)
-    # At least one dimension: numpy warns when a scalar wraps around, and wrapping is the point.
+    # At least one dimension: numpy warns when a scalar overflows, and here overflow is intended.
     values, key = np.atleast_1d(values), np.atleast_1d(key)
     return mix_bits(values * _GOLDEN + mix_bits(key * _GOLDEN + _GOLDEN)).reshape(shape)
 
 
 def mix_bits(values: U64) -> U64:
-    """Mix the bits of ``uint64``; wrapping is the point."""
+    """Mix the bits of ``uint64``; overflow is intended."""
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLY_1
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLY_2
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Packages that only some functions need: imported where they are used, asked for by name."""
+"""Optional packages, imported inside the functions that need them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def require(module: str, extra: str) -> Any:
     """Import a module of an optional package, or say how to install it.
 
     Args:
-        module: What to import, for example ``"pyarrow.parquet"``.
-        extra: The extra of forgekit that brings the package.
+        module: The module to import, for example ``"pyarrow.parquet"``.
+        extra: The extra of forgekit that installs the package.
 
     Returns:
         The module.
@@ -33,7 +33,7 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] != package:
-            raise  # it is installed, and something that it needs is not
+            raise  # it is installed, but one of its own dependencies is not
         raise ImportError(
             f'{package} is not installed. Install it with: pip install "forgekit[{extra}]"',
             name=package,

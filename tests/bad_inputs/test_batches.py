@@ -86,15 +86,15 @@ BATCHES = {
     ),
     **{
         f"padding with {name} of {value!r}": (
-            partial(fk.pad_places, batch_of(), **{name: value}),
+            partial(fk.pad_positions, batch_of(), **{name: value}),
             TypeError,
             rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
         )
-        for name in ("places", "multiple", "token")
+        for name in ("positions", "multiple", "token")
         for value in (4.0, "4")
     },
     "rows padded to a multiple of nothing": (
-        lambda: fk.pad_places(batch_of(), multiple=0),
+        lambda: fk.pad_positions(batch_of(), multiple=0),
         ValueError,
         "^multiple 0 must be at least 1",
     ),
@@ -114,9 +114,9 @@ BATCHES = {
         "^stop is True, a bool; pass an integer",
     ),
     "rows padded to nothing": (
-        lambda: fk.pad_places(batch_of(), 0),
+        lambda: fk.pad_positions(batch_of(), 0),
         ValueError,
-        "^a row has 3 places, more than 0; cut or drop long rows, or pack documents: forgekit",
+        "^a row has 3 positions, more than 0; truncate or drop long rows, or pack documents: forge",
     ),
 }
 LOADING = {
@@ -247,7 +247,7 @@ STREAMS = {
         ValueError,
         r"^rank -1 must lie in range\(world=1\)\. .* forgekit\.data_ranks\(mesh\) gives both",
     ),
-    "negative places": (
+    "negative positions": (
         lambda: stream(seq_len=-4),
         ValueError,
         "^seq_len -4 must be at least 1",

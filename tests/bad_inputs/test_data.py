@@ -428,7 +428,7 @@ ARRAYS = {
     "a mixture of nothing": (
         lambda: fk.mixture_dataset({}, order()),
         ValueError,
-        "the sources of the order 'a', 'b'; make the order from the lengths of these data sets",
+        "the sources of the order 'a', 'b'; make the order from the lengths of these datasets",
     ),
 }
 

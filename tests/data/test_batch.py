@@ -48,7 +48,7 @@ BAD = {
     "flat": (
         batch_of(input_ids=IDS[:, 0], labels=IDS),
         ValueError,
-        r'"input_ids" has shape \(2,\); it must be \[b s\], rows by places',
+        r'"input_ids" has shape \(2,\); it must be \[b s\], rows by positions',
     ),
     "short": (
         batch_of(input_ids=IDS, labels=IDS[:, 1:]),

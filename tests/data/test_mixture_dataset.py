@@ -143,15 +143,15 @@ BAD = {
     "row": (lambda: mixture()[-1], "^sample -1 must be at least 0"),
     "names": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 5, "b": 5}),
-        "^the data sets are 'a', the sources of the order 'a', 'b'; make the order",
+        "^the datasets are 'a', the sources of the order 'a', 'b'; make the order",
     ),
     "length": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 6}),
-        r"^data set 'a' has 5 rows and the order was made for 6; make it from len\(dataset\)",
+        r"^dataset 'a' has 5 rows and the order was made for 6; make it from len\(dataset\)",
     ),
     "seq_len": (
         lambda: mixed({"a": Rows(0, 5, seq_len=8), "b": Rows(1, 5, seq_len=9)}),
-        "^the data sets differ in seq_len, {'a': 8, 'b': 9}; cut all to one length",
+        "^the datasets differ in seq_len, {'a': 8, 'b': 9}; give all one length",
     ),
     "shapes": (
         lambda: mixed(

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgekit as fk
-from forgekit.data.mixture.interleave import BLOCK, UNITS, count_dealt, cut_interval, deal_block
+from forgekit.data.mixture.interleave import (
+    BLOCK,
+    UNITS,
+    assign_block,
+    count_assigned,
+    split_interval,
+)
 
 FAR = 2**61
 WEIGHTS = st.one_of(st.integers(1, 9), st.floats(1e-6, 1e6))
@@ -128,7 +134,7 @@ def test_rounding_does_not_add_up(blocks, seed):
 def test_weights_become_units_that_add_up():
     """Each is rounded to the nearest but at least one unit; the largest takes what that leaves."""
     for parts in ([1e-300, 1.0], [1.0] + [1e-13] * 9, [9] + [7] * 700, [0.1] * 10, [3e307, 6e307]):
-        units = np.diff(cut_interval(parts)).tolist()
+        units = np.diff(split_interval(parts)).tolist()
         assert sum(units) == UNITS
         largest = parts.index(max(parts))
         for place, (part, unit) in enumerate(zip(parts, units, strict=True)):
@@ -142,14 +148,14 @@ def test_the_points_of_a_block_fall_into_the_parts_of_the_weights():
     edges = [Fraction(int(cut), UNITS) for cut in cuts]
     total = np.zeros(7, dtype=np.int64)
     for block in range(16):
-        assert count_dealt(cuts, 0, block).tolist() == total.tolist()
+        assert count_assigned(cuts, 0, block).tolist() == total.tolist()
         offset = sum(Fraction(block >> digit & 1, 2 << digit) for digit in range(30))
         points = [(number + offset) / 1024 for number in range(1024)]
         total += np.diff([sum(point < edge for point in points) for edge in edges])
-        sources, _ = deal_block(cuts, block, key=1)
-        dealt = count_dealt(cuts, block, 1)
+        sources, _ = assign_block(cuts, block, key=1)
+        dealt = count_assigned(cuts, block, 1)
         assert np.bincount(sources, minlength=7).tolist() == dealt.tolist()
-        assert count_dealt(cuts, 0, block + 1).tolist() == total.tolist()
+        assert count_assigned(cuts, 0, block + 1).tolist() == total.tolist()
 
 
 # Weights 3:1, then 1:1 from 3072 on, then b alone from 5120 on, and a as at first from 7168 on.

@@ -1,4 +1,4 @@
-"""Slices of a sequence: each place on one rank, equal work for causal masks, an exact inverse."""
+"""Slices of a sequence: each position on one rank, equal work for causal masks, exact inverse."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from forgekit.data.batches.sequence_slices import (
-    join_places,
+    join_positions,
     shard_sequence,
-    slice_places,
+    slice_positions,
     unshard_sequence,
 )
 
 METHODS = ("zigzag", "contiguous")
 
 
-def batch_of(places: int, rows: int = 2) -> TensorDict:
-    ids = torch.arange(rows * places).reshape(rows, places)
+def batch_of(positions: int, rows: int = 2) -> TensorDict:
+    ids = torch.arange(rows * positions).reshape(rows, positions)
     return TensorDict(
         {
             "input_ids": ids,
@@ -27,7 +27,7 @@ def batch_of(places: int, rows: int = 2) -> TensorDict:
             "doc_ids": ids // 3,
             "weights": ids[..., None] * torch.ones(3),
             "source": torch.arange(rows),
-            "pair": torch.arange(rows * (places + 1)).reshape(rows, -1),
+            "pair": torch.arange(rows * (positions + 1)).reshape(rows, -1),
         },
         batch_size=[rows],
     )
@@ -44,8 +44,8 @@ def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method
     batch = batch_of(2 * world * chunk, rows)
     slices = [shard_sequence(batch, rank=r, world=world, method=method) for r in range(world)]
     assert {part["input_ids"].shape for part in slices} == {(rows, 2 * chunk)}
-    places = torch.cat([part["input_ids"][0] for part in slices])
-    assert places.sort().values.tolist() == list(range(2 * world * chunk))
+    positions = torch.cat([part["input_ids"][0] for part in slices])
+    assert positions.sort().values.tolist() == list(range(2 * world * chunk))
     joined = unshard_sequence(slices, method=method)
     assert set(joined.keys()) == set(batch.keys())
     assert all(torch.equal(joined[key], batch[key]) for key in batch.keys())  # noqa: SIM118
@@ -56,7 +56,7 @@ def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method
 @settings(max_examples=40, deadline=None)
 def test_zigzag_gives_each_rank_as_many_pairs(world, chunk):
     slices = [
-        slice_places(torch.arange(2 * world * chunk), rank=r, world=world) for r in range(world)
+        slice_positions(torch.arange(2 * world * chunk), rank=r, world=world) for r in range(world)
     ]
     assert len({int((part + 1).sum()) for part in slices}) == 1
     assert all((part.diff() > 0).all() for part in slices)
@@ -64,13 +64,13 @@ def test_zigzag_gives_each_rank_as_many_pairs(world, chunk):
 
 def test_chunks_by_hand():
     ids = torch.arange(12)
-    assert [slice_places(ids, rank=r, world=3).tolist() for r in range(3)] == [
+    assert [slice_positions(ids, rank=r, world=3).tolist() for r in range(3)] == [
         [0, 1, 10, 11],
         [2, 3, 8, 9],
         [4, 5, 6, 7],
     ]
-    assert slice_places(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
-    assert join_places([ids[6:], ids[:6]], method="contiguous").tolist() == [
+    assert slice_positions(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
+    assert join_positions([ids[6:], ids[:6]], method="contiguous").tolist() == [
         *range(6, 12),
         *range(6),
     ]
@@ -97,15 +97,15 @@ def test_one_rank_keeps_any_number_of_places(method):
 BAD = {
     "zigzag": (
         {"world": 4},
-        r"18 places must be divisible by 2 \* world = 8 to be cut zigzag; the nearest are 16 and",
+        r"18 positions must be divisible by 2 \* world = 8 to be sharded zigzag; the nearest are",
     ),
     "contiguous": (
         {"world": 4, "method": "contiguous"},
-        r"18 places must be divisible by world = 4 to be cut contiguous; .* are 16 and 20.",
+        r"18 positions must be divisible by world = 4 to be sharded contiguous; .* are 16 and 20.",
     ),
     "short": (
         {"world": 10},
-        r"18 places .* 2 \* world = 20 .*; the nearest are 20\.",
+        r"18 positions .* 2 \* world = 20 .*; the nearest are 20\.",
     ),
     "rank": ({"rank": 3, "world": 3}, "rank is 3; with world 3 it is one of 0 to 2."),
     "negative": ({"rank": -1, "world": 3}, "rank is -1"),
@@ -123,8 +123,8 @@ def test_slices_that_cannot_be_are_refused(options, message):
         shard_sequence(batch_of(18), **{"rank": 0, **options})
 
 
-def test_batches_without_places_are_refused():
-    with pytest.raises(ValueError, match=r'no "input_ids"; it has "labels"\. Their'):
+def test_batches_without_positions_are_refused():
+    with pytest.raises(ValueError, match=r'no "input_ids"; it has "labels"\. Its'):
         shard_sequence(TensorDict({"labels": torch.ones(1, 2)}, batch_size=[1]), rank=0, world=2)
     flat = TensorDict({"input_ids": torch.ones(4)}, batch_size=[4])
     with pytest.raises(ValueError, match=r'"input_ids" has shape \(4,\); it must be \[b s\]'):

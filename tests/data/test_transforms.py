@@ -66,7 +66,9 @@ def test_two_turns_and_a_second_document_by_hand():
 
 
 def test_a_mask_before_labels_is_refused():
-    with pytest.raises(ValueError, match=r'found no "labels"; the batch has input_ids.*shift_lab'):
+    with pytest.raises(
+        ValueError, match=r'found no "labels"; the batch has "input_ids".*shift_lab'
+    ):
         fk.mask_prompts(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), START)
     with pytest.raises(ValueError, match=r"start and stop are both 1; .*another token"):
         fk.mask_prompts(rows([[1, 2, 3]]), START, START)
@@ -75,29 +77,39 @@ def test_a_mask_before_labels_is_refused():
 def test_padding_fills_each_key_in_its_way():
     batch = rows([[5, 6, 7, 8], [1, 2, 3, 4]], [[0, 0, 1, 1], [0, 0, 0, 0]])
     batch["source"] = torch.tensor([3, 4])
-    padded = fk.pad_places(batch, multiple=4, token=9)
+    padded = fk.pad_positions(batch, multiple=4, token=9)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9], [1, 2, 3, 9]]
     assert padded["labels"].tolist() == [[6, -100, 8, -100], [2, 3, 4, -100]]
     assert padded["doc_ids"].tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
     assert padded["source"].tolist() == [3, 4]
     assert batch["labels"].shape == (2, 3)
-    assert fk.pad_places(padded, multiple=2)["labels"].tolist() == padded["labels"].tolist()
+    assert fk.pad_positions(padded, multiple=2)["labels"].tolist() == padded["labels"].tolist()
 
 
 def test_padding_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="a row has 3 places, more than 2; cut or drop long rows"):
-        fk.pad_places(rows([[1, 2, 3, 4]]), 2)
-    with pytest.raises(ValueError, match="6 places cannot be shared: 4 must divide them"):
-        fk.pad_places(rows([[1, 2, 3, 4]]), 6, multiple=4)
-    with pytest.raises(ValueError, match=r'pad_places found no "labels"'):
-        fk.pad_places(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), 8)
+    with pytest.raises(
+        ValueError, match="a row has 3 positions, more than 2; truncate or drop long"
+    ):
+        fk.pad_positions(rows([[1, 2, 3, 4]]), 2)
+    with pytest.raises(ValueError, match="positions 6 must be divisible by multiple 4"):
+        fk.pad_positions(rows([[1, 2, 3, 4]]), 6, multiple=4)
+    with pytest.raises(ValueError, match=r'pad_positions found no "labels"'):
+        fk.pad_positions(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), 8)
 
 
-def test_padded_places_change_no_gradient():
+def test_the_earlier_name_of_padding_still_works_and_names_the_new_one():
+    batch = rows([[1, 2, 3, 4]])
+    with pytest.warns(DeprecationWarning, match=r"pad_places is now forgekit\.pad_positions, and"):
+        padded = fk.pad_places(batch, places=8, token=5)
+    expected = fk.pad_positions(batch, positions=8, token=5)
+    assert all(torch.equal(padded[key], expected[key]) for key in ("input_ids", "labels"))
+
+
+def test_padded_positions_change_no_gradient():
     model = fk.Transformer(SPEC).double()
     short = rows([[5, 6, 7, 8], [1, 2, 3, 4]])
     gradients = []
-    for batch in (short, fk.pad_places(short, 8)):
+    for batch in (short, fk.pad_positions(short, 8)):
         loss = fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
         gradients.append((loss.sum, torch.autograd.grad(loss.sum, list(model.parameters()))))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)

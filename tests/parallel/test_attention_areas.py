@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.parallel.context import attention_areas
 from forgekit.parallel.context.attention_areas import (
     Area,
@@ -37,13 +37,13 @@ def pairs_of(area: Area, ids: tuple[Tensor, Tensor] | None, rows: int, places: i
 def expected(rank: int, source: int, world: int, places: int, ids: Tensor) -> Tensor:
     """The same from global places and documents alone."""
     everywhere = torch.arange(places)
-    here, there = (slice_places(everywhere, rank=r, world=world) for r in (rank, source))
+    here, there = (slice_positions(everywhere, rank=r, world=world) for r in (rank, source))
     same = ids[:, here][:, :, None] == ids[:, there][:, None, :]
     return ((there[None, :] <= here[:, None]) & same).long()
 
 
 def slices_of(ids: Tensor, world: int) -> list[Tensor]:
-    return [slice_places(ids, rank=r, world=world, dim=1) for r in range(world)]
+    return [slice_positions(ids, rank=r, world=world, dim=1) for r in range(world)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -1,4 +1,4 @@
-"""Micro-batches: what is in one, and the small steps from samples to it.
+"""Micro-batches: their keys and shapes, and the functions that make them of samples.
 
 A micro-batch is a TensorDict, ``batch_size=[b]``, of ``input_ids`` and ``labels``, ``[b s]``
 integers, and where they apply ``position_ids`` and ``doc_ids``, ``[b s]``, and ``source``, ``[b]``.
@@ -43,7 +43,7 @@ def check_batch(batch: TensorDict) -> None:
     shape = tuple(batch["input_ids"].shape)
     if len(shape) != 2:
         raise ValueError(
-            f'"input_ids" has shape {shape}; it must be [b s], rows by places. '
+            f'"input_ids" has shape {shape}; it must be [b s], rows by positions. '
             "forgekit.collate stacks samples."
         )
     _check_tensor(batch, "input_ids", shape, "[b s]")
@@ -56,14 +56,14 @@ def check_batch(batch: TensorDict) -> None:
 def shift_labels(batch: TensorDict) -> TensorDict:
     """Make inputs and labels from rows that hold one token more.
 
-    Where there are ``doc_ids`` no label crosses from one document into the next, nor into padding.
+    With ``doc_ids`` no label crosses from one document into the next, nor into padding.
 
     Args:
-        batch: ``input_ids`` ``[b s+1]``; other tensors of that shape lose their last place.
+        batch: ``input_ids`` ``[b s+1]``; other tensors of that shape lose their last position.
 
     Returns:
-        A new TensorDict of ``input_ids`` and ``labels``, ``[b s]``, and what else was there. Labels
-        have the dtype of the ids, int64 where that is unsigned.
+        A new TensorDict of ``input_ids`` and ``labels``, ``[b s]``, and the other keys. Labels have
+        the dtype of the ids, int64 if that is unsigned.
 
     Raises:
         ValueError: If labels are there already (shifting twice trains on wrong tokens), or rows
@@ -86,27 +86,27 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         raise ValueError(
             f'"input_ids" has shape {tuple(ids.shape)}; shifting needs [b s+1] with s at least 1.'
         )
-    # Unsigned ids, as token files have them, make labels that can hold -100.
+    # Token files hold unsigned ids; labels must hold -100.
     labels = ids[:, 1:].clone() if ids.dtype.is_signed else ids[:, 1:].long()
     if "doc_ids" in batch:
         documents = batch["doc_ids"]
         crosses = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] == PADDING)
         labels[crosses] = IGNORED
-    shifted = {key: _cut(tensor, ids.shape) for key, tensor in batch.items()}
+    shifted = {key: _drop_last(tensor, ids.shape) for key, tensor in batch.items()}
     return TensorDict({**shifted, "labels": labels}, batch_size=batch.batch_size)
 
 
 def mask_batch(batch: TensorDict) -> TensorDict:
-    """Copy a micro-batch so that it carries no loss: the padding where data ends.
+    """Copy a micro-batch without its loss: padding for the end of the data.
 
-    Every rank must bring the same number of micro-batches to a step; one of these costs a forward
+    Every rank must bring the same number of micro-batches to a step; a masked one costs a forward
     and a backward pass and changes nothing.
 
     Args:
         batch: Any micro-batch with ``labels``.
 
     Returns:
-        A new TensorDict with labels of -100 and, where there are any, document ids of -1.
+        A new TensorDict with labels of -100 and, if it has them, document ids of -1.
 
     Examples:
         >>> batch = TensorDict({"labels": torch.tensor([[6, 7]])}, batch_size=[1])
@@ -118,7 +118,7 @@ def mask_batch(batch: TensorDict) -> TensorDict:
 
 
 def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
-    """Copy a micro-batch so that only its first ``keep`` rows carry a loss."""
+    """Copy a micro-batch, with a loss in its first ``keep`` rows only."""
     _check_has(batch, "labels")
     _check_signed(batch)
     masked = batch.clone()
@@ -128,7 +128,7 @@ def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     return masked
 
 
-def _cut(tensor: Any, shape: torch.Size) -> Any:
+def _drop_last(tensor: Any, shape: torch.Size) -> Any:
     return tensor[:, :-1].clone() if tensor.shape[:2] == shape else tensor
 
 
@@ -147,8 +147,8 @@ def _check_rows(batch: Any) -> None:
 
 def _check_has(batch: TensorDict, key: str) -> None:
     if key not in batch:
-        there = list_keys(batch.keys()) or "no keys"
-        raise ValueError(f'batch has no "{key}"; it has {there}. {_REMEDY[key]}')
+        found = list_keys(batch.keys()) or "no keys"
+        raise ValueError(f'batch has no "{key}"; it has {found}. {_REMEDY[key]}')
 
 
 def _check_tensor(batch: TensorDict, key: str, shape: tuple[int, ...], rule: str) -> None:

@@ -1,9 +1,10 @@
-"""The places of a sequence that each context-parallel rank holds, and back to the whole.
+"""The positions of a sequence that each context-parallel rank holds, and the inverse.
 
-A causal query sees all places before it, so a rank with the last places would have far more to
-do than one with the first. *Zigzag* evens this out: the sequence is cut in twice as many chunks as
-there are ranks, and each rank takes one from the front and its mirror image from the back. Masks
-come from places and document ids, so documents may start and end anywhere, without padding.
+A causal query attends to all positions before it, so a rank with the last positions would compute
+far more than one with the first. *Zigzag* balances this: the sequence is split into twice as many
+chunks as there are ranks, and each rank takes one from the front and its mirror image from the
+back. Masks come from positions and document ids, so documents may start and end anywhere, without
+padding.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from forgekit.data.samples import list_keys
 from forgekit.inputs import nearest_multiples
 
-__all__ = ["Slicing", "join_places", "shard_sequence", "slice_places", "unshard_sequence"]
+__all__ = ["Slicing", "join_positions", "shard_sequence", "slice_positions", "unshard_sequence"]
 
 Slicing = Literal["zigzag", "contiguous"]
 
@@ -26,11 +28,11 @@ Slicing = Literal["zigzag", "contiguous"]
 def shard_sequence(
     batch: TensorDict, *, rank: int, world: int, method: Slicing = "zigzag"
 ) -> TensorDict:
-    """Take one rank's places of a micro-batch of whole sequences.
+    """Take one rank's positions of a micro-batch of whole sequences.
 
     Args:
         batch: ``input_ids`` ``[b s]``; tensors whose first dimensions are ``b`` and ``s`` are
-            sliced, all others (``source``) stay.
+            sliced, all others (``source``) are kept.
         rank: This rank among those that share the sequence.
         world: Number of ranks that share it.
         method: ``"zigzag"``: of ``2 * world`` chunks, ``rank`` and its mirror image
@@ -41,8 +43,8 @@ def shard_sequence(
         A new TensorDict with ``[b s/world]`` tensors.
 
     Raises:
-        ValueError: If there are no ``input_ids``, the method is unknown, the rank is not there, or
-            the places do not divide into equal chunks.
+        ValueError: If there are no ``input_ids``, the method is unknown, the rank is out of range,
+            or the positions do not divide into equal chunks.
 
     Examples:
         >>> batch = TensorDict({"input_ids": torch.arange(8)[None]}, batch_size=[1])
@@ -55,22 +57,22 @@ def shard_sequence(
     """
     shape = _shape(batch)
     _check_slicing(shape[1], rank, world, method)
-    cut = partial(slice_places, rank=rank, world=world, method=method, dim=1)
+    mine = partial(slice_positions, rank=rank, world=world, method=method, dim=1)
     sliced = {
-        key: cut(value) if _is_placed(value, shape) else value for key, value in batch.items()
+        key: mine(value) if _has_positions(value, shape) else value for key, value in batch.items()
     }
     return TensorDict(sliced, batch_size=batch.batch_size)
 
 
 def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag") -> TensorDict:
-    """Put the slices of all ranks together again, the inverse of ``shard_sequence``.
+    """Join the slices of all ranks, the inverse of ``shard_sequence``.
 
     Args:
         slices: One TensorDict for each rank, in rank order.
-        method: How they were cut.
+        method: How they were sharded.
 
     Returns:
-        A new TensorDict with ``[b s]`` tensors; what has no places is the first rank's.
+        A new TensorDict with ``[b s]`` tensors; tensors without positions are the first rank's.
 
     Raises:
         ValueError: If there is no slice, or they differ in keys or shapes.
@@ -83,51 +85,53 @@ def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag"
     for number, part in enumerate(slices):
         _check_alike(part, slices[0], number)
     joined = {
-        key: join_places([part[key] for part in slices], method=method, dim=1)
-        if _is_placed(value, shape)
+        key: join_positions([part[key] for part in slices], method=method, dim=1)
+        if _has_positions(value, shape)
         else value
         for key, value in slices[0].items()
     }
     return TensorDict(joined, batch_size=slices[0].batch_size)
 
 
-def slice_places(
+def slice_positions(
     tensor: Tensor, *, rank: int, world: int, method: Slicing = "zigzag", dim: int = 0
 ) -> Tensor:
-    """Take one rank's places along one dimension of a tensor.
+    """Take one rank's positions along one dimension of a tensor.
 
     Args:
         tensor: ``[... s ...]``.
-        rank: This rank among those that share the places.
+        rank: This rank among those that share the positions.
         world: Number of ranks that share them.
         method: As for ``shard_sequence``.
-        dim: The dimension of the places.
+        dim: The dimension of the positions.
 
     Returns:
-        ``[... s/world ...]``, a view where the places are next to each other.
+        ``[... s/world ...]``, a view if the positions are contiguous.
 
     Raises:
         ValueError: As for ``shard_sequence``.
 
     Examples:
-        >>> slice_places(torch.arange(8), rank=1, world=4)
+        >>> slice_positions(torch.arange(8), rank=1, world=4)
         tensor([1, 6])
     """
     _check_slicing(tensor.shape[dim], rank, world, method)
     if method == "contiguous" or world == 1:
         return tensor.chunk(world, dim)[rank]
+    # world 4, chunks 0-7: rank 0 has 0 7, rank 1 has 1 6, rank 2 has 2 5, rank 3 has 3 4.
     chunks = tensor.chunk(2 * world, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
-def join_places(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: int = 0) -> Tensor:
-    """Put the places of all ranks, in rank order, together again; the inverse of slicing.
+def join_positions(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: int = 0) -> Tensor:
+    """Join the positions of all ranks, in rank order; the inverse of slicing.
 
     Examples:
-        >>> join_places([torch.tensor([0, 3]), torch.tensor([1, 2])])
+        >>> join_positions([torch.tensor([0, 3]), torch.tensor([1, 2])])
         tensor([0, 1, 2, 3])
     """
     if method == "zigzag" and len(parts) > 1:
+        # Front halves in rank order, then back halves from the last rank: chunks 0-3, then 4-7.
         halves = [part.chunk(2, dim) for part in parts]
         parts = [first for first, _ in halves] + [last for _, last in reversed(halves)]
     return torch.cat(list(parts), dim)
@@ -135,9 +139,9 @@ def join_places(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: int
 
 def _shape(batch: TensorDict) -> torch.Size:
     if "input_ids" not in batch:
-        there = ", ".join(f'"{key}"' for key in batch.keys()) or "no keys"  # noqa: SIM118
         raise ValueError(
-            f'batch has no "input_ids"; it has {there}. Their [b s] says what has places.'
+            f'batch has no "input_ids"; it has {list_keys(batch.keys()) or "no keys"}. Its [b s] '
+            "shows which tensors have positions."
         )
     shape = batch["input_ids"].shape
     if len(shape) != 2:
@@ -145,23 +149,22 @@ def _shape(batch: TensorDict) -> torch.Size:
     return shape
 
 
-def _is_placed(value: Any, shape: torch.Size) -> TypeGuard[Tensor]:
+def _has_positions(value: Any, shape: torch.Size) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.shape[:2] == shape
 
 
-def _check_slicing(places: int, rank: int, world: int, method: str) -> None:
+def _check_slicing(positions: int, rank: int, world: int, method: str) -> None:
     _check_method(method)
     if world < 1:
         raise ValueError(f"world is {world}; at least 1 rank holds a sequence.")
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}; with world {world} it is one of 0 to {world - 1}.")
     chunks = 2 * world if method == "zigzag" and world > 1 else world
-    if places % chunks:
-        nearest = nearest_multiples(places, chunks)
+    if positions % chunks:
         rule = f"2 * world = {chunks}" if chunks > world else f"world = {chunks}"
         raise ValueError(
-            f"{places} places must be divisible by {rule} to be cut {method}; the nearest are "
-            f"{nearest}."
+            f"{positions} positions must be divisible by {rule} to be sharded {method}; the "
+            f"nearest are {nearest_multiples(positions, chunks)}."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
 from typing import Any
 
 import torch
@@ -10,25 +10,25 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.data.samples import IGNORED, PADDING
+from forgekit.data.samples import IGNORED, PADDING, list_keys
 from forgekit.inputs import check_integers
 
-__all__ = ["mask_prompts", "pad_places"]
+__all__ = ["mask_prompts", "pad_places", "pad_positions"]
 
 _FILL = {"labels": IGNORED, "doc_ids": PADDING}
 
 
 def mask_prompts(batch: TensorDict, start: int, stop: int | None = None) -> TensorDict:
-    """Let only answers carry a loss: what follows the token ``start``, ``stop`` included.
+    """Keep the labels of answers only: the tokens after ``start``, up to and including ``stop``.
 
-    Each document stands for itself: one of several turns may have several answers, and one that
-    was split has none in a piece without ``start``.
+    Answers end with their document: one of several turns may have several, and a piece of a split
+    document without ``start`` has none.
 
     Args:
-        batch: A row or a micro-batch with ``input_ids`` and ``labels``, ``[... s]``; ``doc_ids``
-            where there are several documents in a row.
+        batch: A row or a micro-batch with ``input_ids`` and ``labels``, ``[... s]``; ``doc_ids`` if
+            a row holds several documents.
         start: The token id after which an answer begins.
-        stop: The last token of an answer; None lets it go on to the end of its document.
+        stop: The last token of an answer; None extends it to the end of its document.
 
     Returns:
         A copy whose other labels are -100.
@@ -41,79 +41,97 @@ def mask_prompts(batch: TensorDict, start: int, stop: int | None = None) -> Tens
         >>> mask_prompts(TensorDict(row), start=1, stop=2)["labels"]
         tensor([-100,    5,    2, -100])
     """
-    _check_has(batch, ("input_ids", "labels"), "mask_prompts")
+    _check_shifted(batch, "mask_prompts")
     check_integers(start=(start, 0), stop=(0 if stop is None else stop, 0))
     if start == stop:
         raise ValueError(f"start and stop are both {start}; an answer ends with another token.")
     ids = batch["input_ids"]
-    places = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-    began = _last(ids == start, places)
-    ended = torch.full_like(began, -1) if stop is None else _last(ids == stop, places)
+    # An answer is open at a position if `start` was last seen after `stop` and after the
+    # document's first position: three running maxima, [... s], and no loop over positions.
+    began = _last(ids == start)
+    ended = torch.full_like(began, -1) if stop is None else _last(ids == stop)
     if "doc_ids" in batch:
         documents = batch["doc_ids"]
         is_first = F.pad(documents[..., 1:] != documents[..., :-1], (1, 0), value=True)
-        ended = torch.maximum(ended, _last(is_first, places) - 1)
+        ended = torch.maximum(ended, _last(is_first) - 1)
     masked = batch.clone()
     masked["labels"] = torch.where(began > ended, batch["labels"], IGNORED)
     return masked
 
 
-def pad_places(
-    batch: TensorDict, places: int | None = None, *, multiple: int = 1, token: int = 0
+def pad_positions(
+    batch: TensorDict, positions: int | None = None, *, multiple: int = 1, token: int = 0
 ) -> TensorDict:
-    """Fill rows up on the right: labels -100, document ids -1, positions 0.
+    """Pad rows on the right: labels -100, document ids -1, position ids 0.
 
-    As a transform of single rows it brings them to one length; of a micro-batch, to a length that
-    context parallelism can share.
+    As a transform of single rows it gives them one length; of a micro-batch, a length that context
+    parallelism can shard.
 
     Args:
-        batch: A row or a micro-batch with ``input_ids`` ``[... s]``; what has its shape is filled.
-        places: Places afterwards; None for as many as there are, up to a multiple.
-        multiple: What divides the places afterwards.
-        token: The id to fill with.
+        batch: A row or a micro-batch with ``input_ids`` ``[... s]``; tensors of this shape are
+            padded.
+        positions: The new ``s``; None for the next multiple.
+        multiple: Must divide the new ``s``.
+        token: The id on padding.
 
     Returns:
         A new TensorDict.
 
     Raises:
-        ValueError: If there are no labels yet, more places already, or ``multiple`` does not
-            divide ``places``.
+        ValueError: If there are no labels yet, rows are longer, or ``multiple`` does not divide
+            ``positions``.
 
     Examples:
         >>> row = TensorDict({"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([6, 7])})
-        >>> pad_places(row, 3)["labels"]
+        >>> pad_positions(row, 3)["labels"]
         tensor([   6,    7, -100])
     """
-    _check_has(batch, ("input_ids", "labels"), "pad_places")
+    _check_shifted(batch, "pad_positions")
     check_integers(
-        places=(0 if places is None else places, 0), multiple=(multiple, 1), token=(token, 0)
+        positions=(0 if positions is None else positions, 0),
+        multiple=(multiple, 1),
+        token=(token, 0),
     )
     shape = batch["input_ids"].shape
-    wanted = -(-shape[-1] // multiple) * multiple if places is None else places
+    wanted = -(-shape[-1] // multiple) * multiple if positions is None else positions
     if wanted % multiple:
-        raise ValueError(f"{places} places cannot be shared: {multiple} must divide them.")
+        raise ValueError(f"positions {wanted} must be divisible by multiple {multiple}.")
     if wanted < shape[-1]:
         raise ValueError(
-            f"a row has {shape[-1]} places, more than {places}; cut or drop long rows, or pack "
-            "documents: forgekit.pack."
+            f"a row has {shape[-1]} positions, more than {wanted}; truncate or drop long rows, or "
+            "pack documents: forgekit.pack."
         )
-    filled: dict[str, Any] = dict(batch.items())
-    for key, tensor in filled.items():
+    padded: dict[str, Any] = dict(batch.items())
+    for key, tensor in padded.items():
         if tensor.shape == shape:
-            filled[key] = F.pad(tensor, (0, wanted - shape[-1]), value=_FILL.get(key, 0))
-    filled["input_ids"][..., shape[-1] :] = token
-    return TensorDict(filled, batch.batch_size)
+            padded[key] = F.pad(tensor, (0, wanted - shape[-1]), value=_FILL.get(key, 0))
+    padded["input_ids"][..., shape[-1] :] = token
+    return TensorDict(padded, batch.batch_size)
 
 
-def _last(is_marked: Tensor, places: Tensor) -> Tensor:
-    """The last marked place up to each place, ``[... s]``; -1 before the first."""
-    return torch.where(is_marked, places, -1).cummax(-1).values
+def pad_places(
+    batch: TensorDict, places: int | None = None, *, multiple: int = 1, token: int = 0
+) -> TensorDict:
+    """Pad rows on the right. Deprecated: use ``pad_positions``."""
+    warnings.warn(
+        "forgekit.pad_places is now forgekit.pad_positions, and its places= is positions=; "
+        "fingerprints of saved runs stay the same.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return pad_positions(batch, places, multiple=multiple, token=token)
 
 
-def _check_has(batch: TensorDict, keys: Sequence[str], who: str) -> None:
-    for key in keys:
+def _last(is_marked: Tensor) -> Tensor:
+    """The last marked position up to each position, ``[... s]``; -1 before the first."""
+    positions = torch.arange(is_marked.shape[-1], device=is_marked.device)
+    return torch.where(is_marked, positions, -1).cummax(-1).values
+
+
+def _check_shifted(batch: TensorDict, who: str) -> None:
+    for key in ("input_ids", "labels"):
         if key not in batch:
-            there = ", ".join(map(str, batch.keys())) or "nothing"
             raise ValueError(
-                f'{who} found no "{key}"; the batch has {there}. Put forgekit.shift_labels before.'
+                f'{who} found no "{key}"; the batch has {list_keys(batch.keys()) or "nothing"}. '
+                "Put forgekit.shift_labels before."
             )

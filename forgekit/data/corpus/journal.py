@@ -44,9 +44,8 @@ def read_entry(folder: Path) -> Entry | None:
     """Read the last entry; None if there is none that can be read."""
     try:
         found = parse_json((folder / JOURNAL).read_bytes())
-        position = found.pop("place", None) or found.pop(
-            "position"
-        )  # earlier versions wrote "place"
+        # Earlier versions wrote "place".
+        position = found.pop("place", None) or found.pop("position")
         account = position.pop("account")
         account["first_broken"] = tuple(account["first_broken"])
         return Entry(SourcePosition(**position, account=Account(**account)), **found)

@@ -32,7 +32,10 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device, ahead: int) -> None:
         self.device, self.ahead = device, ahead
-        self._module: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        try:
+            self._module: Any = torch.get_device_module(device)
+        except RuntimeError:  # "meta" has no module
+            self._module = None
         self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def start(self, batch: TensorDict) -> Copy:

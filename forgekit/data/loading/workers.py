@@ -113,7 +113,7 @@ class Stream:
 
 @attrs.frozen
 class _Raised:
-    """An exception as a result: torchdata would raise another one in its place."""
+    """An exception as a result: torchdata would raise another one instead."""
 
     error: BaseException
 

@@ -1,12 +1,12 @@
-"""Weights to whole numbers: which source each sample number takes, block by block.
+"""Weights to integer counts: which source each sample comes from, block by block.
 
-Numbers are dealt in blocks of 1,024. The weights divide the unit interval among the sources, and
-block ``t`` lays the points ``(j + u_t) / 1024`` over it, one for each of its numbers: systematic
+Samples are assigned in blocks of 1,024. The weights divide the unit interval among the sources, and
+block ``t`` places the points ``(j + u_t) / 1024`` on it, one for each of its samples: systematic
 sampling, which gives every source its share of the block rounded down or up, never farther off.
-The offsets ``u_t`` are the van der Corput sequence. It spreads the roundings so evenly that the
-counts stay right over any number of blocks, and it has a closed form for how many of its first
-``t`` terms lie below a threshold. So the counts before any block cost the same anywhere, with no
-table and no replay.
+The offsets ``u_t`` are the van der Corput sequence. It distributes the roundings so evenly that the
+counts stay right over any number of blocks, and there is a closed form for how many of its first
+``t`` terms lie below a threshold. So the counts before any block take constant time, without a
+table or replay.
 
 References:
     https://en.wikipedia.org/wiki/Systematic_sampling and
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from forgekit.data.hashing import hash_integers
 
-__all__ = ["BLOCK", "UNITS", "Stretch", "count_dealt", "cut_interval", "deal_block"]
+__all__ = ["BLOCK", "UNITS", "Stretch", "assign_block", "count_assigned", "split_interval"]
 
 Integers = NDArray[np.int64]
 
 BLOCK = 1024
-"""Numbers per block."""
+"""Samples per block."""
 
 BITS = 30
 """Binary digits of an offset."""
@@ -40,11 +40,11 @@ _MASK = (1 << BITS) - 1
 _DIGITS = np.arange(BITS)
 
 
-def cut_interval(weights: Sequence[float]) -> Integers:
+def split_interval(weights: Sequence[float]) -> Integers:
     """Divide ``range(UNITS)`` among weights.
 
     Each part is rounded to the nearest unit, a positive weight gets at least one, and the largest
-    takes what rounding leaves: of all parts it is the one that changes least by it.
+    part absorbs the rounding error: relative to its size it changes least.
 
     Args:
         weights: One finite number of at least 0 per source, at least one of them positive.
@@ -53,7 +53,7 @@ def cut_interval(weights: Sequence[float]) -> Integers:
         ``[sources + 1]``: where each part begins, and ``UNITS``.
 
     Examples:
-        >>> cut_interval([1.0, 0.0, 3.0]) * 4 // UNITS
+        >>> split_interval([1.0, 0.0, 3.0]) * 4 // UNITS
         array([0, 1, 1, 4])
     """
     total = sum(weights)
@@ -62,102 +62,102 @@ def cut_interval(weights: Sequence[float]) -> Integers:
     return np.cumsum([0, *units])
 
 
-def count_dealt(cuts: Integers, first: int, blocks: int) -> Integers:
-    """Count what each source gets from the blocks ``first`` to ``first + blocks - 1``.
+def count_assigned(bounds: Integers, first: int, blocks: int) -> Integers:
+    """Count the samples of each source in the blocks ``first`` to ``first + blocks - 1``.
 
     Args:
-        cuts: What ``cut_interval`` returned.
-        first: A block.
+        bounds: What ``split_interval`` returned.
+        first: The first block.
         blocks: How many.
 
     Returns:
         ``[sources]`` counts, together ``1024 * blocks``.
 
     Examples:
-        >>> cuts = cut_interval([1.0, 3.0])
-        >>> count_dealt(cuts, first=10**9, blocks=1000)
+        >>> bounds = split_interval([1.0, 3.0])
+        >>> count_assigned(bounds, first=10**9, blocks=1000)
         array([256000, 768000])
     """
-    whole, rest = cuts >> BITS, cuts & _MASK
+    whole, rest = bounds >> BITS, bounds & _MASK
     below = blocks * whole + _count_below(first + blocks, rest) - _count_below(first, rest)
     return np.diff(below)
 
 
-def deal_block(cuts: Integers, block: int, key: int) -> tuple[Integers, Integers]:
-    """Deal one block.
+def assign_block(bounds: Integers, block: int, key: int) -> tuple[Integers, Integers]:
+    """Assign a source to each sample of one block.
 
     Args:
-        cuts: What ``cut_interval`` returned.
-        block: Which block.
-        key: Names its shuffle.
+        bounds: What ``split_interval`` returned.
+        block: Number of the block.
+        key: Selects its shuffle.
 
     Returns:
-        ``[1024]`` the source of each number of the block, and ``[1024]`` how many numbers before it
-        in the block are of the same source.
+        ``[1024]`` the source of each sample of the block, and ``[1024]`` how many samples before it
+        in the block have the same source.
 
     Examples:
-        >>> sources, earlier = deal_block(cut_interval([1.0, 3.0]), block=0, key=7)
+        >>> sources, earlier = assign_block(split_interval([1.0, 3.0]), block=0, key=7)
         >>> sources[:8], earlier[:8]
         (array([0, 1, 1, 1, 0, 1, 1, 0]), array([0, 0, 1, 2, 1, 3, 4, 2]))
     """
-    starts = (cuts >> BITS) + ((cuts & _MASK) > _offset(block & _MASK))
-    unshuffled = np.repeat(np.arange(len(cuts) - 1), np.diff(starts))
-    places = np.arange(BLOCK)
-    sources = unshuffled[np.argsort(hash_integers(places, key), kind="stable")]
-    earlier = np.empty_like(places)
-    earlier[np.argsort(sources, kind="stable")] = places - starts[unshuffled]
+    starts = (bounds >> BITS) + ((bounds & _MASK) > _offset(block & _MASK))
+    unshuffled = np.repeat(np.arange(len(bounds) - 1), np.diff(starts))
+    positions = np.arange(BLOCK)
+    sources = unshuffled[np.argsort(hash_integers(positions, key), kind="stable")]
+    earlier = np.empty_like(positions)
+    earlier[np.argsort(sources, kind="stable")] = positions - starts[unshuffled]
     return sources, earlier
 
 
 @attrs.frozen(eq=False)
 class Stretch:
-    """The samples from one on, as long as the weights stay the same.
+    """A range of samples with constant weights.
 
     Attributes:
         start: The first sample; blocks are counted from it.
-        cuts: What ``cut_interval`` made of the weights.
-        key: Names the shuffles of the blocks.
-        before: ``[sources]``, what each source gave before ``start``.
+        bounds: What ``split_interval`` made of the weights.
+        key: Selects the shuffles of the blocks.
+        before: ``[sources]`` samples of each source before ``start``.
     """
 
     start: int
-    cuts: Integers
+    bounds: Integers
     key: int
     before: Integers
 
     def taken(self, samples: int) -> Integers:
-        """Count what the first ``samples`` samples, ``start`` at least, take from each source."""
+        """Count the samples of each source among the first ``samples``, at least ``start``."""
         blocks, rest = divmod(samples - self.start, BLOCK)
-        taken = self.before + count_dealt(self.cuts, self._first_block, blocks)
+        taken = self.before + count_assigned(self.bounds, self._first_block, blocks)
         if rest:
-            taken += np.bincount(self.deal(blocks)[0][:rest], minlength=len(taken))
+            taken += np.bincount(self.assign(blocks)[0][:rest], minlength=len(taken))
         return taken
 
-    def deal(self, block: int) -> tuple[Integers, Integers]:
-        """Say of each number of a block its source and how many rows that source gave before."""
-        cuts, first = self.cuts, self._first_block
+    def assign(self, block: int) -> tuple[Integers, Integers]:
+        """Find the source of each sample of a block, and that source's samples before it."""
+        bounds, first = self.bounds, self._first_block
         key = int(hash_integers(self.start + block * BLOCK, self.key))
-        sources, earlier = deal_block(cuts, first + block, key)
-        return sources, (self.before + count_dealt(cuts, first, block))[sources] + earlier
+        sources, earlier = assign_block(bounds, first + block, key)
+        return sources, (self.before + count_assigned(bounds, first, block))[sources] + earlier
 
     @property
     def _first_block(self) -> int:
-        # Not 0, where offsets are least: the sources that come last in the interval would always
-        # wait longest for their first rounding up.
+        # Not block 0, whose offset is least: the last sources of the interval would always be
+        # the last to be rounded up.
         return int(hash_integers(~self.start, self.key)) & _MASK
 
 
 def _offset(block: int) -> int:
-    """Mirror the binary digits of a block's number: the van der Corput sequence, in units."""
+    """Reverse the binary digits of a block's number: the van der Corput sequence, in units."""
     return int((((block >> _DIGITS) & 1) << (BITS - 1 - _DIGITS)).sum())
 
 
 def _count_below(blocks: int, thresholds: Integers) -> Integers:
     """Count the offsets of the first ``blocks`` blocks that lie below each threshold.
 
-    A digit 1 of ``blocks`` stands for the numbers that agree with it above, have 0 there and
-    anything below. Mirrored, these are evenly spaced, and evenly spaced numbers below a threshold
-    are counted by a division.
+    Each digit 1 of ``blocks`` represents the numbers that have its higher digits, 0 there, and any
+    lower digits. Reversed, these are evenly spaced, and a division counts evenly spaced numbers
+    below a threshold.
     """
     periods, rest = divmod(blocks, 1 << BITS)
     digits = _DIGITS[(rest >> _DIGITS) & 1 == 1][:, None]

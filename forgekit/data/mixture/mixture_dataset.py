@@ -1,4 +1,4 @@
-"""Rows of several data sets as one data set without end, in the order of a mixture."""
+"""Rows of several datasets as one endless dataset, in the order of a mixture."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Mixture", "mixture_dataset"]
 
 
 def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
-    """Mix data sets by an order: row ``i`` is sample ``i``.
+    """Mix datasets by an order: row ``i`` is sample ``i``.
 
-    It has no end and needs no shuffling, and ``make_loader`` knows: it asks for the samples by
-    their numbers, whatever its own ``seed`` and ``shuffle``.
+    It is endless and shuffled by the order, so ``make_loader`` reads row ``i`` for sample ``i`` and
+    ignores its own ``seed`` and ``shuffle``.
 
     Args:
-        datasets: Map-style data sets by name, those of the order. Their rows are TensorDicts of
-            the same keys, shapes and dtypes.
+        datasets: Map-style datasets by name, those of the order. Their rows are TensorDicts of the
+            same keys, shapes and dtypes.
         order: What ``make_order`` made of their lengths.
 
     Returns:
-        A map-style data set without a length. Rows carry ``source``, int64, an index into
+        A map-style dataset without a length. Rows carry ``source``, int64, an index into
         ``order.sources``.
 
     Raises:
-        ValueError: If names, lengths or sequence lengths do not agree; on reading, if rows do not.
+        ValueError: If names, lengths or sequence lengths differ; on reading, if rows do.
 
     Examples:
         >>> from forgekit.data.mixture.order import make_order
@@ -47,27 +47,27 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     """
     if set(datasets) != set(order.sources):
         raise ValueError(
-            f"the data sets are {_names(datasets)}, the sources of the order "
-            f"{_names(order.sources)}; make the order from the lengths of these data sets."
+            f"the datasets are {_names(datasets)}, the sources of the order "
+            f"{_names(order.sources)}; make the order from the lengths of these datasets."
         )
     for name, size in zip(order.sources, order.sizes, strict=True):
         if len(datasets[name]) != size:
             raise ValueError(
-                f"data set {name!r} has {len(datasets[name])} rows and the order was made for "
+                f"dataset {name!r} has {len(datasets[name])} rows and the order was made for "
                 f"{size}; make it from len(dataset)."
             )
     lengths = {name: getattr(dataset, "seq_len", 0) for name, dataset in datasets.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the data sets differ in seq_len, {lengths}; cut all to one length.")
+        raise ValueError(f"the datasets differ in seq_len, {lengths}; give all one length.")
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 
 @attrs.frozen(eq=False)
 class Mixture:
-    """Rows of several data sets; ``mixture_dataset`` makes one.
+    """Rows of several datasets; ``mixture_dataset`` makes one.
 
     Attributes:
-        datasets: The data sets, in the sequence of ``order.sources``.
+        datasets: The datasets, in the sequence of ``order.sources``.
         order: Which row of which of them each sample is.
         is_endless: True: rows are samples, by number, so a loader neither shuffles nor wraps.
     """
@@ -78,23 +78,23 @@ class Mixture:
 
     @property
     def seq_len(self) -> int:
-        """Places in a row; 0 if the data sets do not say."""
+        """Positions in a row; 0 if the datasets have no ``seq_len``."""
         return getattr(self.datasets[0], "seq_len", 0)
 
     @property
     def fingerprint(self) -> str:
-        """Names the rows: the same string means the same row at each sample."""
+        """Identifies the rows: equal strings mean the same row at each sample."""
         return self._named(self.order.fingerprint)
 
     def fingerprint_at(self, samples: int) -> str:
-        """Name the first ``samples`` rows: phases that start later play no part."""
+        """Identify the first ``samples`` rows: phases that start later are not included."""
         return self._named(self.order.fingerprint_at(samples))
 
     def __getitem__(self, sample: int) -> TensorDict:
         return self.__getitems__([sample])[0]
 
     def __getitems__(self, samples: Sequence[int]) -> TensorDict:
-        """Build the batch of these samples, each data set's rows in one go, ``batch_size=[b]``."""
+        """Build the batch of these samples, reading each dataset once, ``batch_size=[b]``."""
         sources, rows = self.order.find(samples)
         by_source = np.argsort(sources, kind="stable")
         present, counts = np.unique(sources, return_counts=True)

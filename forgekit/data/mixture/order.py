@@ -1,8 +1,8 @@
-"""The order of several sources, mixed by weights that may change along the way.
+"""The order of several sources, mixed by weights that may change during training.
 
-Which source sample ``i`` comes from and which row of it are pure functions of ``i``. So a change of
-weights happens at exactly its sample, on every rank and whatever was read ahead, and a run resumes
-before, at or after a change from the number of its samples alone.
+The source of sample ``i`` and its row there are pure functions of ``i``. So weights change at
+exactly their sample, on every rank and whatever was read ahead, and a run resumes before, at or
+after a change from its number of samples alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.hashing import hash_integers
-from forgekit.data.mixture.interleave import BLOCK, Stretch, cut_interval
+from forgekit.data.mixture.interleave import BLOCK, Stretch, split_interval
 from forgekit.data.mixture.permutation import sample_rows
 from forgekit.data.mixture.phases import Phase, check_sizes, mixed_weights
 
@@ -37,21 +37,21 @@ def make_order(
     seed: int = 0,
     phases: Sequence[Phase] = (),
 ) -> Order:
-    """Say for each sample number which source it comes from and which row of it.
+    """Assign to each sample number a source and a row of it.
 
-    Each source is walked without replacement, epoch after epoch, every epoch in a shuffle of its
-    own; other weights change how fast, and repeat or skip nothing. Samples are dealt in blocks of
-    1,024 that are counted from where the weights last changed. In each block every source has its
-    share, rounded up or down; over many blocks the roundings cancel.
+    Each source is read without replacement, epoch after epoch, in another shuffle each epoch; other
+    weights change how fast, and repeat or skip nothing. Samples are assigned in blocks of 1,024,
+    counted from the last change of weights. In each block every source has its share, rounded up or
+    down; over many blocks the roundings cancel.
 
     Args:
-        sizes: Rows of each source, by name. The sequence of the names belongs to the order.
+        sizes: Rows of each source, by name. The order depends on the sequence of the names.
         weights: Relative weights of all sources, of any sum; 0 leaves a source out. By default
-            each source's part of all rows.
+            each source's share of all rows.
         temperature: Weights are raised to the power ``1 / temperature`` and then normalised, in
-            every phase. Above 1 small sources come more often; ``inf`` makes all alike.
-        seed: Names the shuffles. The seed of a loader plays no part.
-        phases: Changes along the way, by increasing start.
+            every phase. Above 1 small sources come more often; ``inf`` makes all equal.
+        seed: Selects the shuffles. A loader's seed is ignored.
+        phases: Changes of the weights, by increasing start.
 
     Returns:
         The order: ``order(i)`` is the name of a source and a row.
@@ -74,12 +74,12 @@ def make_order(
     key = int(_key("blocks", seed))
     stretches: list[Stretch] = []
     for start, mixed in mixed_weights(counts, weights, temperature, phases):
-        cuts = cut_interval(mixed)
-        if stretches and np.array_equal(cuts, stretches[-1].cuts):
+        bounds = split_interval(mixed)
+        if stretches and np.array_equal(bounds, stretches[-1].bounds):
             continue
         before = stretches[-1].taken(start) if stretches else np.zeros(len(counts), np.int64)
-        stretches.append(Stretch(start, cuts, key, before))
-    # From each name alone: no other source has a say in how one is shuffled.
+        stretches.append(Stretch(start, bounds, key, before))
+    # By name: the shuffle of a source does not depend on the other sources.
     seeds = np.stack([_key(f"source {name}", seed) for name in counts])
     names, rows = tuple(counts), tuple(counts.values())
     return Order(names, rows, seed, tuple(phases), tuple(stretches), seeds)
@@ -92,8 +92,8 @@ class Order:
     Attributes:
         sources: Their names; an integer that stands for a source is an index into them.
         sizes: Rows of each.
-        seed: Names the shuffles.
-        phases: Changes along the way.
+        seed: Selects the shuffles.
+        phases: Changes of the weights.
     """
 
     sources: tuple[str, ...]
@@ -151,9 +151,9 @@ class Order:
         return sources.reshape(samples.shape), rows.reshape(samples.shape)
 
     def taken(self, samples: int) -> Integers:
-        """Count what the first ``samples`` samples take from each source.
+        """Count the samples of each source among the first ``samples``.
 
-        Divided by ``sizes`` it is the epochs of each source. It costs the same anywhere.
+        Divided by ``sizes`` these are the epochs of each source. Takes constant time.
 
         Args:
             samples: How many samples.
@@ -169,7 +169,7 @@ class Order:
         return self._stretches[which].taken(samples)
 
     def shares(self, start: int, count: int) -> NDArray[np.float64]:
-        """Measure what part of the samples ``start`` to ``start + count - 1`` each source has.
+        """Compute each source's share of the samples ``start`` to ``start + count - 1``.
 
         Args:
             start: The first sample.
@@ -190,24 +190,27 @@ class Order:
 
     @property
     def fingerprint(self) -> str:
-        """Names the order: the same string means the same row at each sample."""
+        """Identifies the order: equal strings mean the same row at each sample."""
         return self.fingerprint_at(self._stretches[-1].start + 1)
 
     def fingerprint_at(self, samples: int) -> str:
-        """Name the order of the first ``samples`` samples.
+        """Identify the order of the first ``samples`` samples.
 
-        A phase that starts later plays no part, so it may still be moved, changed or added while a
-        run is under way. The scale of the learning rate never does.
+        Phases that start later are not included, so they may be moved, changed or added during a
+        run. The scale of the learning rate is never included.
         """
         parts = [
-            [stretch.start, *zip(self.sources, self.sizes, stretch.cuts.tolist()[1:], strict=True)]
+            [
+                stretch.start,
+                *zip(self.sources, self.sizes, stretch.bounds.tolist()[1:], strict=True),
+            ]
             for stretch in self._stretches
             if stretch.start < max(samples, 1)
         ]
         return hashlib.sha256(json.dumps(["order 1", self.seed, parts]).encode()).hexdigest()
 
     def _runs(self, samples: Integers) -> Iterator[tuple[slice, Stretch, int]]:
-        """Cut sample numbers into runs that lie in one block of one stretch."""
+        """Split sample numbers into runs within one block of one stretch."""
         starts = np.array([stretch.start for stretch in self._stretches])
         which = np.searchsorted(starts, samples, side="right") - 1
         blocks = (samples - starts[which]) // BLOCK
@@ -219,12 +222,12 @@ class Order:
 
 @lru_cache(maxsize=64)
 def _block(order: Order, stretch: Stretch, block: int) -> tuple[Integers, Integers]:
-    """Find a whole block, and remember the last ones.
+    """Compute a whole block, and cache the last ones.
 
-    Eight samples cost nearly what a thousand do, and the next micro-batch wants the next eight.
+    Eight samples cost nearly as much as a thousand, and the next micro-batch needs the next eight.
     """
-    sources, places = stretch.deal(block)
-    rows = sample_rows(places, np.array(order.sizes)[sources], order._seeds[sources])
+    sources, earlier = stretch.assign(block)
+    rows = sample_rows(earlier, np.array(order.sizes)[sources], order._seeds[sources])
     return sources, rows
 
 

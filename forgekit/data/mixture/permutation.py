@@ -1,9 +1,9 @@
 """The order of the data as a pure function: sample number in, row out.
 
-A shuffled array would have to be kept, rebuilt at each resume and agreed on by all ranks. A keyed
+A shuffled array would have to be stored, rebuilt at each resume and equal on all ranks. A keyed
 permutation needs none of this: sample ``i`` of seed ``s`` is the same row on any number of ranks
-and workers, and the whole position is one integer. Nothing here leans on a library's generator,
-whose stream may change with its next version.
+and workers, and the whole position is one integer. No library's random generator is used, since its
+stream may change with the next version.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from forgekit.data.hashing import U64, as_unsigned, hash_integers, mix_bits
 __all__ = ["permute", "recall_rows", "sample_rows"]
 
 ROUNDS = 8
-"""Three or four leave neighbours related; eight cannot be told from a shuffled array."""
+"""After three or four neighbours correlate; eight are indistinguishable from a shuffled array."""
 
 SMALL = 256
-"""Up to here an exact table by sorting is cheaper than the network, and less regular."""
+"""Up to this size a table by sorting hashes is cheaper than the network, and more random."""
 
 AT_ONCE = 1024
-"""Samples whose rows ``recall_rows`` computes at a time."""
+"""Samples whose rows ``recall_rows`` computes together."""
 
 _POWERS = 2 ** np.arange(63)
 
 
 def permute(index: ArrayLike, n: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
-    """Send each index to its place under the permutation of ``range(n)`` that ``key`` names.
+    """Map each index by the permutation of ``range(n)`` that ``key`` selects.
 
-    A Feistel network permutes the next power of two; an image outside ``range(n)`` is sent on until
-    it falls inside, which is again a permutation and takes less than two rounds on average.
+    A Feistel network permutes the next power of two. A result outside ``range(n)`` is mapped again
+    until it falls inside (cycle walking), which is again a permutation. The power of two is below
+    ``2 * n``, so this takes less than two passes on average.
 
     Args:
         index: Integers in ``range(n)``, of any shape.
         n: Sizes of the permuted ranges, integers that broadcast against ``index``.
-        key: Integers that broadcast against ``index``; each names its own permutation.
+        key: Integers that broadcast against ``index``; each selects another permutation.
 
     Returns:
         ``int64`` of the broadcast shape.
@@ -56,23 +57,23 @@ def permute(index: ArrayLike, n: ArrayLike, key: ArrayLike) -> NDArray[np.int64]
         array([4, 2, 1, 0, 3])
     """
     sizes = _positive(n, "there is no permutation of nothing")
-    places, sizes, keys = np.broadcast_arrays(
+    indices, sizes, keys = np.broadcast_arrays(
         np.asarray(index, dtype=np.int64), sizes, as_unsigned(key)
     )
-    outside = (places < 0) | (places >= sizes)
+    outside = (indices < 0) | (indices >= sizes)
     if outside.any():
         raise IndexError(
-            f"index {places[outside][0]} is outside range({sizes[outside][0]}), "
+            f"index {indices[outside][0]} is outside range({sizes[outside][0]}), "
             "which this permutation permutes."
         )
-    shape, places, sizes, keys = places.shape, places.ravel(), sizes.ravel(), keys.ravel()
-    out = np.empty(places.shape, dtype=np.int64)
+    shape, indices, sizes, keys = indices.shape, indices.ravel(), sizes.ravel(), keys.ravel()
+    out = np.empty(indices.shape, dtype=np.int64)
     for size in np.unique(sizes[sizes <= SMALL]).tolist():
         chosen = np.flatnonzero(sizes == size)
-        out[chosen] = _permute_table(places[chosen], size, keys[chosen])
+        out[chosen] = _permute_table(indices[chosen], size, keys[chosen])
     chosen = np.flatnonzero(sizes > SMALL)
     if chosen.size:
-        out[chosen] = _permute_network(places[chosen], sizes[chosen], keys[chosen])
+        out[chosen] = _permute_network(indices[chosen], sizes[chosen], keys[chosen])
     return out.reshape(shape)
 
 
@@ -84,8 +85,8 @@ def sample_rows(
     Args:
         samples: Sample numbers since the start of training, 0 and up, of any shape.
         n: Rows in the data; samples ``e * n .. (e + 1) * n - 1`` are epoch ``e``. Integers that
-            broadcast against ``samples``, where these are of several data sets.
-        seed: Names the order; each epoch has another one. Broadcasts like ``n``.
+            broadcast against ``samples``, for several datasets at once.
+        seed: Selects the order; each epoch has another one. Broadcasts like ``n``.
         shuffle: False keeps the rows in their own order.
 
     Returns:
@@ -102,19 +103,19 @@ def sample_rows(
     samples = np.asarray(samples, dtype=np.int64)
     if samples.size and samples.min() < 0:
         raise ValueError(f"sample {samples.min()} is negative; samples are counted from 0.")
-    epochs, places = np.divmod(samples, sizes)
-    return permute(places, sizes, hash_integers(epochs, seed)) if shuffle else places
+    epochs, indices = np.divmod(samples, sizes)
+    return permute(indices, sizes, hash_integers(epochs, seed)) if shuffle else indices
 
 
 def recall_rows(samples: ArrayLike, n: int, seed: int) -> NDArray[np.int64]:
-    """Find what ``sample_rows`` does, fast where the next call wants the next few samples.
+    """Compute what ``sample_rows`` does, faster if the next call asks for the next few samples.
 
-    Eight samples cost nearly what a thousand do. So a thousand are computed, and remembered.
+    Eight samples cost nearly as much as a thousand, so a thousand are computed and cached.
 
     Args:
         samples: Sample numbers, 0 and up, of any shape.
         n: Rows in the data.
-        seed: Names the order.
+        seed: Selects the order.
 
     Returns:
         ``int64`` rows in ``range(n)``, of the shape of ``samples``.
@@ -144,17 +145,17 @@ def _positive(n: ArrayLike, otherwise: str) -> NDArray[np.int64]:
     return sizes
 
 
-def _permute_table(places: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:
+def _permute_table(indices: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:
     distinct, which = np.unique(keys, return_inverse=True)
     tables = np.argsort(hash_integers(np.arange(n), distinct[:, None]), axis=1, kind="stable")
-    return tables[which, places]
+    return tables[which, indices]
 
 
-def _permute_network(places: NDArray[np.int64], n: NDArray[np.int64], keys: U64) -> U64:
+def _permute_network(indices: NDArray[np.int64], n: NDArray[np.int64], keys: U64) -> U64:
     bits = np.searchsorted(_POWERS, n).astype(np.uint64)
-    out, sizes = places.astype(np.uint64), n.astype(np.uint64)
+    out, sizes = indices.astype(np.uint64), n.astype(np.uint64)
     round_keys = hash_integers(np.arange(ROUNDS)[:, None], keys)
-    walking = np.arange(out.size)
+    walking = np.arange(out.size)  # elements whose value is still outside range(n)
     while walking.size:
         out[walking] = _network(out[walking], bits[walking], round_keys[:, walking])
         walking = walking[out[walking] >= sizes[walking]]
@@ -162,7 +163,11 @@ def _permute_network(places: NDArray[np.int64], n: NDArray[np.int64], keys: U64)
 
 
 def _network(values: U64, bits: U64, round_keys: U64) -> U64:
-    """Permute ``range(2**bits)``: by turns each half is changed by a hash of the other."""
+    """Permute ``range(2**bits)``: each half in turn is XORed with a hash of the other.
+
+    XOR with a function of the other half is invertible whatever the function, so every round is a
+    permutation. The halves differ by a bit if ``bits`` is odd.
+    """
     one = np.uint64(1)
     low_bits = bits >> one
     low_mask = (one << low_bits) - one

@@ -1,4 +1,4 @@
-"""How sources are weighted, and when that changes: what a user says, checked."""
+"""Weights of sources and the phases that change them, validated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def _copied(weights: Mapping[str, float]) -> dict[str, float]:
 
 @attrs.frozen
 class Phase:
-    """From a sample number on, other weights and another scale of the learning rate.
+    """Other weights and another scale of the learning rate from a sample number on.
 
-    A phase lasts until the next one starts and inherits nothing from the one before: what it does
-    not name is as at the start of training.
+    A phase lasts until the next one starts and inherits nothing from the one before: whatever it
+    does not set has its original value.
 
     Attributes:
-        start: The first sample that it governs, counted over all ranks since the start of training.
+        start: Its first sample, counted over all ranks since the start of training.
         weights: Weights by source; a source that is not named keeps its original weight.
-        lr_scale: What the learning rate is multiplied by; see ``forgekit.with_phases``.
+        lr_scale: Factor of the learning rate; see ``forgekit.with_phases``.
 
     Raises:
         ValueError: If ``start`` is negative, or ``lr_scale`` is negative or not finite.
@@ -41,7 +41,7 @@ class Phase:
     lr_scale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        # Not a converter: type checkers would take the attribute for a descriptor.
+        # Not a converter: type checkers would treat the attribute as a descriptor.
         object.__setattr__(self, "start", operator.index(self.start))
         if self.start < 0:
             raise ValueError(
@@ -87,7 +87,7 @@ def mixed_weights(
     temperature: float,
     phases: Sequence[Phase],
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield where each phase starts, the time before the first included, and its weights.
+    """Yield the start and the weights of each phase, also of the time before the first.
 
     Args:
         sizes: Rows of each source.
@@ -131,7 +131,7 @@ def mixed_weights(
 
 
 def _tempered(weights: list[float], temperature: float) -> list[float]:
-    # Divided by the largest first, so that no power overflows. A positive weight stays positive.
+    # Divided by the largest first: no power overflows. A positive weight stays positive.
     largest = max(weights)
     least = math.ulp(0.0)
     return [

@@ -166,11 +166,12 @@ class PackedDataset:
 
     def _layout(self, rows: Sequence[int]) -> Pieces:
         """Find the pieces of some rows, and their positions in the batch."""
+        for row in rows:
+            if not 0 <= row < len(self):
+                raise IndexError(
+                    f"row {row} must lie in range({len(self)}) of the packed documents."
+                )
         at = np.asarray(rows, dtype=np.int64)
-        if (outside := (at < 0) | (at >= len(self))).any():
-            raise IndexError(
-                f"row {at[outside][0]} must lie in range({len(self)}) of the packed documents."
-            )
         first = self.bins.offsets[at]
         counts = self.bins.offsets[at + 1] - first
         before = np.cumsum(counts) - counts  # [rows] pieces of earlier rows in the batch
@@ -190,14 +191,16 @@ class PackedDataset:
         size = shape[0] * shape[1]
         tokens = np.full(size, self.eos_id, dtype=np.int64)
         last_labels = self.documents.read(tokens, pieces)
-        # [pieces 2]: each piece and the padding behind it, alternating; a run may be empty.
+        # [2 * pieces]: each piece and the padding behind it, alternating; a run may be empty.
         ends = pieces.positions + pieces.lengths
-        starts = np.stack([pieces.positions, ends], axis=1)
-        runs = np.diff(starts.ravel(), append=size)
-        ids = np.full_like(starts, PADDING)
-        ids[:, 0] = pieces.numbers
-        doc_ids = np.repeat(ids.ravel(), runs)
-        position_ids = np.arange(size) - np.repeat(starts.ravel(), runs)
+        starts = np.empty(2 * len(ends) + 1, dtype=np.int64)
+        starts[:-1:2], starts[1::2], starts[-1] = pieces.positions, ends, size
+        runs = starts[1:] - starts[:-1]
+        ids = np.full(2 * len(ends), PADDING)
+        ids[::2] = pieces.numbers
+        doc_ids = np.repeat(ids, runs)
+        position_ids = np.arange(size)
+        position_ids -= np.repeat(starts[:-1], runs)  # in place: page faults cost more than this
         labels = np.empty_like(tokens)
         labels[:-1] = tokens[1:]
         labels[ends - 1] = last_labels

@@ -113,13 +113,10 @@ class PieceReader:
                 self.file.read_into(out[position : position + length], int(firsts[piece]))
         # The last token's label is the document's next token, in another row; at its end none.
         labels = np.full(len(firsts), IGNORED, dtype=np.int64)
-        unfinished = np.flatnonzero(ends < self.offsets[pieces.documents + 1])
-        following = ends[unfinished]
-        numbers = self._shards_of(following)
-        within = following - self.shard_starts[numbers]
-        for piece, number, token in zip(unfinished, numbers.tolist(), within.tolist(), strict=True):
-            labels[piece] = self.shards[number][token]
+        for piece in np.flatnonzero(ends < self.offsets[pieces.documents + 1]).tolist():
+            number = self._shards_of(ends[piece])
+            labels[piece] = self.shards[number][ends[piece] - self.shard_starts[number]]
         return labels
 
-    def _shards_of(self, tokens: Ints) -> Ints:
+    def _shards_of(self, tokens: Any) -> Any:
         return np.searchsorted(self.shard_starts, tokens, side="right") - 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forgekit.data.batches.sequence_slices import slice_places
+from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.model.attention import Attend
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.layout import size_of
@@ -174,8 +174,8 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
 
     def locate(s: int, device: torch.device) -> Tensor:
         everywhere = locate_all(s * ring * ulysses, device)
-        of_ring = slice_places(everywhere, rank=ring_rank, world=ring, method="zigzag")
-        return slice_places(of_ring, rank=ulysses_rank, world=ulysses, method="contiguous")
+        of_ring = slice_positions(everywhere, rank=ring_rank, world=ring, method="zigzag")
+        return slice_positions(of_ring, rank=ulysses_rank, world=ulysses, method="contiguous")
 
     return locate
 
