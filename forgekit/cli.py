@@ -346,8 +346,8 @@ def _exit_code(code: object) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from forgekit.config import load_config
-    from forgekit.run.verification.result_text import show_report
-    from forgekit.run.verification.verify import verify_setup
+    from forgekit.run.verification.result import show_report
+    from forgekit.run.verification.verify import VerifyOptions, verify_setup
 
     path = Path(options.recipe)
     script = path if path.suffix == ".py" else _recipe(options.recipes, options.recipe)
@@ -371,15 +371,15 @@ def _verify(options: argparse.Namespace) -> int:
             soft_wrap=True,
         )
         try:
-            report = verify_setup(
-                partial(_set_up, str(script.resolve()), _tree(config, settings)),
-                config.mesh,
+            chosen = VerifyOptions(
                 mask=not options.keep_labels,
                 split=not options.keep_split,
                 tolerance=options.tolerance,
                 timeout_s=options.timeout,
                 progress=partial(progress.print, "[dim]...[/]"),
             )
+            setup = partial(_set_up, str(script.resolve()), _tree(config, settings))
+            report = verify_setup(setup, config.mesh, chosen)
         except ValueError as error:
             raise _UsageError(str(error)) from None
     show_report(report, console)

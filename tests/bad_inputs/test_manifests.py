@@ -129,7 +129,7 @@ CASES = {
     "old, a list of files": (old("files", []), "has no 'files', or none that is one"),
     "old, a text for the step": (old("step", "2"), "has no 'step', or none that is one"),
     "old, a text for fields": (old("fields", "samples"), "has no 'fields', or none that is one"),
-    "old, a metric in words": (old("metric", "low"), "has the metric 'low', which is no number"),
+    "old, a metric in words": (old("metric", "low"), "has the metric 'low', which is not a number"),
     "old, no size": (old("files", ".metadata", {}), "has no size and checksum of '.metadata'"),
     "old, size in words": (
         old("files", ".metadata", {"bytes": "3", "crc32": ""}),
@@ -143,7 +143,7 @@ CASES = {
     "old, a shape in words": (old("tensors", WEIGHT, "shape", "wide"), "is malformed: TypeError"),
     "old, no tensor": (old("tensors", WEIGHT, None), "is malformed: TypeError"),
     "old, samples in words": (old("fields", "samples", "many"), "is malformed: ValueError"),
-    "old, an unknown tag": (old("fields", "seed", {"$set": []}), "a value of kind .set stands"),
+    "old, an unknown tag": (old("fields", "seed", {"$set": []}), "a value of kind .set is ins"),
     "old, two tags": (old("fields", "seed", {"$list": [], "$dict": []}), "is malformed: ValueErr"),
     "old, a lost tensor": (
         old("fields", "skipped", {"$tensor": "x"}),

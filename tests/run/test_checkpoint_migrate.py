@@ -341,7 +341,7 @@ MIGRATIONS = {
     "lost field": (_lost_field, r"has no field 'samples'\. Mark it .* or give it one with migrate"),
     "no state": (lambda saved: saved.fields, r"migrate returned a dict instead of a SavedState"),
     "set": (_odd_field, r"field 'note' of the migration holds a set"),
-    "buried": (_buried, r"kind \$ranks stands inside another .* must be a field of its own"),
+    "buried": (_buried, r"kind \$ranks is inside another .* must be a field of its own"),
     "failure": (_fails, r"KeyError: 'never'"),
 }
 

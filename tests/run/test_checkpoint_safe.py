@@ -145,7 +145,7 @@ def test_an_index_with_code_is_refused_and_the_code_not_run(path, tmp_path, case
 def test_a_shard_with_code_is_refused_and_the_code_not_run(path, tmp_path, dump):
     content = dump(Bomb(tmp_path / "ran"))
     divert(path, index_of(path), content)
-    with pytest.raises(CheckpointError, match=r"shard that is no tensor .* nothing of it was run"):
+    with pytest.raises(CheckpointError, match=r"shard that is not a tensor .* nothing of it was r"):
         checkpoint_load(build(), path.parent)
     assert not (tmp_path / "ran").exists()
     with contextlib.suppress(RuntimeError):
@@ -168,7 +168,7 @@ def _no_tensor(index):
 CHANGES = {
     "another file": (_other_file, r"refers to '\.\./secret', which the manifest does not list"),
     "a transform": (_transformed, r"asks for \['zstd'\]"),
-    "no tensor": (_no_tensor, r"'model\.weight' is no tensor"),
+    "no tensor": (_no_tensor, r"'model\.weight' is not a tensor"),
 }
 
 
@@ -229,7 +229,7 @@ def test_two_ranks_refuse_an_index_with_code(path, tmp_path):
 
 
 def _refuse_shard(rank, world, directory):
-    with pytest.raises(CheckpointError, match=r"shard that is no tensor \(read by rank \d\)"):
+    with pytest.raises(CheckpointError, match=r"shard that is not a tensor \(read by rank \d\)"):
         checkpoint_load(build(1, world), directory)
 
 

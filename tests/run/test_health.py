@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import forgekit as fk
 from forgekit.run.health.health import Health
 from forgekit.run.health.rendezvous import HangError, barrier
+from forgekit.run.health.watchdog import _tell
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
@@ -96,9 +97,9 @@ def hang(rank, world, out):
 def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path):
     (message, seconds, cause), _ = run_ranks(hang, 2, tmp_path, group=False)
     assert re.search(
-        r"^after step 1 a collective lost other ranks: rank 1 is at test_health.py:\d+ in "
-        r"wait_for, \d+ s after step 1; rank 0 waited for others\. Stacks .* are in .*hang\. "
-        r"What it said: RuntimeError: .*Timed out waiting 2000ms",
+        r"^the ranks lost each other after step 1: rank 1 is at test_health.py:\d+ in wait_for, "
+        r"after step 1; rank 0 failed: RuntimeError: .*Timed out waiting 2000ms.*\. Stacks .* are "
+        r"in .*hang\.$",
         message,
     )
     assert SHORT_S <= seconds < LONG_S / 2
@@ -117,11 +118,11 @@ def end_alone(rank, world, out, fails):
             with Health(out, mesh, every=0, timeout_s=SHORT_S, first_timeout_s=LONG_S) as health:
                 health(create(mesh, step=7))
                 if rank == 1 and fails:
-                    raise KeyError("a broken row")
+                    raise fails("a broken row")
                 if rank == 0:
                     dist.all_reduce(torch.ones(1))
             ended = "no error"
-        except (HangError, KeyError) as error:
+        except (RuntimeError, KeyError) as error:
             ended = f"{type(error).__name__}: {error}"
         if rank == 0:
             (out / "done").touch()
@@ -132,14 +133,47 @@ def end_alone(rank, world, out, fails):
 @pytest.mark.parametrize(
     ("fails", "reason", "own"),
     [
-        (True, "failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
-        (False, "left the loop after step 7", "no error"),
+        (KeyError, "failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
+        (RuntimeError, "failed: RuntimeError: a broken row", "RuntimeError: a broken row"),
+        (None, "left the loop after step 7", "no error"),
     ],
 )
 def test_the_rank_that_ended_alone_is_the_first_cause_on_all_others(tmp_path, fails, reason, own):
     found = run_ranks(end_alone, 2, tmp_path, fails, group=False)
-    assert f" lost other ranks: rank 1 {reason}; rank 0 waited for others." in found[0]
+    expected = f"^HangError: the ranks lost each other after step 7: rank 1 {re.escape(reason)}; "
+    assert re.match(expected + "rank 0 failed", found[0])
     assert found[1] == own
+
+
+def word(text, *, alarm=1, ended=0, is_lost=False):
+    return {"text": text, "alarm": alarm, "ended": ended, "is_lost": is_lost}
+
+
+def test_those_that_may_be_the_reason_come_first_and_many_at_one_line_are_one_group():
+    lost = {"is_lost": True}
+    words = {
+        0: word("failed: RuntimeError: connection 0", ended=3, **lost),
+        1: word("is at train.py:7 in step"),
+        2: word("is at train.py:7 in step"),
+        3: word("is at data.py:3 in read"),
+        4: None,
+        5: word("is at train.py:7 in step", alarm=0),  # did not answer this alarm
+        6: word("failed: RuntimeError: connection 6", ended=2, **lost),
+        7: word("failed: KeyError: 'row'", ended=1),
+    }
+    story = _tell(words, alarms=1)
+    assert story["text"] == (
+        "rank 7 failed: KeyError: 'row'; rank 3 is at data.py:3 in read; ranks 1, 2 are at "
+        "train.py:7 in step; ranks 4, 5 are silent: gone, or not running Python; "
+        "ranks 0, 6 failed after that"
+    )
+    assert (story["silent"], story["first"]) == (True, "failed: KeyError: 'row'")
+    del words[7], words[4], words[5]
+    story = _tell(words, alarms=1)
+    assert story["text"].endswith(
+        "; rank 6 failed: RuntimeError: connection 6; rank 0 failed after that"
+    )
+    assert (story["silent"], story["first"]) == (False, words[6]["text"])
 
 
 def watch_timeouts(rank, world, out):
@@ -255,6 +289,13 @@ class Rows(torch.utils.data.Dataset):
         return TensorDict({"input_ids": ids, "labels": ids}, batch_size=[])
 
 
+def work(seconds):
+    """Use the processor for so long, however many others use it, too."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 def lag(rank, world, out, slow, kind):
     mesh = mesh_of(world)
     delay = 0.15 if rank == slow else 0.0
@@ -265,7 +306,7 @@ def lag(rank, world, out, slow, kind):
     with warnings_of_the_library() as warned, health, loader:
         for step, _ in zip(range(1, 17), loader, strict=False):
             if kind == "step":
-                time.sleep(delay)
+                work(delay)
             dist.all_reduce(torch.ones(1))
             found.append(health(create(mesh, step=step)))
     return found, warned
@@ -308,7 +349,7 @@ def keep_pace(rank, world, out):
 def test_steps_without_a_probe_tell_nobody_and_probes_leave_nothing(tmp_path):
     for before, after, grown, warned in run_ranks(keep_pace, 2, tmp_path):
         assert before == after
-        assert warned == []  # two looks are no ground for calling a rank slow
+        assert warned == []  # steps of microseconds are no ground for calling a rank slow
         assert grown <= 3 * 2 + 2  # what one meeting keeps, however many there were
 
 
@@ -422,7 +463,8 @@ with fk.open_run(config.out, to_dict(config)) as run:
 
 @pytest.mark.slow
 def test_a_run_with_a_rank_that_hangs_ends_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}")  # of this checkout
     data = tmp_path / "data"
     rows = [torch.randint(1, 64, (40,)).numpy() for _ in range(200)]
     fk.write_tokens(data, rows, vocab_size=64, eos_id=0)
@@ -431,10 +473,10 @@ def test_a_run_with_a_rank_that_hangs_ends_and_says_why(tmp_path, monkeypatch):
     settings = TINY | {"data.path": data, "out": out}
     given = [f"{name}={value}" for name, value in settings.items()]
     with launch(script, given, log=tmp_path / "log", ranks=2) as job:
-        job.wait_for(lambda: "HangError: after step 3" in job.output, "error")
+        job.wait_for(lambda: "HangError: the ranks lost each other after st" in job.output, "error")
         healthy = json.loads((out / "hang" / "rank_0.json").read_text())["pid"]
         job.wait_for(lambda: healthy not in job.members(), "end of the first rank")
     reason = status_of(out)["reason"]
-    assert re.search(r"^HangError: after step 3 .*: rank 1 is at script.py:\d+ in hang_h", reason)
+    assert re.search(r"^HangError: the ranks .* step 3: rank 1 is at script.py:\d+ in hang", reason)
     assert status_of(out)["step"] == 3
     assert "hang_here" in (out / "hang" / "rank_1.txt").read_text()

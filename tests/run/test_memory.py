@@ -142,7 +142,7 @@ def test_running_out_of_memory_leaves_a_report_and_the_error_goes_on(tmp_path, c
     assert report.splitlines()[0] == f"{kind.__name__}: {raised.value}".splitlines()[0]
     assert "resident memory: " in report
     assert re.search(rf"\d+ x float64 {re.escape(str(list(held.shape)))} on cpu", report)
-    assert caplog.messages == [f"out of memory; what was held is in {tmp_path}/memory/rank_3.txt"]
+    assert caplog.messages == [f"out of memory; what filled it is in {tmp_path}/memory/rank_3.txt"]
     assert caplog.records[0].levelno == logging.ERROR
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import threading
-from pathlib import Path
 
 import attrs
 import pytest
@@ -146,44 +144,3 @@ def test_interleaved_runs_on_two_ranks_save_what_each_does_alone(tmp_path):
             expected = run_ranks(alone, 2, width)[0]
             assert weights[name].equal(expected)
             assert weight(fk.checkpoint_load(build(width), tmp_path / name)).equal(expected)
-
-
-def mutable(value):
-    """Whether an expression of a module is a value that its functions could change."""
-    return isinstance(value, ast.Dict | ast.List | ast.Set | ast.ListComp | ast.DictComp) or (
-        isinstance(value, ast.Call) and ast.unparse(value.func) in MAKERS
-    )
-
-
-MAKERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "weakref.WeakKeyDictionary"}
-
-
-def changed_values(tree):
-    """Module-level names that are declared global, or hold a container that is written to."""
-    held = set()
-    for node in tree.body:
-        value = getattr(node, "value", None)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None and mutable(value):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            held |= {ast.unparse(target) for target in targets}
-    changed = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            changed |= {ast.unparse(node.value)} & held
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            writes = node.func.attr in {"append", "extend", "update", "setdefault", "pop", "add"}
-            changed |= {ast.unparse(node.func.value)} & held if writes else set()
-    return changed
-
-
-def test_no_module_of_run_has_a_value_that_its_functions_change():
-    folder = Path(fk.__file__).parent / "run"
-    files = [*folder.rglob("*.py")]
-    assert len(files) > 30
-    found = {file.name: changed_values(ast.parse(file.read_text())) for file in files}
-    assert {name: values for name, values in found.items() if values} == {}
-
-
-def test_a_value_that_functions_change_is_found():
-    code = "kept = {}\nnow: list = []\nflag = 0\ndef f():\n global flag\n kept[1] = 2\n now.pop()"
-    assert changed_values(ast.parse(code)) == {"kept", "now", "flag"}

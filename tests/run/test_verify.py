@@ -45,7 +45,7 @@ REFUSED = {
 FAILED = {
     "raises": (verified.raises, "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full\n"),
     "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 8 s.*verified.py.* in hangs"),
-    "dies": (verified.dies, r"rank 1 of 2 died without a word of its own\."),
+    "dies": (verified.dies, r"rank 1 of 2 died without an error of its own\."),
     "no loader": (verified.no_loader, "setup returned a SimpleNamespace without 'loader'; verify"),
     "another mesh": (
         verified.another_mesh,
@@ -56,7 +56,7 @@ FAILED = {
     "few batches": (verified.few_batches, "the loader has micro-batches for 2 steps and verify"),
     "other rows": (
         verified.other_rows,
-        "ValueError: ranks 0 and 1 hold parts of one model and have to read the same rows",
+        "ValueError: ranks 0 and 1 hold parts of one model and must read the same rows",
     ),
 }
 

@@ -83,10 +83,11 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
 
 
 def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join what the ranks described; where they differ, the first rank's word counts.
+    """Join what the ranks described; where they differ, the first rank counts.
 
     Pipeline stages hold different parameters, so no rank knows all of them.
     """
+    # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
         for part in ("tensors", "optimizer", "optimizer_members"):
@@ -96,7 +97,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
-    """Leave out of a description, or a manifest, what is not to be loaded: see ``PARTS``."""
+    """Leave the parts that are not to be loaded out of a description or manifest."""
     chosen = dict(description)
     if "optimizer" not in parts:
         chosen |= {"optimizer": {}, "optimizer_class": None}
@@ -206,6 +207,7 @@ def _allocate_optimizer(
 def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
     """Give optimizer and stateful fields what was read; return the changes of the other fields."""
     if allocation.optimizer is not None:
+        # In place: optimizers that share their state with others hold the same dictionary.
         state.optimizer.state.clear()
         state.optimizer.state.update(allocation.optimizer)
     changes = {}
@@ -236,8 +238,8 @@ def find_mismatch(
     if parts := [*_name_difference(here, there), *differences]:
         return f"is of another model: {'; '.join(parts)}. Build the model that was saved"
     if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
-        held = f"is of an optimizer over other parameters: {'; '.join(parts)}"
-        return f"{held}. Build the optimizer over the parameters that it had"
+        what = f"is of an optimizer over other parameters: {'; '.join(parts)}"
+        return f"{what}. Build the optimizer over the parameters that it had"
     stateful = any(manifest["optimizer"].values())
     if stateful and described["optimizer_class"] != manifest["optimizer_class"]:
         saved, now = manifest["optimizer_class"], described["optimizer_class"]
@@ -257,13 +259,13 @@ def find_mismatch(
 def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by name; refuses state that belongs to none of them."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
-    held = [p for group in state.optimizer.param_groups for p in group["params"]]
-    for key in state.optimizer.state.keys() - set(held):
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    for key in state.optimizer.state.keys() - set(parameters):
         raise TypeError(
-            f"the optimizer keeps state under {key!r:.80}, which is none of its parameters, so it "
-            "has no name to be saved under. Keep it in optimizer.state[parameter]."
+            f"the optimizer keeps state under {key!r:.80}, not one of its parameters, so it has no "
+            "name to be saved under. Keep it in optimizer.state[parameter]."
         )
-    return {names[parameter]: parameter for parameter in held}
+    return {names[parameter]: parameter for parameter in parameters}
 
 
 def _members(state: TrainState) -> dict[str, str]:
@@ -325,7 +327,10 @@ def _optimizer_tensor(
     shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
     if isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype:
         return torch.empty_like(now)
+    # Guess what the optimizer would have made: a counter, a value per element, or one per row or
+    # column (Adafactor), which every rank holds whole.
     if not shape:
+        # Optimizers keep step counters in host memory unless their kernels read them.
         on_host = spec["host"] and not (group.get("fused") or group.get("capturable"))
         return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
     if shape == parameter.shape:

@@ -1,4 +1,4 @@
-"""Values as trees of JSON, which is how a manifest keeps all that is no tensor.
+"""Values as trees of JSON, as which a manifest keeps everything but tensors.
 
 JSON has no tuples, no tensors, and only strings for the keys of a dict. So a dict is
 ``{"$dict": [[key, value], ...]}``, lists and tuples are ``{"$list": [...]}`` and
@@ -27,7 +27,7 @@ _REMEDY = (
 
 @attrs.frozen
 class SavedValue:
-    """A saved tensor, or what each rank has for itself: to be moved, not to be looked into.
+    """A saved tensor, or a field that each rank has for itself; a migration may only move it.
 
     Attributes:
         tree: How the manifest keeps it.
@@ -64,7 +64,10 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
                 raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
             items.append([name, encode(inner, f"{key}.{name}", tensors, what)])
         return {"$dict": items}
-    if type(value) in (list, tuple):
+    if type(value) in (
+        list,
+        tuple,
+    ):  # a named tuple would not come back as one
         tag = "$list" if type(value) is list else "$tuple"
         return {tag: [encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
     kind = type(value).__name__
@@ -81,7 +84,7 @@ def decode(node: Any, now: Any, tensors: dict[str, Any], make: Callable[[str, An
         make: Makes a tensor from its key and today's value.
 
     Raises:
-        CheckpointError: If it is no tree.
+        CheckpointError: If it is not a tree.
     """
     if not isinstance(node, dict):
         return node
@@ -94,7 +97,7 @@ def decode(node: Any, now: Any, tensors: dict[str, Any], make: Callable[[str, An
         return {name: decode(value, known.get(name), tensors, make) for name, value in inner}
     if tag not in ("$list", "$tuple"):
         raise CheckpointError(
-            f"a value of kind {tag} stands inside another one, where it has no meaning. "
+            f"a value of kind {tag} is inside another one, where it has no meaning. "
             "What each rank has for itself must be a field of its own."
         )
     models = now if isinstance(now, list | tuple) else ()

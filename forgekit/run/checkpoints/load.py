@@ -24,7 +24,7 @@ from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.migration import Migrated, Migration, migrate_manifest
 from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.read import check_data, choose_checkpoint, read_tensors
-from forgekit.run.checkpoints.savable_optimizers import check_holds_none
+from forgekit.run.checkpoints.savable_optimizers import check_inner_optimizers
 from forgekit.run.checkpoints.save import as_json, check_version, join_saves, wait_for_saves
 from forgekit.run.checkpoints.storage import storage_of
 from forgekit.state import TrainState, donate
@@ -76,8 +76,8 @@ def checkpoint_load(
         ``state`` itself, which is then not donated.
 
     Raises:
-        ValueError: If a part is unknown, or the model is none of them; if ``version`` is less than
-            1; if a URL was made into a ``Path``.
+        ValueError: If a part is unknown or the model is not among them, if ``version`` is less than
+            1, or if a URL was made into a ``Path``.
         TypeError: If the optimizer keeps its state where a checkpoint cannot find it.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
             format, version, data, model or optimizer, holds streams of another number of ranks, or
@@ -96,7 +96,7 @@ def checkpoint_load(
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     check_version(version)
     if "optimizer" in parts:
-        check_holds_none(state.optimizer)
+        check_inner_optimizers(state.optimizer)
     wait_for_saves(state)
     join_saves()  # what another state of this process is saving may be the checkpoint to load
     storage, ranks = storage_of(directory), ranks_of(state)
@@ -104,14 +104,15 @@ def checkpoint_load(
     if found is None:
         return state
     path, written = found
-    migrated: list[Migrated] = []  # stays on its rank: it holds tensors that the migration may give
+    # Ranks exchange outcomes, not values: what a migration returns may hold tensors.
+    migrated: list[Migrated] = []
     ranks.each(lambda: migrated.append(migrate_manifest(path, written, version, migrate)))
-    if not allow_other_data and "fields" in parts:  # else the data begin anew
+    if not allow_other_data and "fields" in parts:  # without the fields the data starts again
         now = as_json(fingerprint, written["fields"]["samples"])
         check_data(path, written.get("fingerprint"), now)
     manifest = choose(migrated[0].manifest, parts)
     described = choose(collect(state, ranks.rank)[1], parts)
-    descriptions = ranks.gather(described)
+    descriptions = ranks.gather(described)  # pipeline stages hold different parameters
     optional = optional_fields(state)
     if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
         raise CheckpointError(f"{path} {problem}.")
@@ -122,5 +123,6 @@ def checkpoint_load(
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     changes: dict[str, Any] = {}
-    ranks.each(lambda: changes.update(restore(state, allocation)))  # a field may refuse its state
+    # Last, because it changes the state: a field's own load_state_dict may refuse, on one rank.
+    ranks.each(lambda: changes.update(restore(state, allocation)))
     return donate(state, **changes)

@@ -117,6 +117,7 @@ class LocalStorage:
 
     def discard(self, path: Path) -> None:
         """Delete a checkpoint, renamed first, so that a half-deleted one does not count."""
+        # The new name begins with .tmp-, so that the next save deletes what is left.
         doomed = path.with_name(unique(f".tmp-{path.name}-deleted"))
         path.rename(doomed)
         shutil.rmtree(doomed)
@@ -167,7 +168,7 @@ class LocalStorage:
         self.remove_leftovers()
         temporary = self.directory / unique(f".tmp-{step_name(step)}")
         temporary.mkdir()
-        with locked(temporary):
+        with locked(temporary):  # so that another process's save sees that this one is alive
             try:
                 yield temporary
             finally:

@@ -45,6 +45,7 @@ class ManifestError(ValueError):
 
 def format_manifest(manifest: dict[str, Any]) -> bytes:
     """Write a manifest out, with its checksum."""
+    # The checksum is of what a reader will parse: JSON turns tuples into lists.
     plain = json.loads(json.dumps(manifest))
     return json.dumps({**plain, _CHECKSUM: _checksum(plain)}, indent=1).encode()
 
@@ -81,7 +82,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         raise ManifestError("describes no checkpoint")
     if isinstance(manifest["format"], int) and manifest["format"] > FORMAT:
         return manifest
-    found = _checksum(manifest)
+    found = _checksum(manifest)  # over sorted keys, so formatting does not matter
     if manifest.get(_CHECKSUM, found) != found:
         raise ManifestError(
             f"was changed after it was saved: its checksum is {found[:12]} instead of "
@@ -102,6 +103,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     Raises:
         OSError: If it cannot be opened, or is not a file.
     """
+    # O_NONBLOCK: opening a pipe without a writer would wait for one.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
@@ -120,7 +122,7 @@ def _check(manifest: dict[str, Any]) -> None:
         if not isinstance(manifest.get(key), kind):
             raise ManifestError(f"has no {key!r}, or none that is one")
     if not isinstance(manifest.get("metric"), int | float | None):
-        raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is no number")
+        raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is not a number")
     for name, entry in manifest["files"].items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

@@ -1,4 +1,4 @@
-"""Older versions of a state: a function of the user's brings names and fields to today's.
+"""Checkpoints of older versions of a state: the user's function renames what they hold.
 
 A checkpoint says which version of the state it holds. The version is the user's: it counts up when
 the model's parameters get other names or the state other fields. A migration sees names and values,
@@ -27,7 +27,7 @@ _MODEL = "model."
 
 @attrs.frozen(kw_only=True)
 class SavedState:
-    """What a checkpoint says of its state, for a migration to change with ``attrs.evolve``.
+    """The state in a checkpoint, for a migration to change with ``attrs.evolve``.
 
     Attributes:
         version: The version that was saved.
@@ -131,6 +131,7 @@ def _check_names(path: object, names: dict[str, str], there: list[str]) -> None:
                 f"migrate reads {now!r} from {then!r}, which {path} does not have{hint}. "
                 "Values of names are those that were saved, keys are today's."
             )
+        # Optimizer state goes along with a name, and cannot belong to two parameters.
         if then in readers:
             raise CheckpointError(
                 f"migrate reads both {readers[then]!r} and {now!r} from {then!r}. "
@@ -144,8 +145,8 @@ def _apply(manifest: dict[str, Any], result: SavedState) -> Migrated:
     specs |= {
         _MODEL + now: manifest["tensors"][_MODEL + then] for now, then in result.names.items()
     }
-    held = manifest["optimizer"]
-    optimizer = {now: held[then] for now, then in result.names.items() if then in held}
+    saved = manifest["optimizer"]
+    optimizer = {now: saved[then] for now, then in result.names.items() if then in saved}
     given: dict[str, Tensor] = {}
     fields = {
         name: encode(value, f"migrated.{name}", given, f"field {name!r} of the migration")

@@ -58,9 +58,9 @@ def find_difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
         if now and saved and now != saved:
             return (
                 f"has the field {name!r} of each of {saved} ranks, and now there are {now}. What "
-                "each rank has for itself, such as a stream's position, cannot be divided anew. "
+                "each rank has for itself, such as a stream's position, cannot be divided again. "
                 f"Resume on {saved} ranks, or leave the field out with "
-                'attrs.field(metadata={"checkpoint": False}) and begin it anew'
+                'attrs.field(metadata={"checkpoint": False}) and start it again'
             )
     return None
 

@@ -47,6 +47,7 @@ class Ranks:
         """Call ``function`` on the first rank; return its result, or raise, on every rank."""
         answers = [_attempt(function) if self.rank == 0 else (None, None)]
         if self.group is not None:
+            # Not a gather: the first rank alone reads directories, the others only hear of it.
             dist.broadcast_object_list(answers, group=self.group, group_src=0)
         value, error = answers[0]
         if error is not None:
@@ -96,7 +97,7 @@ def ranks_of(state: TrainState) -> Ranks:
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None or dist.get_rank() not in members:
         raise CheckpointError(
-            f"this process is none of the ranks {members} that hold the state, or its process "
+            f"this process is not one of the ranks {members} that hold the state, or its process "
             "groups are gone. Save and load on every rank, before forgekit.shutdown()."
         )
     key = default, members

@@ -105,7 +105,7 @@ def read_tensors(
         with storage.opened(path, index) as stream:
             indexes.append(read_index(stream, f"{path}/{index}", listed))
 
-    ranks.each(read)
+    ranks.each(read)  # each rank needs the index; torch would read it on the first one alone
     if ranks.group is None:
         expect_one_process()
     with storage.reading(path, folder) as (where, fs):
@@ -130,8 +130,9 @@ def _explained(path: Checkpoint, error: Any) -> CheckpointError:
     for rank, (cause, _) in error.failures.items():
         if isinstance(cause, pickle.UnpicklingError):
             what = (
-                f"has a shard that is no tensor (read by rank {rank}), and nothing of it was run. "
-                "Somebody may have changed it: delete this checkpoint and load one that you trust"
+                f"has a shard that is not a tensor (read by rank {rank}), and nothing of it was "
+                "run. Somebody may have changed it: delete this checkpoint and load one that you "
+                "trust"
             )
     after = "The model may hold a part of it; build it anew before the next try"
     return CheckpointError(f"{path} {what}. {after}.")
@@ -163,7 +164,7 @@ def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
 def _check_undamaged(faulty: dict[Checkpoint, str]) -> None:
     """Refuse to start over beside a manifest that was damaged after its checkpoint was whole.
 
-    A directory without a manifest was never committed and is no reason not to start.
+    A directory without a manifest was never committed and does not keep a run from starting.
     """
     for path, fault in faulty.items():
         if fault != "is missing":
@@ -218,6 +219,7 @@ def _damaged_files(
     ranks: Ranks, storage: Storage, path: Checkpoint, manifest: dict[str, Any]
 ) -> list[str]:
     """Check the files of a checkpoint, each on one rank; return what is wrong with them."""
+    # Reading each file on one rank only keeps the check as fast as loading itself.
     mine = list(manifest["files"].items())[ranks.rank :: ranks.world]
     found = ranks.each(lambda: [find_damage(storage, path, name, digest) for name, digest in mine])
     return [damage for part in found for damage in part if damage]

@@ -127,13 +127,14 @@ class RemoteStorage:
     def commit(self, _path: Path, manifest: dict[str, Any]) -> str:
         """Write the manifest, after a look whether all files have arrived."""
         final = f"{self.url}/{step_name(manifest['step'])}"
-        self.fs.invalidate_cache()
+        self.fs.invalidate_cache()  # else fsspec answers from before the other ranks' uploads
         for name, expected in manifest["files"].items():
             if (size := self.fs.info(self._inside(final, name))["size"]) != expected["bytes"]:
                 raise CheckpointError(
                     f"{final}/{name} has {size} bytes after the upload instead of "
                     f"{expected['bytes']}. Save again; does another run save there?"
                 )
+        # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
         self.fs.pipe_file(self._inside(final, MANIFEST), format_manifest(manifest))
         return final
 

@@ -67,6 +67,6 @@ class Keep:
         if self.milestones:
             kept |= {step for step in steps if step & (step - 1) == 0}
         known = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
-        # Of equal ones the newest.
+        # Of equally good ones the newest.
         ranked = sorted(known, key=lambda s: (-known[s] if self.largest else known[s], -s))
         return kept | set(ranked[: self.best])

@@ -1,7 +1,6 @@
 """Which optimizers can be saved: those whose state lies in ``optimizer.state``, by parameter.
 
-One that keeps it elsewhere is saved without a complaint and resumes without its momentum, so that
-the run goes on and is another run.
+One that keeps it elsewhere would be saved without an error and resume without its momentum.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from forgekit.optim.chain import Chained
 from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.state import TrainState, check_optimizer
 
-__all__ = ["check_complete", "check_holds_none", "name_of"]
+__all__ = ["check_complete", "check_inner_optimizers", "name_of"]
 
 
 def name_of(optimizer: Optimizer) -> str:
@@ -26,29 +25,29 @@ def name_of(optimizer: Optimizer) -> str:
     return f"chain_optimizers({', '.join(names)})" if names else type(optimizer).__qualname__
 
 
-def check_holds_none(optimizer: Any) -> None:
-    """Refuse an optimizer that holds others whose state is not its own.
+def check_inner_optimizers(optimizer: Any) -> None:
+    """Refuse an optimizer that wraps others whose state it does not share.
 
     Raises:
         TypeError: Names the optimizer, what it holds, and the remedy.
     """
     check_optimizer(optimizer)
-    for name, held in _held_by(optimizer):
-        if held.state is not optimizer.state:
+    for name, inner in _inner_optimizers(optimizer):
+        if inner.state is not optimizer.state:
             raise TypeError(
-                f"{type(optimizer).__name__} holds {type(held).__name__} in {name!r}, whose state "
+                f"{type(optimizer).__name__} holds {type(inner).__name__} in {name!r}, whose state "
                 f"is not that of {type(optimizer).__name__}: a checkpoint would keep none of it. "
                 "Join optimizers with forgekit.chain_optimizers(first, second); a wrapper of one "
                 "shares its state with self.state = optimizer.state."
             )
-        check_holds_none(held)
+        check_inner_optimizers(inner)
 
 
 def check_complete(state: TrainState, ranks: Ranks) -> None:
-    """Refuse an optimizer without any state after a good step, unless that is as it should be.
+    """Refuse an optimizer without any state after a good step, unless it needs none.
 
     Every rank calls it. torch's own optimizers keep their state where a checkpoint finds it, so
-    they are not asked. One without state says so with an attribute ``stateless = True``.
+    they are not checked. One that needs none says so with an attribute ``stateless = True``.
 
     Raises:
         TypeError: On every rank.
@@ -56,10 +55,12 @@ def check_complete(state: TrainState, ranks: Ranks) -> None:
     optimizer = state.optimizer
     members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
     asked = [member for member in members if not _is_known(member)]
+    # After bad steps alone no optimizer has any state.
     if not asked or state.step <= int(state.skipped):
         return
     found = ranks.each(lambda: [_has_state(member, optimizer) for member in asked])
     for number, member in enumerate(asked):
+        # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
         if not any(has_state[number] for has_state in found):
             raise TypeError(
                 f"{type(member).__name__} has no state after step {state.step}. Kept anywhere but "
@@ -68,11 +69,11 @@ def check_complete(state: TrainState, ranks: Ranks) -> None:
             )
 
 
-def _held_by(optimizer: Any) -> Iterator[tuple[str, Any]]:
+def _inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
         values = value.values() if isinstance(value, dict) else value
-        inside = values if isinstance(value, list | tuple | dict) else (value,)
-        yield from ((name, held) for held in inside if isinstance(held, Optimizer))
+        found = values if isinstance(value, list | tuple | dict) else (value,)
+        yield from ((name, inner) for inner in found if isinstance(inner, Optimizer))
 
 
 def _is_known(optimizer: Any) -> bool:
@@ -85,5 +86,5 @@ def _is_known(optimizer: Any) -> bool:
 
 
 def _has_state(member: Any, optimizer: Any) -> bool:
-    held = (p for group in member.param_groups for p in group["params"])
-    return any(optimizer.state.get(parameter) for parameter in held)
+    parameters = (p for group in member.param_groups for p in group["params"])
+    return any(optimizer.state.get(parameter) for parameter in parameters)

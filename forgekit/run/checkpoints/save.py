@@ -27,7 +27,7 @@ from forgekit.run.checkpoints.manifest import FORMAT, INDEX
 from forgekit.run.checkpoints.ranks import Ranks, explain, ranks_of
 from forgekit.run.checkpoints.read import expect_one_process, forgekit_version
 from forgekit.run.checkpoints.retention import Keep
-from forgekit.run.checkpoints.savable_optimizers import check_complete, check_holds_none
+from forgekit.run.checkpoints.savable_optimizers import check_complete, check_inner_optimizers
 from forgekit.run.checkpoints.step_names import step_name
 from forgekit.run.checkpoints.storage import Storage, committed, digest, retain, storage_of
 from forgekit.state import SaveHandle, TrainState
@@ -146,7 +146,7 @@ def checkpoint_save(
     if not isinstance(rule, Keep | None):
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     check_version(version)
-    check_holds_none(state.optimizer)
+    check_inner_optimizers(state.optimizer)
     storage, ranks = storage_of(directory), ranks_of(state)
     tensors, description = collect(state, ranks.rank)
     description |= {
@@ -220,6 +220,7 @@ def _write(
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+            # Every rank has delivered when this returns, so the manifest lists only what is there.
             digests = ranks.each(lambda: _deliver(storage, path, folder, step, ranks.rank))
             descriptions = ranks.gather(description)
 
@@ -232,6 +233,8 @@ def _write(
                     retain(storage, keep, step)
                 return done[0]
 
+            # The first rank has noted the commit already. If telling the others fails, the
+            # checkpoint is there all the same, and the save has not failed.
             done[:] = [ranks.first(commit)]
     except BaseException as error:
         if not done:

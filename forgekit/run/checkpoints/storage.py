@@ -85,6 +85,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
         >>> latest_checkpoint("/nowhere") is None
         True
     """
+    # The symlink moves after the commit, so a crash may leave it one behind.
     found = committed(storage_of(directory))
     return found[max(found)] if found else None
 
@@ -122,13 +123,14 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
     metrics = {step: storage.load_manifest(path).get("metric") for step, path in found.items()}
     kept = {*found} if keep is None else {*keep.of(metrics), saved}
     for step in sorted(found.keys() - kept):
+        # A reader holds a shared lock on a directory; nothing can lock a URL.
         if not (isinstance(found[step], Path) and is_locked(found[step])):
             _discard(storage, found[step])
 
 
 def discard_after(storage: Storage, step: int) -> None:
     """Delete the checkpoints after a step to which a run was rolled back; ``latest`` names it."""
-    storage.point_latest(step_name(step))
+    storage.point_latest(step_name(step))  # first, so that it never names a deleted one
     for newer, path in sorted(committed(storage).items()):
         if newer > step:
             _discard(storage, path)

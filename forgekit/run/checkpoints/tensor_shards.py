@@ -14,33 +14,37 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from forgekit.run.checkpoints.errors import CheckpointError
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = frozenset(
+_RECORDS: Mapping[tuple[str, str], Any] = MappingProxyType(
     {
-        (_METADATA, "ChunkStorageMetadata"),
-        (_METADATA, "Metadata"),
-        (_METADATA, "MetadataIndex"),
-        (_METADATA, "StorageMeta"),
-        (_METADATA, "TensorProperties"),
-        (_METADATA, "TensorStorageMetadata"),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            *(ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
+            *(TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
+        )
     }
 )
 
@@ -52,8 +56,8 @@ class ShardWriter(dcp.FileSystemWriter):
         """Write this rank's shard.
 
         Raises:
-            OSError: If the system did; torch hides it behind one about positions in an archive,
-                and it cannot be found there any more once it has travelled to another rank.
+            OSError: If the system did. torch chains it to one about offsets in an archive, and the
+                chain is lost when the error is pickled for the other ranks.
         """
         try:
             return super().write_data(plan, planner)
@@ -63,8 +67,7 @@ class ShardWriter(dcp.FileSystemWriter):
                 cause = cause.__cause__ or cause.__context__
             if cause is None:
                 raise
-            where = cause.filename or str(self.path)
-            raise OSError(cause.errno, cause.strerror, where) from error
+            raise OSError(cause.errno, cause.strerror, cause.filename or str(self.path)) from error
 
 
 class IndexReader(dcp.FileSystemReader):
@@ -123,17 +126,12 @@ def read_index(stream: BinaryIO, name: str, files: Collection[str]) -> Metadata:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that knows the records of an index and no functions."""
+    """An unpickler that makes the records of an index and calls no functions of the pickle's."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(stream)
-        self._before: dict[type, dict[str, Any]] = {}
-
+    # Pickles of newer Python versions name pathlib's private modules, hence the partition.
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
-            found = super().find_class(module, name)
-            self._before.setdefault(found, dict(vars(found)))
-            return found
+            return _RECORDS[module, name]
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
         if module.partition(".")[0] == "pathlib":
@@ -144,24 +142,22 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def load_unchanged(self) -> Any:
         """Unpickle, and undo what pickles can do even so: set attributes of a class they name."""
+        before = {kind: dict(vars(kind)) for kind in _RECORDS.values()}
         try:
-            index = self.load()
+            return self.load()
         finally:
-            changed = [kind for kind, before in self._before.items() if _undo(kind, before)]
-        if changed:
-            raise pickle.UnpicklingError(f"it changes {changed[0].__qualname__}")
-        return index
+            for kind, attributes in before.items():
+                if dict(vars(kind)) != attributes:
+                    _restore(kind, attributes)
+                    raise pickle.UnpicklingError(f"it changes {kind.__qualname__}")
 
 
-def _undo(kind: type, before: dict[str, Any]) -> bool:
-    """Give a class its attributes back; return whether any had changed."""
-    now = dict(vars(kind))
-    for name in now.keys() - before.keys():
+def _restore(kind: type, attributes: dict[str, Any]) -> None:
+    for name in vars(kind).keys() - attributes.keys():
         delattr(kind, name)
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
+    for name, value in attributes.items():
+        if vars(kind).get(name) is not value:
             setattr(kind, name, value)
-    return now != before
 
 
 def _layout(name: str) -> torch.layout:
@@ -179,7 +175,7 @@ def _check(index: Any, files: Collection[str]) -> None:
         raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
     for key, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{key!r} is no tensor")
+            raise pickle.UnpicklingError(f"{key!r} is not a tensor")
     for where in (index.storage_data or {}).values():
         if where.relative_path not in files:
             raise pickle.UnpicklingError(

@@ -1,11 +1,10 @@
-"""Ranks that hang and ranks that hold the others up: found, named and written down.
+"""Ranks that hang and ranks that slow the others down: found, named and written down.
 
 A rank that hangs shows on the others only: they wait in a collective until it times out, and that
 error does not say whom they waited for. Here ranks meet in the store through which the process
-groups were made. It touches neither the device nor a process group, and it can say who is not
-there; when all are, they compare the parameters that several hold. A thread of each rank watches
-its main thread: when it stands still, or when another rank raises an alarm, the thread writes down
-where it is and tells the others, also for a rank that will never run its own code again.
+groups were made. It touches neither the device nor a process group, and it can say who is missing;
+when all are there, they compare the parameters that several hold. Between meetings the watchdog
+of each rank, a thread, speaks for it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -28,26 +27,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.run.checkpoints.ranks import GROUP_NAME
 from forgekit.run.health.memory import periodic_collection, report_out_of_memory
-from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, same_place
-from forgekit.run.health.watchdog import Watch
+from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, find_difference
+from forgekit.run.health.watchdog import Watchdog
+from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
 from forgekit.steps.consistency import check_replicas
 
 __all__ = ["Health"]
 
-LEAST_LOSS, LEAST_LOOKS = 0.1, 10
-"""Of a step that a rank must cost the others, and looks at it, before it is called slow."""
+LEAST_SHARE = 0.1
+"""Of a step that a rank must cost the others before it is called slow."""
+LEAST_S = 0.5
+"""Between two meetings; over less time differences say nothing."""
 
 _log = logging.getLogger("forgekit")
-
-
-class Waits(Protocol):
-    """A loader that knows how long its user has waited for it, in seconds since it was made."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """Total so far."""
-        ...
 
 
 class Health:
@@ -58,9 +51,9 @@ class Health:
     collective of a later step may not. ``with`` puts back what was there before.
 
     Every ``every`` steps the ranks meet, and compare the parameters of which several hold a copy. A
-    rank that does not come makes all others raise an error
-    that names it. Where a collective loses a rank first, the error of the collective becomes the
-    cause of a ``HangError`` that says where each rank was. Then, and when no step has ended for
+    rank that does not come makes all others raise an error that names it. When a collective fails
+    because of another rank (it timed out, or that rank failed first or is gone), its error becomes
+    the cause of a ``HangError`` that says where each rank was. Then, and when no step has ended for
     three quarters of the time-out (a long evaluation may be the reason; nothing is raised), each
     rank writes into ``out/hang``: ``rank_0.txt``, the Python stacks of its threads, and
     ``rank_0.json``, its step and the last collectives as torch's flight recorder has them.
@@ -79,7 +72,7 @@ class Health:
         collect_every: Steps between two garbage collections, at the same step on all ranks; 0
             leaves it to Python. See ``periodic_collection``.
         memory_history: See ``report_out_of_memory``.
-        loader: Tells how long this rank waited for data.
+        loader: Its ``wait_seconds`` say how long this rank waited for data.
 
     Raises:
         ValueError: If a number is out of range.
@@ -123,21 +116,21 @@ class Health:
         self._collect_every, self._history = collect_every, memory_history
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
-        self._watch: Watch | None = None
+        self._watchdog: Watchdog | None = None
         self._before: dict[dist.ProcessGroup, timedelta] = {}
         self._is_first = True
 
     def __enter__(self) -> Self:
         self._meeting = Meeting.of(self._mesh)
         rank = 0 if self._meeting is None else self._meeting.rank
-        with ExitStack() as stack:  # undone if something in here fails
+        with ExitStack() as stack:  # closed again if something in here fails
             report = report_out_of_memory(self._out, rank=rank, history=self._history)
             stack.enter_context(report)
             self._collect = stack.enter_context(periodic_collection(self._collect_every))
             if self._meeting is not None:
                 stack.callback(self._restore)
-                self._watch = Watch(self._out / "hang", self._meeting, self._timeouts[0])
-                stack.callback(self._watch.stop)
+                self._watchdog = Watchdog(self._out / "hang", self._meeting, self._timeouts[0])
+                stack.callback(self._watchdog.stop)
             self._stack = stack.pop_all()
         self._restart()
         return self
@@ -149,8 +142,8 @@ class Health:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._watch is not None:
-                self._watch.last_words(error)
+            if self._watchdog is not None:
+                self._watchdog.report_end(error)
         finally:
             self._stack.__exit__(kind, error, trace)
 
@@ -162,18 +155,19 @@ class Health:
 
         Returns:
             At a meeting numbers per step since the last one, the same on every rank:
-            ``health/own_seconds_max`` and ``health/own_seconds_median`` (host time in which a rank
-            waited neither for others nor for its device, sampled), ``health/slowest_rank`` (whose
-            own time is longest), ``health/data_wait_seconds_max``. Else None.
+            ``health/own_seconds_max`` and ``health/own_seconds_median`` (of the other ranks): the
+            processor time of a rank's main thread plus its wait for data, which leaves out the wait
+            for others; ``health/slowest_rank`` (whose own time is longest),
+            ``health/data_wait_seconds_max``. Else None.
 
         Raises:
             HangError: If a rank did not come in time, or came from another step.
             ValueError: If copies of one parameter differ between the ranks that hold it.
         """
         self._collect(state.step)
-        if self._meeting is None or self._watch is None:
+        if self._meeting is None or self._watchdog is None:
             return None
-        self._watch.beat(state.step, self._timeouts[1])
+        self._watchdog.beat(state.step, self._timeouts[1])
         if self._is_first:
             self._is_first = False
             self._shorten()
@@ -182,15 +176,14 @@ class Health:
             self._steps += 1
         if self._every == 0 or state.step % self._every:
             return None
-        row = self._meet(state.step)
+        row = self._meet(self._meeting, state.step)
         check_replicas(state)
         return row
 
-    def _meet(self, step: int) -> dict[str, Any]:
-        assert self._meeting is not None
+    def _meet(self, meeting: Meeting, step: int) -> dict[str, Any]:
         self._shorten()  # groups that were made since
         timeout_s, note = self._timeouts[1], self._note(step)
-        verdict = self._meeting.hold("probe", f"step {step}", note, timeout_s, judge=_compare)
+        verdict = meeting.hold("probe", f"step {step}", note, timeout_s, judge=_compare)
         if verdict.missing:
             raise HangError(
                 f"step {step}: {describe_missing(verdict, timeout_s)} Stacks and the last "
@@ -201,22 +194,23 @@ class Health:
                 f"ranks met after different steps: {verdict.result['steps']}. Every rank must take "
                 "the same steps; look for a condition that is not the same on all of them."
             )
-        if self._meeting.is_first:
+        if meeting.is_first:
             self._warn(verdict.result)
         self._restart()
         return {f"health/{name}": value for name, value in verdict.result["row"].items()}
 
     def _note(self, step: int) -> dict[str, Any]:
-        """What the others are told of this rank's steps since the last meeting."""
-        assert self._watch is not None
+        """Describe this rank's steps since the last meeting to the others."""
         seconds, steps = time.perf_counter() - self._clock, max(self._steps, 1)
         waited = 0.0 if self._loader is None else self._loader.wait_seconds - self._waited
-        share, looks = self._watch.own_share()
+        # A rank that waits for others uses no processor. One that reads its own data without
+        # workers does while it waits for them, so the sum may count that time twice.
+        own = min(time.thread_time() - self._worked + waited, seconds)
         return {
             "step": step,
+            "interval": seconds,
             "seconds": seconds / steps,
-            "own": share * seconds / steps,
-            "looks": looks,
+            "own": own / steps,
             "data": waited / steps,
             "host": socket.gethostname(),
         }
@@ -224,7 +218,7 @@ class Health:
     def _warn(self, result: Mapping[str, Any]) -> None:
         row, slow = result["row"], result["slowest"]
         loss = row["own_seconds_max"] - row["own_seconds_median"]
-        if slow["looks"] < LEAST_LOOKS or loss <= LEAST_LOSS * slow["seconds"]:
+        if slow["interval"] < LEAST_S or loss <= LEAST_SHARE * slow["seconds"]:
             return
         if row["own_seconds_max"] > self._slow_factor * row["own_seconds_median"]:
             _log.warning(
@@ -246,15 +240,14 @@ class Health:
     def _restart(self) -> None:
         self._steps = 0
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
-        self._clock = time.perf_counter()
-        if self._watch is not None:
-            self._watch.own_share()
+        self._clock, self._worked = time.perf_counter(), time.thread_time()
 
 
 def _compare(notes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Compare the ranks' times; or say who is at which step, if that is not the same one."""
+    # Ranks at different steps would compare different things, so this comes first.
     steps = {rank: f"step {note['step']}" for rank, note in notes.items()}
-    if differ := same_place(steps):
+    if differ := find_difference(steps):
         return {"steps": differ}
     slowest = max(notes, key=lambda rank: notes[rank]["own"])
     others = [note["own"] for rank, note in notes.items() if rank != slowest]
@@ -268,13 +261,17 @@ def _compare(notes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
-    """The time-outs of all groups of this process but those of checkpoints: a save takes long."""
+    """Return the time-outs of all groups of this process but those of checkpoints.
+
+    In those, ranks wait for as long as the slowest one writes.
+    """
     groups = [group for group in c10d._world.pg_map if group.group_desc != GROUP_NAME]
     options = {group: getattr(_backend(group), "options", None) for group in groups}
     return {group: found._timeout for group, found in options.items() if found is not None}
 
 
 def _set_timeouts(timeouts: Mapping[dist.ProcessGroup, timedelta]) -> None:
+    # torch has no public way to change the time-out of a group, only one for a new group.
     for group, timeout in timeouts.items():
         if group in c10d._world.pg_map:  # else it was destroyed
             c10d._set_pg_timeout(timeout, group)

@@ -1,8 +1,8 @@
-"""Host and device memory: what fills it, written down when it runs out, and when garbage is taken.
+"""Host and device memory: a report when it runs out, and garbage collection at known steps.
 
 Python collects cyclic garbage whenever enough objects have been made, which is at another step on
 each rank, and all ranks wait for the one that collects. ``periodic_collection`` does it at the same
-step everywhere. ``report_out_of_memory`` writes down what was held when memory ran out.
+step everywhere. ``report_out_of_memory`` writes down what filled the memory when it ran out.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class LiveTensors:
 def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
     """Collect cyclic garbage every ``every`` steps and at no other time.
 
-    The first collection is a full one; what it leaves (modules, the model) is set aside, so that
-    the later ones look only at what was made since. Python's own collection is as before in the
-    end, whatever is raised.
+    The first collection is a full one; what it leaves (modules, the model) is frozen, so that later
+    ones look only at objects made since. Python's own collection is as before in the end, whatever
+    is raised.
 
     Args:
         every: Steps between two collections; 0 leaves Python's own collection on.
@@ -89,7 +89,9 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
     if every == 0:
         yield lambda _step: False
         return
-    may_freeze = gc.get_freeze_count() == 0  # this counts one by one: not in each step
+    # unfreeze brings back all that was frozen, so objects that somebody else froze stay so only if
+    # this one freezes nothing. Asked once: get_freeze_count counts objects one by one.
+    may_freeze = gc.get_freeze_count() == 0
     is_frozen = False
 
     def collect(step: int) -> bool:
@@ -150,19 +152,19 @@ def live_tensors() -> list[LiveTensors]:
     """Count the tensors that Python holds, largest first.
 
     Views share a storage, which is counted once, for the tensor that is found first. A DTensor
-    counts by its local part. What ``gc.freeze`` has set aside is not seen.
+    counts by its local part. Objects frozen by ``gc.freeze`` are not seen.
     """
-    held: Counter[tuple[Any, ...]] = Counter()
+    sizes: Counter[tuple[Any, ...]] = Counter()
     counts: Counter[tuple[Any, ...]] = Counter()
     storages: set[tuple[str, int]] = set()
     for tensor in _tensors():
         kind = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
         storage = tensor.untyped_storage()
-        place = (kind[-1], storage.data_ptr())
+        key = (kind[-1], storage.data_ptr())  # two devices may use the same address
         counts[kind] += 1
-        held[kind] += 0 if place in storages else storage.nbytes()
-        storages.add(place)
-    found = [LiveTensors(held[kind], count, *kind) for kind, count in counts.items()]
+        sizes[kind] += 0 if key in storages else storage.nbytes()
+        storages.add(key)
+    found = [LiveTensors(sizes[kind], count, *kind) for kind, count in counts.items()]
     return sorted(found, reverse=True)
 
 
@@ -209,7 +211,7 @@ def _write_report(path: Path, error: BaseException) -> None:
         path.write_text(_report(error))
         if hasattr(allocator := _allocator(), "_dump_snapshot"):
             allocator._dump_snapshot(str(path.with_suffix(".pickle")))
-        _log.error("out of memory; what was held is in %s", path)
+        _log.error("out of memory; what filled it is in %s", path)
     except (OSError, RuntimeError, MemoryError) as failure:
         _log.error("out of memory, and no report of it: %s", failure)
 

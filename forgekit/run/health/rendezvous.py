@@ -1,4 +1,4 @@
-"""Ranks that meet in the store through which the process groups were made.
+"""A rendezvous of ranks in the store through which the process groups were made.
 
 A meeting touches neither the device nor a process group, and unlike a collective it can say who is
 not there.
@@ -25,7 +25,7 @@ class HangError(RuntimeError):
 
 
 def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
-    """Let all processes meet, and check that they meet at the same place.
+    """Wait for all processes, and check that they are at the same barrier.
 
     For set-up: it costs some round trips to the store and no collective. One process, or none that
     was started: returns at once.
@@ -41,7 +41,7 @@ def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
     meeting = Meeting.of_all()
     if meeting is None:
         return
-    verdict = meeting.hold("barrier", tag, tag, timeout_s, judge=same_place)
+    verdict = meeting.hold("barrier", tag, tag, timeout_s, judge=find_difference)
     if verdict.missing:
         raise HangError(
             f"barrier {tag!r}: {describe_missing(verdict, timeout_s)} A rank that failed says why "
@@ -56,18 +56,18 @@ def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
 
 @attrs.frozen
 class Verdict:
-    """What a meeting came to, the same for every rank that came.
+    """The result of a meeting, the same for every rank that came.
 
     Attributes:
         missing: Ranks that did not come in time.
         last: Where each of them was at its last meeting of this kind; None if there was none.
-        places: Where each of them is, as far as its watching thread has said.
+        words: Where each of them is now, as far as its watchdog has said.
         result: Of ``judge``, if all came.
     """
 
     missing: list[int] = attrs.field(factory=list)
     last: list[str | None] = attrs.field(factory=list)
-    places: list[str | None] = attrs.field(factory=list)
+    words: list[str | None] = attrs.field(factory=list)
     result: Any = None
 
 
@@ -100,6 +100,7 @@ class Meeting:
 
     @classmethod
     def _over(cls, members: tuple[int, ...]) -> Self:
+        # Meshes of other ranks have other keys in the one store.
         prefix = f"forgekit/{members[0]}-{members[-1]}-{len(members)}"
         return cls(dist.PrefixStore(prefix, c10d._get_default_store()), dist.get_rank(), members)
 
@@ -111,7 +112,7 @@ class Meeting:
     def hold(
         self,
         kind: str,
-        place: str,
+        tag: str,
         note: Any,
         timeout_s: float,
         judge: Callable[[dict[int, Any]], Any],
@@ -120,58 +121,47 @@ class Meeting:
 
         Args:
             kind: Meetings of a kind are counted, and the n-th of one rank is that of all.
-            place: Where this rank is, for those that miss it at the next meeting.
-            note: What ``judge`` is to know of this rank, for JSON.
+            tag: Where this rank is, for those that miss it at the next meeting.
+            note: What ``judge`` gets of this rank, for JSON.
             timeout_s: Seconds from the first rank to the last.
-            judge: What to make of all notes; called on the first rank.
+            judge: Makes the result of all notes; called on the first rank.
 
         Raises:
             HangError: If the store cannot be reached.
         """
         with _reachable():
+            # Each rank counts its own meetings: nobody has to agree on a number first.
             number = self.store.add(f"{kind}/count/{self.rank}", 1)
             here, verdict = f"{kind}/{number}/", f"{kind}/{number}/verdict"
-            self.store.set(f"{kind}/last/{self.rank}", json.dumps(place))
+            self.store.set(f"{kind}/last/{self.rank}", json.dumps(tag))
             self.store.set(f"{here}{self.rank}", json.dumps(note))
-            everyone = [f"{here}{rank}" for rank in self.members]
-            self._wait(everyone if self.is_first else [verdict], timeout_s)
-            if not self.store.check([verdict]):
-                decided = self._decide(kind, here, judge)
-                if decided is None and not self._wait([verdict], timeout_s):
-                    decided = self._without(kind, [self.members[0]])
-                if decided is not None:
-                    self.store.compare_set(verdict, "", json.dumps(attrs.asdict(decided)))
+            notes = [f"{here}{rank}" for rank in self.members]
+            came = self._wait(notes if self.is_first else [verdict], timeout_s)
+            gone = [] if came else [key for key in notes if not self.store.check([key])]
+            missing = [rank for rank in self.members if f"{here}{rank}" in gone]
+            if missing:
+                self._decide(verdict, self._without(kind, missing))
+            elif self.is_first:
+                found = map(json.loads, self.store.multi_get(notes))
+                result = judge(dict(zip(self.members, found, strict=True)))
+                self._decide(verdict, Verdict(result=result))
+            elif not came and not self._wait([verdict], timeout_s):
+                # All had come when this rank gave up, but the first one never judged them.
+                self._decide(verdict, self._without(kind, [self.members[0]]))
             answer = Verdict(**json.loads(self.store.get(verdict)))
-            if self.is_first and number > 1:  # all have read it: they are here
-                for rank in [*self.members, "verdict"]:
-                    self.store.delete_key(f"{kind}/{number - 1}/{rank}")
+            if self.is_first and number > 1:  # all are here, so they have read the one before
+                for name in [*self.members, "verdict"]:
+                    self.store.delete_key(f"{kind}/{number - 1}/{name}")
             return answer
 
-    def _decide(
-        self, kind: str, here: str, judge: Callable[[dict[int, Any]], Any]
-    ) -> Verdict | None:
-        """The verdict as this rank sees it; None if all are here and the first has to judge."""
-        everyone = [f"{here}{rank}" for rank in self.members]
-        if not self.store.check(everyone):
-            absent = [not self.store.check([key]) for key in everyone]
-            missing = [rank for rank, gone in zip(self.members, absent, strict=True) if gone]
-            if missing:
-                return self._without(kind, missing)
-        if not self.is_first:
-            return None
-        notes = map(json.loads, self.store.multi_get(everyone))
-        return Verdict(result=judge(dict(zip(self.members, notes, strict=True))))
+    def _decide(self, key: str, verdict: Verdict) -> None:
+        # Ranks that give up may find other ones missing; the first verdict counts for all.
+        self.store.compare_set(key, "", json.dumps(attrs.asdict(verdict)))
 
     def _without(self, kind: str, missing: list[int]) -> Verdict:
         last = [self.read(f"{kind}/last/{rank}") for rank in missing]
-        said = [self.read(f"said/{rank}") for rank in missing if kind == "probe"]
-        return Verdict(
-            missing, last, [word and word["text"] for word in said or [None] * len(last)]
-        )
-
-    def on(self, store: Any) -> Self:
-        """The same ranks over another connection to the store."""
-        return attrs.evolve(self, store=store)
+        said = [self.read(f"said/{rank}") if kind == "probe" else None for rank in missing]
+        return Verdict(missing, last, [word and word["text"] for word in said])
 
     def read(self, key: str) -> Any:
         """Read a note; None if there is none."""
@@ -185,25 +175,26 @@ class Meeting:
         return True
 
 
-def same_place(tags: Mapping[int, str]) -> str | None:
+def find_difference(tags: Mapping[int, str]) -> str | None:
     """Say which ranks are where, if they are not all at the same tag."""
-    if len(set(tags.values())) == 1:
+    at = {tag: [rank for rank in tags if tags[rank] == tag] for tag in tags.values()}
+    if len(at) == 1:
         return None
-    places = {tag: [rank for rank in tags if tags[rank] == tag] for tag in tags.values()}
-    return ", ".join(f"{name_ranks(ranks)} at {tag!r}" for tag, ranks in places.items())
+    return ", ".join(f"{name_ranks(ranks)} at {tag!r}" for tag, ranks in at.items())
 
 
 def describe_missing(verdict: Verdict, timeout_s: float) -> str:
     """Say who did not come, and what is known of them."""
     known = [
         f"rank {rank} {f'was last here at {last!r}' if last else 'was never here'}"
-        + (f" and {place}" if place else "")
-        for rank, last, place in zip(verdict.missing, verdict.last, verdict.places, strict=True)
+        + (f" and {word}" if word else "")
+        for rank, last, word in zip(verdict.missing, verdict.last, verdict.words, strict=True)
     ]
     return f"{name_ranks(verdict.missing)} did not come within {timeout_s:g} s; {', '.join(known)}."
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
+    """Write "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -1,7 +1,7 @@
-"""A thread that watches the main thread of its rank and speaks for it.
+"""A thread of each rank that watches its main thread and speaks for it.
 
-When the main thread stands still, or when another rank raises an alarm, it writes down where that
-is and tells the others, also for a rank that will never run its own code again.
+When no step ends for too long, or when another rank raises an alarm, it writes down where the main
+thread is and tells the others, also for a rank that will never run its own code again.
 """
 
 from __future__ import annotations
@@ -10,48 +10,36 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 
 from forgekit.run.durable_files import write_atomic
 from forgekit.run.health.rendezvous import HangError, Meeting, name_ranks
 
-__all__ = ["Watch"]
+__all__ = ["Watchdog"]
 
-TICK_S = 0.05
-"""Between two looks at the main thread; each takes some microseconds."""
 POLL_S = 1.0
-"""Between two looks for an alarm of another rank."""
+"""Between two looks at the clock and for an alarm of another rank."""
 GRACE_S = 2.5
 """Until every rank that can still speak has answered an alarm."""
 STUCK = 0.75
 """Of the time-out without a step, then a rank says where it is: before the collectives give up."""
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 _RECIPES = _PACKAGE + "recipes" + os.sep
-_LIBRARIES = (_PACKAGE, _TORCH, str(Path(os.__file__).parent) + os.sep)
-_WAITING_FILES = (
-    "distributed_c10d.py",
-    "_functional_collectives.py",
-    "_fsdp_collectives.py",
-    "_fsdp_param_group.py",
-    _PACKAGE + os.path.join("parallel", "pipeline", "stages.py"),
-    _PACKAGE + os.path.join("run", "health", "rendezvous.py"),
-)
-_LOST = re.compile(r"gloo|NCCL|[Tt]imed out|[Tt]imeout|Connection (closed|reset)|pair closure")
+_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(os.__file__).parent), "<")
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 T = TypeVar("T")
@@ -59,29 +47,35 @@ T = TypeVar("T")
 _log = logging.getLogger("forgekit")
 
 
-class Watch:
-    """A thread that watches the main thread of its rank and speaks for it."""
+class Watchdog:
+    """A thread that watches the main thread of its rank and speaks for it.
+
+    Each rank keeps one word in the store, ``said/<rank>``: its ``text``, the ``alarm`` that it
+    answers, whether it ``ended`` (as which rank in the order; 0 while it runs), and whether a
+    collective may be the reason (``is_lost``).
+    """
 
     def __init__(self, folder: Path, meeting: Meeting, timeout_s: float) -> None:
-        self._folder, self._meeting, self._rank = folder, meeting, meeting.rank
+        self._folder, self._rank = folder, meeting.rank
         # A connection of its own: waiting on the other one blocks whoever shares it.
-        self._store = meeting.store.clone()
+        self._meeting = attrs.evolve(meeting, store=meeting.store.clone())
+        self._store = self._meeting.store
         self._main = threading.get_ident()
         self._step: int | None = None
         self._timeout_s = timeout_s
         self._since = time.monotonic()
-        self._looks = self._waits = self._alarms = 0
+        self._alarms = 0
         self._number = self._store.add(f"health/count/{self._rank}", 1)
         self._spoke_at = self._dumped_at = 0.0
         self._text = ""
         self._over = threading.Event()
-        self._say("runs", "has not said where it is")
+        self._say("has not said where it is")
         self._alarms = self._store.add("alarms", 0)
         self._thread = threading.Thread(target=self._run, name="forgekit health", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; it has nothing to do that takes long."""
+        """End the thread."""
         self._over.set()
         self._thread.join(timeout=GRACE_S)
 
@@ -89,100 +83,79 @@ class Watch:
         """Take note that the main thread has ended a step."""
         self._step, self._timeout_s, self._since = step, timeout_s, time.monotonic()
 
-    def own_share(self) -> tuple[float, int]:
-        """Share of the looks since the last call at which the main thread did not wait."""
-        looks, waits = self._looks, self._waits
-        self._looks = self._waits = 0
-        return (1 - waits / looks if looks else 1.0), looks
-
-    def last_words(self, error: BaseException | None) -> None:
+    def report_end(self, error: BaseException | None) -> None:
         """Tell the others why this rank ends; raise a better error where others are the reason."""
         self.stop()
+        ended = self._ask(lambda: self._store.add(f"health/{self._number}/ended", 1)) or 1
         if error is None:  # early, for those who find themselves alone
-            self._say("failed", f"left the loop {self._where}", is_final=True)
+            self._say(f"left the loop {self._where}", ended=ended)
             return
-        is_lost = _is_lost(error)
-        if isinstance(error, HangError) or is_lost:
+        # What gloo raises for a lost connection has no class of its own. Errors of other classes
+        # are never the other ranks' fault.
+        is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        late = time.monotonic() - self._since >= self._timeout_s
+        text = textwrap.shorten(f"failed: {type(error).__name__}: {error}", 200)
+        if is_lost or isinstance(error, HangError):
             self._alarm()
-            self._say("waits", "waited for others", is_final=True)
-        else:
-            self._say("failed", f"failed: {type(error).__name__}: {error}", is_final=True)
+        self._say(text, ended=ended, is_lost=is_lost or isinstance(error, HangError))
         if self._dumped_at != self._since:  # else the stacks are there, from before the error
             self._dump()
-        if is_lost:
-            raise HangError(self._story(error)) from error
+        story = self._ask(self._shared_story) if is_lost else None
+        if story and (late or story["silent"] or story["first"] != text):
+            raise HangError(
+                f"the ranks lost each other {self._where}: {story['text']}. Stacks and the last "
+                f"collectives of each rank are in {self._folder}."
+            ) from error
 
     def _run(self) -> None:
-        looked = time.monotonic()
-        while not self._over.wait(TICK_S):
-            self._looks += 1
-            self._waits += _is_waiting(sys._current_frames().get(self._main))
-            now = time.monotonic()
-            if self._since != self._spoke_at and now - self._since > STUCK * self._timeout_s:
+        while not self._over.wait(min(POLL_S, self._timeout_s / 8)):
+            stuck = time.monotonic() - self._since > STUCK * self._timeout_s
+            if stuck and self._since != self._spoke_at:
                 self._spoke_at = self._since
                 self._alarm()
                 self._say_where()
                 _log.warning("rank %d %s; see %s", self._rank, self._text, self._folder)
-            if now - looked > POLL_S:
-                looked = now
-                self._answer()
+            alarms = self._ask(lambda: self._store.add("alarms", 0)) or 0
+            if alarms > self._alarms:  # of another rank
+                self._alarms = alarms
+                self._say_where()
 
     def _alarm(self) -> None:
         """Make every rank say where it is."""
         self._alarms = self._ask(lambda: self._store.add("alarms", 1)) or self._alarms
 
-    def _answer(self) -> None:
-        """Say where this rank is if another one has raised an alarm."""
-        alarms = self._ask(lambda: self._store.add("alarms", 0)) or 0
-        if alarms > self._alarms:
-            self._alarms = alarms
-            self._say_where()
-
     def _say_where(self) -> None:
-        frame = sys._current_frames().get(self._main)
-        seconds = time.monotonic() - self._since
-        is_waiting = _is_waiting(frame)
-        verb = "waits for others at" if is_waiting else "is at"
-        text = f"{verb} {_line(frame)}, {seconds:.0f} s {self._where}"
-        self._say("waits" if is_waiting else "runs", text)
+        self._say(f"is at {_line(sys._current_frames().get(self._main))}, {self._where}")
         self._dump()
 
-    def _say(self, what: str, text: str, *, is_final: bool = False) -> None:
+    def _say(self, text: str, *, ended: int = 0, is_lost: bool = False) -> None:
         self._text = text
-        word = {"what": what, "text": text, "alarm": self._alarms, "is_final": is_final}
+        word = {"text": text, "alarm": self._alarms, "ended": ended, "is_lost": is_lost}
         self._ask(lambda: self._store.set(f"said/{self._rank}", json.dumps(word)))
 
     def _dump(self) -> None:
         self._dumped_at = self._since
-        tag = self._ask(lambda: self._meeting.on(self._store).read(f"barrier/last/{self._rank}"))
+        tag = self._ask(lambda: self._meeting.read(f"barrier/last/{self._rank}"))
         _dump(self._folder, self._rank, {"step": self._step, "barrier": tag, "state": self._text})
 
-    def _story(self, error: BaseException) -> str:
-        """Say where all ranks were: one rank asks for it and tells the others."""
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        story = self._ask(self._shared_story) or "they cannot be asked, the store is gone"
-        return (
-            f"{self._where} a collective lost other ranks: {story}. Stacks and the last "
-            f"collectives of each rank are in {self._folder}. What it said: {reason}"
-        )
-
-    def _shared_story(self) -> str:
-        key = f"health/{self._number}/story"  # of this watch, should there be another one later
+    def _shared_story(self) -> dict[str, Any]:
+        """Say where all ranks are: one of them asks the others, and all read its answer."""
+        # Each rank asking each other one would be a million messages on a thousand ranks.
+        key = f"health/{self._number}/story"
         teller = self._store.compare_set(f"{key}/teller", "", str(self._rank)).decode()
         if teller == str(self._rank):
             time.sleep(GRACE_S)
-            meeting = self._meeting.on(self._store)
-            words = {rank: meeting.read(f"said/{rank}") for rank in meeting.members}
-            self._store.set(key, _tell(words, self._alarms))
+            words = {rank: self._meeting.read(f"said/{rank}") for rank in self._meeting.members}
+            self._store.set(key, json.dumps(_tell(words, self._alarms)))
         self._store.wait([key], timedelta(seconds=2 * GRACE_S))
-        return self._store.get(key).decode()
+        return json.loads(self._store.get(key))
 
     @property
     def _where(self) -> str:
         return "before the first step" if self._step is None else f"after step {self._step}"
 
     def _ask(self, function: Callable[[], T]) -> T | None:
-        """Use the store; None if it is gone, for this thread has nobody to raise to."""
+        """Use the store; None if it is gone: neither a thread nor an end can raise for it."""
         try:
             return function()
         except RuntimeError as error:
@@ -190,24 +163,39 @@ class Watch:
             return None
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank."""
-    if isinstance(error, HangError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+def _tell(words: Mapping[int, Mapping[str, Any] | None], alarms: int) -> dict[str, Any]:
+    """Say in one line where the ranks were, those that may be the reason first.
 
-
-def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks or for its device, by the innermost line it is at.
-
-    It errs towards work: an unknown kind of waiting makes all ranks look equally busy.
+    First come ranks that failed by themselves, in their order; then those that still run, few at
+    one line before many at another; then the silent; last those that a collective failed on.
     """
-    if frame is None:
-        return False
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file.endswith(_WAITING_FILES):
-        return True
-    return file.startswith((_TORCH, _PACKAGE)) and ("wait" in name or "synchronize" in name)
+    ended = sorted((word for word in words.values() if word and word["ended"]), key=_order)
+    groups: dict[tuple[int, int, str], list[int]] = {}
+    for rank, word in words.items():
+        key = 2, 0, "is silent: gone, or not running Python"
+        if word and word["ended"]:
+            is_first = word is ended[0]
+            key = 0, word["ended"], word["text"]
+            if word["is_lost"]:
+                key = 3, int(not is_first), word["text"] if is_first else "failed after that"
+        elif word and word["alarm"] >= alarms:
+            key = 1, 0, word["text"]
+        groups.setdefault(key, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][:2], len(item[1])))
+    return {
+        "text": "; ".join(_told(ranks, text) for (*_, text), ranks in ordered),
+        "silent": any(kind == 2 for kind, *_ in groups),
+        "first": ended[0]["text"] if ended else None,
+    }
+
+
+def _told(ranks: Sequence[int], text: str) -> str:
+    verb, _, rest = text.partition(" ")
+    return f"{name_ranks(ranks)} {'are' if verb == 'is' and len(ranks) > 1 else verb} {rest}"
+
+
+def _order(word: Mapping[str, Any]) -> int:
+    return word["ended"]
 
 
 def _line(frame: FrameType | None) -> str:
@@ -222,26 +210,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(_RECIPES) or not file.startswith((*_LIBRARIES, "<"))
-
-
-def _tell(words: Mapping[int, Mapping[str, Any] | None], alarms: int) -> str:
-    """Say in one line where the ranks were, those that may be the reason first."""
-    silent = "did not answer: its process is gone, or stands still outside Python"
-    told = {
-        rank: (word["what"], word["text"])
-        if word and (word["is_final"] or word["alarm"] >= alarms)
-        else ("silent", silent)
-        for rank, word in words.items()
-    }
-    parts = [
-        f"rank {rank} {text}"
-        for kind in ("failed", "runs", "silent")
-        for rank, (what, text) in told.items()
-        if what == kind
-    ]
-    waiting = [rank for rank, (what, _) in told.items() if what == "waits"]
-    return "; ".join([*parts, *([f"{name_ranks(waiting)} waited for others"] if waiting else [])])
+    return file.startswith(_RECIPES) or not file.startswith(_LIBRARIES)
 
 
 def _dump(folder: Path, rank: int, fields: Mapping[str, Any]) -> None:

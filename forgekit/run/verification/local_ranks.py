@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -56,10 +55,13 @@ def run_local_ranks(
         LocalRankError: If a rank raised, died or did not finish in time.
     """
     job = _pickled(function, args)
-    context: Any = _context()
+    # Processes forked from a server that has imported torch; spawned ones cost seconds each.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forgekit"])
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+    deadline = time.monotonic() + timeout_s
     processes: list[Any] = []
     connections: list[Connection] = []
     try:
@@ -68,26 +70,17 @@ def run_local_ranks(
             variables = _variables(rank, world, store.port)
             log = str(folder / f"rank{rank}.log")
             process = context.Process(
-                target=_work, args=(there, variables, log, job, timeout_s), daemon=True
+                target=_work, args=(there, variables, log, job, deadline), daemon=True
             )
             process.start()
             there.close()  # or a rank that dies would not be noticed
             processes.append(process)
             connections.append(here)
-        return _collect(connections, folder, timeout_s)
+        return _collect(connections, folder, deadline, timeout_s)
     finally:
         for process in processes:
             process.kill()
             process.join()
-
-
-def _context() -> Any:
-    """Processes forked from a server that has imported torch; spawned ones cost seconds each."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgekit"])
-    return context
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -118,7 +111,7 @@ def _variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def _work(
-    connection: Connection, variables: dict[str, str], log: str, job: bytes, timeout_s: float
+    connection: Connection, variables: dict[str, str], log: str, job: bytes, deadline: float
 ) -> None:
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -126,15 +119,18 @@ def _work(
     os.dup2(output, 2)
     os.environ.update(variables)
     torch.set_num_threads(1)
-    with _stacks_after(timeout_s, f"{log}.stack"):
+    with open(f"{log}.stack", "w") as file:
+        # Where each thread is when the time is over; the other process reads it. The monotonic
+        # clock is the same in both, and this process may have started late.
+        faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.1), file=file)
         try:
             function, args = pickle.loads(job)
             answer = True, function(*args)
         except BaseException as error:  # a SystemExit of a script is a failure here
             answer = False, _described(error)
-    sys.stdout.flush()
-    connection.send(answer)
-    os._exit(0)  # nothing of torch's threads and groups is worth a clean end
+        sys.stdout.flush()
+        connection.send(answer)
+        os._exit(0)  # nothing of torch's threads and groups is worth a clean end
 
 
 def _end_with_parent(connection: Connection) -> None:
@@ -145,17 +141,6 @@ def _end_with_parent(connection: Connection) -> None:
         os._exit(1)
 
 
-@contextmanager
-def _stacks_after(timeout_s: float, path: str) -> Iterator[None]:
-    """Write where each thread is if the time is over."""
-    with open(path, "w") as file:
-        faulthandler.dump_traceback_later(timeout_s, file=file)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
 def _described(error: BaseException) -> tuple[str, str]:
     """One sentence, and the traceback."""
     said = traceback.format_exception_only(error)[-1].strip()
@@ -164,38 +149,41 @@ def _described(error: BaseException) -> tuple[str, str]:
     return said, "".join(traceback.format_exception(error))
 
 
-def _collect(connections: list[Connection], folder: Path, timeout_s: float) -> list[Any]:
+def _collect(
+    connections: list[Connection], folder: Path, deadline: float, timeout_s: float
+) -> list[Any]:
     results: dict[int, Any] = {}
-    errors: list[str] = []
-    deadline = time.monotonic() + timeout_s
+    errors: list[tuple[int, str]] = []
     waiting = dict(enumerate(connections))
     while waiting and (left := deadline - time.monotonic()) > 0:
         for ready in wait(list(waiting.values()), timeout=left):
             rank = next(rank for rank, there in waiting.items() if there is ready)
-            result, error = _answer(waiting.pop(rank), rank, len(connections), folder)
-            results[rank] = result
+            results[rank], error = _answer(waiting.pop(rank), rank, len(connections), folder)
             if error:
                 errors.append(error)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if errors:
-        raise LocalRankError(errors[0])
+        # A rank that died comes first: the others raise because they lost the connection to it.
+        raise LocalRankError(min(errors, key=lambda error: error[0])[1])
     if waiting:
         time.sleep(0.2)  # the ranks are writing where they are
         raise LocalRankError(_hanging(sorted(waiting), len(connections), folder, timeout_s))
     return [results[rank] for rank in sorted(results)]
 
 
-def _answer(connection: Connection, rank: int, world: int, folder: Path) -> tuple[Any, str]:
-    """A rank's result, or what went wrong on it."""
+def _answer(
+    connection: Connection, rank: int, world: int, folder: Path
+) -> tuple[Any, tuple[int, str] | None]:
+    """Return a rank's result, or what went wrong on it: 0 if it died, 1 if it raised, and why."""
     try:
         is_good, answer = connection.recv()
     except (EOFError, OSError):
-        said = _tail(folder / f"rank{rank}.log")
-        return None, f"rank {rank} of {world} died without a word of its own.{said}"
+        output = _tail(folder / f"rank{rank}.log")
+        return None, (0, f"rank {rank} of {world} died without an error of its own.{output}")
     if is_good:
-        return answer, ""
-    said, stack = answer
-    return None, f"rank {rank} of {world} raised {said}\n\n{stack.rstrip()}"
+        return answer, None
+    summary, stack = answer
+    return None, (1, f"rank {rank} of {world} raised {summary}\n\n{stack.rstrip()}")
 
 
 def _hanging(ranks: list[int], world: int, folder: Path, timeout_s: float) -> str:

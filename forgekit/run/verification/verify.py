@@ -13,17 +13,18 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import DIMENSIONS, MeshSpec, build_mesh, resolve_sizes
-from forgekit.run.verification.compare import (
+from forgekit.run.verification.gradient_errors import Comparison
+from forgekit.run.verification.local_ranks import LocalRankError, run_local_ranks
+from forgekit.run.verification.measure import (
     Found,
     Given,
     Setup,
@@ -33,111 +34,31 @@ from forgekit.run.verification.compare import (
     measure_layout,
     measure_plainly,
 )
-from forgekit.run.verification.local_ranks import LocalRankError, run_local_ranks
+from forgekit.run.verification.result import SPLIT, VerifyCheck, VerifyReport
 
-__all__ = ["VerifyCheck", "VerifyReport", "VerifyRow", "verify", "verify_setup"]
-
-SPLIT = "micro-batches"
-SMALLEST = 1e-6
-"""Of the model's largest gradient: a parameter with smaller ones is compared with this much."""
-
-
-@attrs.frozen(kw_only=True)
-class VerifyRow:
-    """One parameter.
-
-    Attributes:
-        name: Its name.
-        error: Largest difference of its gradient over its largest gradient (over a millionth of
-            the model's, if that is more).
-        of_model: The same difference over the model's largest gradient.
-        moved: Largest difference after three SGD steps over what they moved the model at most.
-        norm: L2 norm of its gradient in one process.
-    """
-
-    name: str
-    error: float
-    of_model: float
-    moved: float
-    norm: float
-
-    @property
-    def worst(self) -> float:
-        """The larger of ``error`` and ``moved``; NaN if one is."""
-        return _largest([self.error, self.moved])
-
-
-@attrs.frozen(kw_only=True)
-class VerifyCheck:
-    """One run that was compared with one process.
-
-    Attributes:
-        name: Such as ``"tp=2 pp=2"``, ``"one process"`` or ``"micro-batches"``.
-        dimensions: Names of the mesh dimensions above 1.
-        ranks: Number of ranks.
-        seconds: How long it took.
-        error: The worst relative error; NaN if it failed.
-        failure: What a rank raised or where it hangs, or None.
-    """
-
-    name: str
-    dimensions: tuple[str, ...]
-    ranks: int
-    seconds: float
-    error: float
-    failure: str | None = None
-
-
-@attrs.frozen(kw_only=True)
-class VerifyReport:
-    """What ``verify`` found; ``str`` is the table with its verdict.
-
-    Attributes:
-        layout: Such as ``"tp=2 pp=2"``.
-        rows: Every parameter of the layout, the worst first; empty if it failed.
-        loss: Token-mean loss of the first step in the layout.
-        loss_error: Its relative error.
-        norm: Norm of its gradient.
-        norm_error: Its relative error.
-        checks: Every run, in order.
-        broken: The dimensions that break, ``("micro-batches",)``, ``("one process",)``, or none.
-        failure: What a rank of the layout raised or where it hangs, or None.
-        notes: What else was seen.
-        tolerance: The largest error that counts as equal.
-    """
-
-    layout: str
-    rows: tuple[VerifyRow, ...] = ()
-    loss: float = math.nan
-    loss_error: float = math.nan
-    norm: float = math.nan
-    norm_error: float = math.nan
-    checks: tuple[VerifyCheck, ...] = ()
-    broken: tuple[str, ...] = ()
-    failure: str | None = None
-    notes: tuple[str, ...] = ()
-    tolerance: float
-
-    @property
-    def error(self) -> float:
-        """The worst relative error of the layout; NaN if there is one, or nothing to compare."""
-        errors = [row.worst for row in self.rows]
-        return _largest([*errors, self.loss_error, self.norm_error])
-
-    @property
-    def equal(self) -> bool:
-        """Whether everything agrees."""
-        checks = [check.error <= self.tolerance for check in self.checks]
-        return self.failure is None and all(checks) and self.error <= self.tolerance
-
-    def __str__(self) -> str:
-        """The table, worst first, the lines of each run, and the verdict."""
-        from forgekit.run.verification.result_text import show_report
-
-        return show_report(self)
-
+__all__ = ["Progress", "VerifyOptions", "VerifyReport", "verify", "verify_setup"]
 
 Progress = Callable[[str], None]
+ONE_PROCESS = "one process"
+
+
+@attrs.frozen(kw_only=True)
+class VerifyOptions:
+    """The options of ``verify``; see there."""
+
+    mask: bool = True
+    split: bool = True
+    tolerance: float = 1e-8
+    timeout_s: float = 300
+    progress: Progress | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise ValueError(
+                f"tolerance is {self.tolerance}; it is a relative error between 0 and 1."
+            )
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it is a number of seconds above 0.")
 
 
 def verify(
@@ -177,41 +98,23 @@ def verify(
         ValueError: If the layout cannot be, ``build`` cannot be imported by other processes, or
             this is a rank of a launcher already.
     """
-    return verify_setup(
-        partial(_with_mesh, build),
-        layout,
-        mask=mask,
-        split=split,
-        tolerance=tolerance,
-        timeout_s=timeout_s,
-        progress=progress,
+    options = VerifyOptions(
+        mask=mask, split=split, tolerance=tolerance, timeout_s=timeout_s, progress=progress
     )
+    return verify_setup(partial(_with_mesh, build), layout, options)
 
 
 def _with_mesh(build: Callable[[DeviceMesh], Any], spec: MeshSpec) -> Any:
     return build(build_mesh(spec, device="cpu"))
 
 
-def verify_setup(
-    setup: Setup,
-    layout: MeshSpec,
-    *,
-    mask: bool = True,
-    split: bool = True,
-    tolerance: float = 1e-8,
-    timeout_s: float = 300,
-    progress: Progress | None = None,
-) -> VerifyReport:
+def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> VerifyReport:
     """As ``verify``, for a set-up that builds its mesh itself, as those of recipes do.
 
     Args:
         setup: Called with the layout's sizes, each above 0; calls ``build_mesh`` with them.
         layout: See ``verify``.
-        mask: See ``verify``.
-        split: See ``verify``.
-        tolerance: See ``verify``.
-        timeout_s: See ``verify``.
-        progress: See ``verify``.
+        options: See ``verify``.
 
     Returns:
         A report.
@@ -219,43 +122,21 @@ def verify_setup(
     Raises:
         ValueError: As ``verify``.
     """
-    _check_arguments(tolerance, timeout_s)
-    spec = _whole(layout)
-    with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
-        runs = _Runs(setup, Path(folder), mask, timeout_s, progress or _silent)
-        try:
-            return _verify(runs, spec, split=split, tolerance=tolerance)
-        except LocalRankError as error:
-            return VerifyReport(layout=_name(spec), failure=str(error), tolerance=tolerance)
-
-
-def _check_arguments(tolerance: float, timeout_s: float) -> None:
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance is {tolerance}; it is a relative error between 0 and 1.")
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s is {timeout_s}; it is a number of seconds above 0.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"this is one of {os.environ['WORLD_SIZE']} ranks; verify starts its ranks by itself, "
             "so start it as one process, without torchrun or srun."
         )
-
-
-def _whole(layout: MeshSpec) -> MeshSpec:
-    """The layout on as few ranks as it has: what is left over is 1."""
-    sizes = {name: max(size, 1) for name, size in attrs.asdict(layout).items()}
-    spec = MeshSpec(**sizes)
+    # On as few ranks as the layout has: what is left over (-1) is 1.
+    spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, _world(spec))
-    return spec
-
-
-def _world(spec: MeshSpec) -> int:
-    return math.prod(getattr(spec, name) for name in DIMENSIONS)
-
-
-def _name(spec: MeshSpec) -> str:
-    sizes = {name: size for name, size in attrs.asdict(spec).items() if size > 1}
-    return " ".join(f"{name}={size}" for name, size in sizes.items()) or "one process"
+    with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
+        runs = _Runs(setup, Path(folder), options)
+        try:
+            return _verify(runs, spec)
+        except LocalRankError as error:
+            name, tolerance = _name(spec), options.tolerance
+            return VerifyReport(layout=name, failure=str(error), tolerance=tolerance)
 
 
 @attrs.frozen
@@ -264,66 +145,95 @@ class _Runs:
 
     setup: Setup
     folder: Path
-    mask: bool
-    timeout_s: float
-    progress: Progress
+    options: VerifyOptions
 
     def layout(self, spec: MeshSpec, given: Given | None = None) -> list[Found]:
         """What each rank of a layout finds."""
         return self._run(measure_layout, spec, given)
 
-    def reference(self, given: Given, merge: bool) -> Found:
+    def one_process(self, given: Given) -> Found:
         """What one process finds with plain autograd."""
-        self.progress("one process, with plain autograd")
-        return self._run(partial(measure_plainly, merge=merge), MeshSpec(dp_shard=1), given)[0]
+        self.say("one process, with plain autograd")
+        return self._run(measure_plainly, MeshSpec(dp_shard=1), given, self.options.split)[0]
 
-    def _run(self, measure: Any, spec: MeshSpec, given: Given | None) -> list[Any]:
-        task = Task(setup=self.setup, spec=spec, folder=self.folder, given=given, mask=self.mask)
+    def say(self, line: str) -> None:
+        """Announce a run to whoever follows the progress."""
+        if self.options.progress is not None:
+            self.options.progress(line)
+
+    def _run(self, measure: Any, spec: MeshSpec, *args: Any) -> list[Any]:
+        task = Task(setup=self.setup, spec=spec, folder=self.folder, mask=self.options.mask)
+        timeout_s = self.options.timeout_s
         return run_local_ranks(
-            measure, _world(spec), task, folder=self.folder, timeout_s=self.timeout_s
+            measure, _world(spec), task, *args, folder=self.folder, timeout_s=timeout_s
         )
 
 
-def _verify(runs: _Runs, spec: MeshSpec, *, split: bool, tolerance: float) -> VerifyReport:
-    began = time.monotonic()
-    runs.progress(_line(spec))
-    ranks = runs.layout(spec)
+def _verify(runs: _Runs, spec: MeshSpec) -> VerifyReport:
+    tolerance, began = runs.options.tolerance, time.monotonic()
+    runs.say(_line(spec))
+    ranks = runs.layout(spec)  # first: its own batches and weights are what all others get
     seconds = time.monotonic() - began
-    given = Given(start=_first_of_each(ranks), batches=_union(ranks, spec))
+    given = Given(start=_start(ranks), batches=_all_batches(ranks, spec))
     began = time.monotonic()
-    expected = runs.reference(given, split)
+    expected = runs.one_process(given)
     if not 0 < expected.norm < math.inf:
         raise LocalRankError(
             f"the gradient of the first step has norm {expected.norm} in one process, so there is "
             "nothing to compare. Do the batches have targets, and is the loss finite?"
         )
-    compare = _Comparison(Tensors(runs.folder), given.start, expected)
-    rows = compare.rows(ranks)
+    comparison = Comparison(Tensors(runs.folder), given.start, expected)
     report = VerifyReport(
         layout=_name(spec),
-        rows=rows,
+        rows=comparison.rows(ranks),
         loss=ranks[0].loss,
-        loss_error=_relative([rank.loss for rank in ranks], expected.loss),
+        loss_error=comparison.loss_error(ranks),
         norm=ranks[0].norm,
-        norm_error=_relative([rank.norm for rank in ranks], expected.norm),
+        norm_error=comparison.norm_error(ranks),
         notes=tuple(_notes(ranks, expected, given)),
         tolerance=tolerance,
     )
-    checks = [_check(spec, seconds, report.error)]
+    checks, broken = [_check(spec, seconds, report.error)], ()
     if expected.merged is not None:
-        seconds, error = time.monotonic() - began, compare.merged()
+        seconds, error = time.monotonic() - began, comparison.merged_error(expected.merged)
         checks.append(VerifyCheck(name=SPLIT, dimensions=(), ranks=1, seconds=seconds, error=error))
-        if not error <= tolerance:
-            return attrs.evolve(report, checks=tuple(checks), broken=(SPLIT,))
-    if report.error <= tolerance:
-        return attrs.evolve(report, checks=tuple(checks))
-    further, broken = _bisect(runs, spec, given, compare, tolerance)
-    return attrs.evolve(report, checks=(*checks, *further), broken=broken)
+        # Written so that NaN counts as different.
+        broken = () if error <= tolerance else (SPLIT,)
+    # A gradient that depends on the split differs in every layout; nothing more to learn then.
+    if not broken and not report.error <= tolerance:
+        further, broken = _bisect(runs, spec, given, comparison)
+        checks += further
+    return attrs.evolve(report, checks=tuple(checks), broken=broken)
 
 
-def _line(spec: MeshSpec) -> str:
-    world = _world(spec)
-    return f"{_name(spec)} on {world} ranks" if world > 1 else "the step in one process"
+def _bisect(
+    runs: _Runs, spec: MeshSpec, given: Given, comparison: Comparison
+) -> tuple[list[VerifyCheck], tuple[str, ...]]:
+    """Try no dimension, each alone, then pairs and more; those of the first size that break."""
+    checks: dict[str, VerifyCheck] = {}
+    broken: list[str] = []
+    dimensions = _dimensions(spec)
+    for size in range(len(dimensions)):
+        for names in itertools.combinations(dimensions, size):
+            part = _only(spec, names)
+            if _name(part) in checks or part == spec:
+                continue
+            check = checks[_name(part)] = _try(runs, part, given, comparison)
+            if not check.error <= runs.options.tolerance:
+                broken += names or [ONE_PROCESS]
+        if broken:
+            return [*checks.values()], tuple(dict.fromkeys(broken))
+    return [*checks.values()], dimensions or (ONE_PROCESS,)
+
+
+def _try(runs: _Runs, spec: MeshSpec, given: Given, comparison: Comparison) -> VerifyCheck:
+    runs.say(f"looking for what breaks: {_line(spec)}")
+    began, error, failure = time.monotonic(), math.nan, None
+    try:
+        error = comparison.error(runs.layout(spec, given))
+    except LocalRankError as raised:
+        failure = str(raised)
+    return _check(spec, time.monotonic() - began, error, failure)
 
 
 def _check(spec: MeshSpec, seconds: float, error: float, failure: str | None = None) -> VerifyCheck:
@@ -337,32 +247,21 @@ def _check(spec: MeshSpec, seconds: float, error: float, failure: str | None = N
     )
 
 
+def _world(spec: MeshSpec) -> int:
+    return math.prod(getattr(spec, name) for name in DIMENSIONS)
+
+
 def _dimensions(spec: MeshSpec) -> tuple[str, ...]:
     return tuple(name for name, size in attrs.asdict(spec).items() if size > 1)
 
 
-def _silent(_line: str) -> None:
-    pass
+def _name(spec: MeshSpec) -> str:
+    return " ".join(f"{name}={getattr(spec, name)}" for name in _dimensions(spec)) or ONE_PROCESS
 
 
-def _bisect(
-    runs: _Runs, spec: MeshSpec, given: Given, compare: _Comparison, tolerance: float
-) -> tuple[list[VerifyCheck], tuple[str, ...]]:
-    """Try no dimension, each alone, then pairs and more; those of the first size that break."""
-    checks: list[VerifyCheck] = []
-    broken: list[str] = []
-    dimensions = _dimensions(spec)
-    for size in range(len(dimensions)):
-        for names in itertools.combinations(dimensions, size):
-            part = _only(spec, names)
-            if _name(part) in {check.name for check in checks} or part == spec:
-                continue
-            checks.append(_try(runs, part, given, compare))
-            if not checks[-1].error <= tolerance:
-                broken += [*names] if names else ["one process"]
-        if broken:
-            return checks, tuple(dict.fromkeys(broken))
-    return checks, dimensions or ("one process",)
+def _line(spec: MeshSpec) -> str:
+    world = _world(spec)
+    return f"{_name(spec)} on {world} ranks" if world > 1 else "the step in one process"
 
 
 def _only(spec: MeshSpec, names: tuple[str, ...]) -> MeshSpec:
@@ -372,34 +271,17 @@ def _only(spec: MeshSpec, names: tuple[str, ...]) -> MeshSpec:
     return MeshSpec(**sizes)
 
 
-def _try(runs: _Runs, spec: MeshSpec, given: Given, compare: _Comparison) -> VerifyCheck:
-    runs.progress(f"looking for what breaks: {_line(spec)}")
-    began = time.monotonic()
-    try:
-        ranks = runs.layout(spec, given)
-    except LocalRankError as error:
-        return _check(spec, time.monotonic() - began, math.nan, str(error))
-    errors = [row.worst for row in compare.rows(ranks)]
-    errors.append(_relative([rank.loss for rank in ranks], compare.expected.loss))
-    errors.append(_relative([rank.norm for rank in ranks], compare.expected.norm))
-    return _check(spec, time.monotonic() - began, _largest(errors))
-
-
-def _first_of_each(ranks: list[Found]) -> dict[str, str]:
+def _start(ranks: list[Found]) -> dict[str, str]:
     """Each parameter's initial value as the lowest rank has it that holds it."""
     return {name: digest for rank in reversed(ranks) for name, digest in rank.start.items()}
 
 
-def _union(ranks: list[Found], spec: MeshSpec) -> list[list[str]]:
+def _all_batches(ranks: list[Found], spec: MeshSpec) -> list[list[str]]:
     """The micro-batches of each step over all data-parallel ranks."""
-    readers: dict[int, int] = {}
-    for rank in range(len(ranks)):
-        readers.setdefault(data_rank(spec, rank)[0], rank)
-    by_data = [ranks[readers[data]].batches for data in sorted(readers)]
-    return [
-        [digest for together in zip(*step, strict=True) for digest in together]
-        for step in zip(*by_data, strict=True)
-    ]
+    readers = {data_rank(spec, rank)[0]: found.batches for rank, found in enumerate(ranks)}
+    steps = zip(*(readers[data] for data in sorted(readers)), strict=True)
+    # Micro-batch m of all ranks comes before micro-batch m + 1, as in the order of samples.
+    return [[digest for m in zip(*step, strict=True) for digest in m] for step in steps]
 
 
 def _notes(ranks: list[Found], expected: Found, given: Given) -> Iterator[str]:
@@ -419,83 +301,3 @@ def _notes(ranks: list[Found], expected: Found, given: Given) -> Iterator[str]:
 def _some(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
     return names[0] if len(names) == 1 else f"{len(names)} parameters (first: {names[0]})"
-
-
-@attrs.frozen
-class _Comparison:
-    """Differences from what one process has found."""
-
-    kept: Tensors
-    start: Mapping[str, str]
-    expected: Found
-
-    def rows(self, ranks: list[Found]) -> tuple[VerifyRow, ...]:
-        """Every parameter's errors over all ranks, the worst first."""
-        largest = max(map(self._largest, self.expected.gradients.values()), default=0.0)
-        longest = max(map(self._move, self.expected.gradients), default=0.0)
-        held = (name for rank in ranks for name in rank.gradients)
-        names = dict.fromkeys((*self.expected.gradients, *held))
-        rows = [self._row(name, ranks, largest, longest) for name in names]
-        return tuple(sorted(rows, key=lambda row: (row.worst == row.worst, -row.worst)))
-
-    def merged(self) -> float:
-        """The worst error of the gradients with micro-batches joined."""
-        expected = self.expected.gradients
-        largest = max(map(self._largest, expected.values()), default=0.0)
-        merged: Any = self.expected.merged
-        return _largest(
-            self._difference({merged[name]}, digest) / self._scale(name, largest)
-            for name, digest in expected.items()
-        )
-
-    def _row(self, name: str, ranks: list[Found], largest: float, longest: float) -> VerifyRow:
-        gradients = {rank.gradients[name] for rank in ranks if name in rank.gradients}
-        after = {rank.after[name] for rank in ranks if name in rank.after}
-        expected = self.expected.gradients.get(name)
-        if expected is None or not gradients:  # one of the two does not have it
-            return VerifyRow(name=name, error=math.inf, of_model=math.inf, moved=math.inf, norm=0.0)
-        difference = self._difference(gradients, expected)
-        return VerifyRow(
-            name=name,
-            error=_ratio(difference, self._scale(name, largest)),
-            of_model=_ratio(difference, largest),
-            moved=_ratio(self._difference(after, self.expected.after[name]), longest),
-            norm=float(self.kept.load(expected).norm()),
-        )
-
-    def _scale(self, name: str, largest: float) -> float:
-        return max(self._largest(self.expected.gradients[name]), SMALLEST * largest)
-
-    def _largest(self, digest: str) -> float:
-        return float(self.kept.load(digest).abs().max())
-
-    def _move(self, name: str) -> float:
-        return self._difference({self.expected.after[name]}, self.start[name])
-
-    def _difference(self, found: set[str], expected: str) -> float:
-        tensor = self.kept.load(expected)
-        others = [digest for digest in found if digest != expected]
-        return _largest([0.0, *(_distance(self.kept.load(digest), tensor) for digest in others)])
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max()) if a.shape == b.shape else math.inf
-
-
-def _ratio(difference: float, scale: float) -> float:
-    """A relative error; where there is nothing to compare with, any difference is infinite."""
-    if scale == 0:
-        return 0.0 if difference == 0 else math.inf
-    return difference / scale
-
-
-def _relative(values: list[float], expected: float) -> float:
-    return _largest(_ratio(abs(value - expected), abs(expected)) for value in values)
-
-
-def _largest(values: Any) -> float:
-    """The largest number; NaN if there is one, or none at all."""
-    values = list(values)
-    if not values or any(value != value for value in values):
-        return math.nan
-    return max(values)

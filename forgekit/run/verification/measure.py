@@ -32,7 +32,7 @@ from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
 from forgekit.steps.forward import check_loss, compute_loss
 from forgekit.steps.gradients import gradients
-from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
 
 __all__ = ["Found", "Given", "Setup", "Task", "Tensors", "measure_layout", "measure_plainly"]
@@ -67,26 +67,24 @@ class Task:
         setup: Builds a recipe's record for a layout.
         spec: The layout; each size is given.
         folder: Where tensors are kept.
-        given: What to start from; None for the first layout, which says it.
         mask: Whether labels are masked, so that micro-batches differ in their targets.
     """
 
     setup: Setup
     spec: MeshSpec
     folder: Path
-    given: Given | None = None
-    mask: bool = True
+    mask: bool
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Found:
     """What a rank found.
 
     Attributes:
         start: Parameters that setup made.
+        batches: Digests of this rank's micro-batches of each step.
         gradients: Token-mean gradients of the first step.
         after: Parameters after three SGD steps.
-        batches: Digests of this rank's micro-batches of each step.
         loss: Token-mean loss of the first step.
         norm: Norm of its gradient.
         merged: Gradients with the micro-batches of equal shapes joined to one; None if there are
@@ -95,11 +93,11 @@ class Found:
     """
 
     start: Names
-    gradients: Names
-    after: Names
     batches: list[list[str]]
-    loss: float
-    norm: float
+    gradients: Names = attrs.field(factory=dict)
+    after: Names = attrs.field(factory=dict)
+    loss: float = math.nan
+    norm: float = math.nan
     merged: Names | None = None
     is_random: bool = False
 
@@ -116,6 +114,7 @@ class Tensors:
         name = _digest(value)
         path = self._folder / name
         if not path.exists():
+            # Ranks write the same tensor at the same time; the rename makes it appear whole.
             part = path.with_name(f"{name}.{os.getpid()}")
             torch.save(value.clone(), part)
             part.rename(path)
@@ -142,76 +141,66 @@ def _digest(value: Tensor | TensorDictBase) -> str:
     return found.hexdigest()
 
 
-def measure_layout(task: Task) -> Found:
+def measure_layout(task: Task, given: Given | None) -> Found:
     """Take three SGD steps in a layout as a run takes its own.
 
     Args:
         task: What to do.
+        given: What to start from; None for the first layout, whose start and batches all take.
 
     Returns:
         What this rank found; gradients and parameters are full tensors.
     """
-    kept, built = Tensors(task.folder), _build(task)
-    state, loss_fn = built.state, built.loss_fn
-    batches = _pull(built.record, task) if task.given is None else _share(task, kept)
-    means, loss, norm = {}, math.nan, math.nan
+    kept = Tensors(task.folder)
+    record, state, start = _build(task, given)
+    batches = _pull(record, task) if given is None else _share(task, given, kept)
+    digests = [[kept.save(batch) for batch in step] for step in batches]
+    found = Found(start=start, batches=digests)
     for number, micro_batches in enumerate(batches):
-        totals = reduce_totals(accumulate(state, micro_batches, loss_fn), state)
+        totals = reduce_totals(accumulate(state, micro_batches, record.loss_fn), state)
         correction = clip(totals, max_norm=math.inf)
         if number == 0:
-            means = _token_means(state, totals, kept)
-            loss = float(totals["loss"] / totals["targets"])
-            norm = float(correction.grad_norm)
+            means = gradients(state, totals)
+            found.gradients = {n: kept.save(_full(means[n])) for n in _trained(state.model)}
+            found.loss = float(totals["loss"] / totals["targets"])
+            found.norm = float(correction.grad_norm)
         state = update(state, correction, lr=LEARNING_RATE, totals=totals)
-    return Found(
-        start=built.start,
-        gradients=means,
-        after=_full_parameters(state.model, kept),
-        batches=[[kept.save(batch) for batch in step] for step in batches],
-        loss=loss,
-        norm=norm,
-    )
+    found.after = _full_parameters(state.model, kept)
+    return found
 
 
-def measure_plainly(task: Task, merge: bool) -> Found:
+def measure_plainly(task: Task, given: Given, merge: bool) -> Found:
     """Do the same in one process with plain autograd.
 
     Args:
         task: What to do; its layout is one rank.
+        given: What to start from.
         merge: Whether the first step is done once more with its micro-batches joined.
 
     Returns:
         What was found.
     """
-    kept, built = Tensors(task.folder), _build(task)
-    state, loss_fn, given = built.state, built.loss_fn, task.given
-    assert given is not None
-    trained = _trained(state.model)
-    first, random = {}, torch.get_rng_state()
-    loss, norm, merged = math.nan, math.nan, None
+    kept = Tensors(task.folder)
+    record, state, start = _build(task, given)
+    trained, random = _trained(state.model), torch.get_rng_state()
+    found = Found(start=start, batches=given.batches)
     for number, digests in enumerate(given.batches):
         batches = [kept.load(digest) for digest in digests]
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
-            _backward(state.model, joined, loss_fn)
-            merged = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
-        found = _backward(state.model, batches, loss_fn)
+            _backward(state.model, joined, record.loss_fn)
+            found.merged = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
+        loss = _backward(state.model, batches, record.loss_fn)
         if number == 0:
-            loss = found
-            first = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
-            norm = math.sqrt(sum(float(_full(p.grad).square().sum()) for p in trained.values()))
+            found.loss = loss
+            found.gradients = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
+            squares = (float(_full(p.grad).square().sum()) for p in trained.values())
+            found.norm = math.sqrt(sum(squares))
         with torch.no_grad():
             for parameter in trained.values():
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)  # pyright: ignore[reportArgumentType]
-    return Found(
-        start=built.start,
-        gradients=first,
-        after=_full_parameters(state.model, kept),
-        batches=given.batches,
-        loss=loss,
-        norm=norm,
-        merged=merged,
-        is_random=not torch.equal(random, torch.get_rng_state()),
-    )
+    found.after = _full_parameters(state.model, kept)
+    found.is_random = not torch.equal(random, torch.get_rng_state())
+    return found
 
 
 def _backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> float:
@@ -230,18 +219,13 @@ def _backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: Loss
     return total / targets
 
 
-@attrs.frozen
-class _Built:
-    """A recipe's record, its state brought to float64, and the parameters that it began with."""
+def _build(task: Task, given: Given | None) -> tuple[Any, TrainState, Names]:
+    """Run the setup; its state gets float64, plain SGD, no dropout, and the given parameters.
 
-    record: Any
-    state: TrainState
-    loss_fn: LossFn
-    start: Names
-
-
-def _build(task: Task) -> _Built:
-    """Run the setup; its state gets float64, plain SGD, no dropout, and the given parameters."""
+    Returns:
+        The recipe's record, the state, and the parameters that setup made.
+    """
+    # Before the setup: what it makes without a dtype (buffers, rotary tables) is float64 at once.
     torch.set_default_dtype(torch.float64)
     record = task.setup(task.spec)
     for name in ("state", "loss_fn", "loader"):
@@ -257,10 +241,10 @@ def _build(task: Task) -> _Built:
     _stop_dropout(state.model)
     kept = Tensors(task.folder)
     start = _full_parameters(state.model, kept)
-    if task.given is not None:
-        _copy_start(state.model, kept, task.given.start)
+    if given is not None:
+        _copy_start(state.model, kept, given.start)
     optimizer = torch.optim.SGD(list(_trained(state.model).values()), lr=LEARNING_RATE)
-    return _Built(record, attrs.evolve(state, optimizer=optimizer), record.loss_fn, start)
+    return record, attrs.evolve(state, optimizer=optimizer), start
 
 
 def _check_mesh(state: TrainState, spec: MeshSpec) -> None:
@@ -308,12 +292,6 @@ def _full_parameters(model: nn.Module, kept: Tensors) -> Names:
     return {name: kept.save(_full(p)) for name, p in model.named_parameters()}
 
 
-def _token_means(state: TrainState, totals: Totals, kept: Tensors) -> Names:
-    """Gradients of the first step in units of the token mean."""
-    trained, found = _trained(state.model), gradients(state, totals)
-    return {name: kept.save(_full(found[name])) for name in trained}
-
-
 @torch.no_grad()
 def _copy_start(model: nn.Module, kept: Tensors, start: Names) -> None:
     """Give each parameter the value that all layouts start from."""
@@ -323,6 +301,7 @@ def _copy_start(model: nn.Module, kept: Tensors, start: Names) -> None:
         full = kept.load(start[name])
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
+            # None: every rank has the full tensor and takes its shard without a broadcast.
             full = distribute_tensor(full, mesh, placements, src_data_rank=None)
         parameter.copy_(full)
 
@@ -349,6 +328,7 @@ def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
     """Raise, on every rank, if ranks that hold parts of one model have read different rows."""
     if not dist.is_initialized():
         return
+    # Compared on every rank, so that all raise and none waits in a collective of the step.
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [[_digest(batch) for batch in step] for step in steps])
     readers: dict[int, int] = {}
@@ -356,8 +336,8 @@ def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
         first = readers.setdefault(data_rank(spec, rank)[0], rank)
         if digests != everyone[first]:
             raise ValueError(
-                f"ranks {first} and {rank} hold parts of one model and have to read the same rows, "
-                "and read different ones. Take the loader's rank and world from "
+                f"ranks {first} and {rank} hold parts of one model and must read the same rows, "
+                "but read different ones. Take the loader's rank and world from "
                 "fk.data_ranks(mesh), and seed nothing by the process's rank."
             )
 
@@ -381,9 +361,8 @@ def _mask(batch: TensorDictBase, number: int) -> None:
     batch["labels"] = labels.masked_fill(is_masked, IGNORED)
 
 
-def _share(task: Task, kept: Tensors) -> list[list[TensorDictBase]]:
+def _share(task: Task, given: Given, kept: Tensors) -> list[list[TensorDictBase]]:
     """This rank's part of the micro-batches that all layouts see."""
-    given: Any = task.given
     rank, world = data_rank(task.spec, int(os.environ["RANK"]))
     return [[kept.load(digest) for digest in step[rank::world]] for step in given.batches]
 
