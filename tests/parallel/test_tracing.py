@@ -76,6 +76,35 @@ def _note(self, x, found):
     return x + found.last.mean()
 
 
+def _append_detached(self, x, found):
+    out = Mix.forward(self, x)
+    found.append(out.detach())
+    return out
+
+
+def _note_detached(self, x, found):
+    out = Mix.forward(self, x)
+    found.last = out.detach()
+    return out
+
+
+def _enter_detached(self, x, found):
+    out = Mix.forward(self, x)
+    found["last"] = [out.detach()]
+    return out
+
+
+def _take_out(self, x, found):
+    return Mix.forward(self, x) * found.pop()
+
+
+def _with_scales(self, ids):
+    x, scales = self.embed(ids), [torch.full((), float(n)) for n in range(len(self.layers))]
+    for layer in self.layers:
+        x = layer(x, scales)
+    return self.top(x)
+
+
 def _loop(step):
     """A forward with something done at each block."""
 
@@ -167,6 +196,22 @@ REFUSED = {
     "states in an object that is passed along": (
         form(_with(SimpleNamespace), block=blocks(_note)),
         r"layers\.0 keeps a differentiable tensor of shape \(2, 5, 6\) which it does not return",
+    ),
+    "detached states in a list that is passed along": (
+        form(_with(list), block=blocks(_append_detached)),
+        r"layers\.0 puts a tensor into a list, a dictionary or an object that it is given",
+    ),
+    "detached states in an object that is passed along": (
+        form(_with(SimpleNamespace), block=blocks(_note_detached)),
+        r"layers\.0 puts a tensor into a list, a dictionary or an object that it is given",
+    ),
+    "detached states in a dictionary that is passed along": (
+        form(_with(dict), block=blocks(_enter_detached)),
+        r"layers\.0 puts a tensor into a list, .* Return it, or use pp=1",
+    ),
+    "scales that are taken out of a list": (
+        form(_with_scales, block=blocks(_take_out)),
+        r"layers\.0 puts a tensor into a list, .* or takes one out, which no other pipeline stage",
     ),
     "scales in a list of parameters": (
         form(_loop(lambda self, n, layer, x: layer(x) * self.scales[n]), before=_scales),

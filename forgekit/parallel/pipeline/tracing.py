@@ -38,6 +38,9 @@ __all__ = ["PARAMETER_READ", "Report", "Trace", "join", "rehearse", "restored"]
 Label = Source | int
 """A stand-in's source, or the number of a random draw outside of the parts."""
 
+OPAQUE = (Tensor, nn.Module, type)
+"""Arguments whose attributes are no messages from part to part."""
+
 PARAMETER_READ = (
     "loss_fn reads a parameter of the model; in a pipeline each rank holds some of them, and the "
     "term would count those of the last stage alone. Use the optimizer's weight decay for an L2 "
@@ -151,9 +154,9 @@ def join(reports: Sequence[Report], holders: Mapping[str, int]) -> Flow:
 class Trace(TorchDispatchMode):
     """Follows labelled stand-ins through a stage's forward, and refuses what stages cannot share.
 
-    Refused are parts that keep a differentiable tensor which they do not return, or change what
-    they are given in place; decisions of the host on values that only one stage has; and loss
-    functions that read parameters, of which every rank has some.
+    Refused are parts that keep a differentiable tensor which they do not return, put tensors into
+    what they are given, or change it in place; decisions of the host on values that only one
+    stage has; and loss functions that read parameters, of which every rank has some.
     """
 
     supports_higher_order_operators = True
@@ -169,6 +172,8 @@ class Trace(TorchDispatchMode):
         self._alive: list[Tensor] = []  # so that no other storage gets the number of a labelled one
         self._inside: str | None = None
         self._versions: list[tuple[Tensor, int]] = []
+        self._given_values: Any = ()
+        self._contents: list[Tensor] = []
         self._made: list[weakref.ref[Tensor]] = []
         self._draws = 0
         self._parameters: set[int] = set()
@@ -200,6 +205,8 @@ class Trace(TorchDispatchMode):
         self.need(given)
         self._inside, self._made = name, []
         self._versions = [(tensor, tensor._version) for tensor in given]
+        self._given_values = args, keywords
+        self._contents = _contents(self._given_values)
 
     def leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """End a part of this stage, and note what it returned."""
@@ -216,6 +223,7 @@ class Trace(TorchDispatchMode):
         shapes = mapped(lambda t: Leaf(self._given, tuple(t.shape), t.dtype), output)
         self.outputs[name, numbers] = shapes
         self._check_kept(name, parts_of(output))
+        self._check_contents(name)
 
     @contextmanager
     def computing_loss(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -279,6 +287,16 @@ class Trace(TorchDispatchMode):
             "pipeline stages would not see it. Return it, detach it if it is only looked at, or "
             "use pp=1."
         )
+
+    def _check_contents(self, name: str) -> None:
+        """Raise if a part put a tensor into what it was given: detached ones show in no graph."""
+        now, before = _contents(self._given_values), self._contents
+        self._given_values, self._contents = (), []
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            raise ValueError(
+                f"{name} puts a tensor into a list, a dictionary or an object that it is given, or "
+                "takes one out, which no other pipeline stage would see. Return it, or use pp=1."
+            )
 
     def _kept(self, returned: set[int]) -> list[tuple[int, ...]]:
         """Shapes of the differentiable tensors that a part made, apart from what it returned."""
@@ -355,6 +373,13 @@ def _restore(before: _Before) -> None:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _contents(value: Any) -> list[Tensor]:
+    """The tensors in arguments: in containers, and in the attributes of plain objects."""
+    leaves = tree_leaves(value)
+    objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, OPAQUE)]
+    return _tensors([leaves, [list(vars(o).values()) for o in objects]])
 
 
 def _storage(tensor: Tensor) -> int:
