@@ -110,11 +110,14 @@ class Layout:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Read how a model was laid out; one rank holds all of it if ``parallelize`` never saw it.
+    """Read how a model, or a module in it, was laid out; if none was, one rank holds all of it.
 
     ``TrainState`` does so once. Only what has no state at hand, as ``generate``, asks the model.
     """
-    return getattr(model, _ATTRIBUTE, None) or Layout(longest=longest_of(model))
+    found = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
+    # Of several the one in float16: without its loss scale that part would lose gradients.
+    plain = Layout(longest=longest_of(model))
+    return max(filter(None, found), key=lambda one: one.dynamic_loss_scale, default=plain)
 
 
 def longest_of(model: nn.Module) -> int | None:

@@ -15,6 +15,7 @@ from oracle import (
     relative_error,
 )
 from ranks import run_ranks
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
@@ -240,3 +241,28 @@ def test_a_state_that_is_written_out_needs_no_count():
     assert state.good_steps == 0
     assert state.good_steps.dtype == torch.int64
     assert state.good_steps is not state.targets
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **keywords):
+        return self.inner(*args, **keywords)
+
+
+def _around(rank, world):
+    inner = _state({}).model
+    mesh = fk.build_mesh(device="cpu")
+    state = fk.TrainState.create(_Wrapper(inner), fk.adamw(inner), mesh=mesh)
+    first = float(state.loss_scale)
+    with torch.no_grad():
+        inner.output.weight.to_local().fill_(6e4)
+    state = _parts(state, _batches(world, rank))
+    return first, float(state.loss_scale), int(state.skipped)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_wrapper_around_a_model_keeps_its_loss_scale(world):
+    assert run_ranks(_around, world) == [(1.0, 0.5, 1)] * world
