@@ -7,7 +7,9 @@ for models that were wrapped elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from torch.distributed.tensor import Shard
 from forgekit.model.layers import Block
 
 __all__ = [
+    "FsdpModules",
     "Precision",
     "Sync",
     "clear_gradients",
@@ -40,6 +43,7 @@ __all__ = [
     "shard",
     "shard_experts",
     "sum_gradients",
+    "watching_shards",
     "widen_accumulators",
 ]
 
@@ -145,9 +149,18 @@ def sum_gradients(module: FSDPModule) -> None:
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def fsdp_modules(*roots: nn.Module) -> list[Any]:
-    """List the FSDP modules in a model, or in its ``Layout.roots``, each root before its parts."""
-    return [module for module in _modules(list(roots)) if isinstance(module, FSDPModule)]
+class FsdpModules(list[Any]):
+    """The FSDP modules of a model, each root before its parts; found once for a step."""
+
+    @cached_property
+    def records(self) -> list[Any]:
+        """FSDP's records of the parameters that it shards."""
+        return [p for module in self for group in _groups(module) for p in group.fsdp_params]
+
+
+def fsdp_modules(*roots: nn.Module) -> FsdpModules:
+    """List the FSDP modules in a model, or in its ``Layout.roots``."""
+    return FsdpModules(m for m in _modules(list(roots)) if isinstance(m, FSDPModule))
 
 
 def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
@@ -167,13 +180,13 @@ def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
         module.set_is_last_backward(reduces)
 
 
-def clear_gradients(model: nn.Module, modules: list[Any]) -> None:
+def clear_gradients(model: nn.Module, modules: FsdpModules) -> None:
     """Forget all gradients in place, those that FSDP holds outside ``.grad`` too."""
     for module in _modules([model]):
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.grad = None
-    for parameter in _parameters(modules):
+    for parameter in modules.records:
         # While a module is gathered, its sharded parameters are not those of the module.
         parameter.sharded_param.grad = None
         parameter.unsharded_accumulated_grad = None
@@ -181,7 +194,7 @@ def clear_gradients(model: nn.Module, modules: list[Any]) -> None:
             parameter._unsharded_param.grad = None
 
 
-def widen_accumulators(modules: list[Any]) -> None:
+def widen_accumulators(modules: FsdpModules) -> None:
     """Give each parameter that awaits its first gradient a zero in the dtype of the reduction.
 
     Call it between the forward and the backward of a step's last micro-batch, if it is not the
@@ -192,8 +205,8 @@ def widen_accumulators(modules: list[Any]) -> None:
     Args:
         modules: The model's FSDP modules; changed in place.
     """
-    for parameter in _parameters(modules):
-        wide = parameter.reduce_dtype
+    for parameter in modules.records:
+        wide = getattr(parameter, "reduce_dtype", None)  # None too before the root's first call
         gathered = getattr(parameter, "_unsharded_param", None)  # None: never used by any rank
         if wide is None or gathered is None or not gathered.requires_grad:
             continue
@@ -203,19 +216,22 @@ def widen_accumulators(modules: list[Any]) -> None:
             )
 
 
-def gather_skipped(modules: list[Any]) -> None:
+def gather_skipped(modules: FsdpModules) -> None:
     """Gather, once, what no forward has used yet and mixed precision is about to look at.
 
-    Call it between forward and backward. FSDP widens the gathered gradients of all modules after
-    a backward that reduces nothing, and stumbles over a module that was never gathered: a block
-    that all ranks skip in a run's first micro-batches.
+    Call it between the first forward and backward of a step. FSDP widens the gathered gradients
+    of all modules after a backward that reduces nothing, and stumbles over a module that was never
+    gathered: a block that all ranks skip in a run's first micro-batches.
 
     Args:
         modules: The model's FSDP modules; changed in place.
     """
     for module in modules:
-        records = _parameters([module])
-        if any(p.reduce_dtype and not hasattr(p, "_unsharded_param") for p in records):
+        records = [p for group in _groups(module) for p in group.fsdp_params]
+        # Before the first call of the root nothing is known of the dtypes.
+        if any(
+            not hasattr(p, "_unsharded_param") and getattr(p, "reduce_dtype", None) for p in records
+        ):
             module.unshard()
             module.reshard()
 
@@ -230,17 +246,46 @@ def release(modules: list[Any]) -> None:
         module.reshard()
 
 
-def find_hooked(model: nn.Module, modules: list[Any]) -> list[str]:
+def find_hooked(model: nn.Module, modules: FsdpModules) -> list[str]:
     """Name the sharded parameters that have a gradient hook, which FSDP never calls.
 
     Args:
         model: The model.
         modules: Its FSDP modules.
     """
-    return _names(model, [p for p in _parameters(modules) if p.sharded_param._backward_hooks])
+    return _names(model, [p for p in modules.records if p.sharded_param._backward_hooks])
 
 
-def find_unreduced(model: nn.Module, modules: list[Any]) -> list[str]:
+@contextmanager
+def watching_shards(
+    model: nn.Module, modules: FsdpModules, *, is_due: bool = True
+) -> Iterator[set[str]]:
+    """Name the shards whose gradients autograd adds by itself within the block.
+
+    That happens to a parameter that is read while it is not gathered, as by ``full_tensor()`` in
+    a loss. Its gradient is this rank's alone: only FSDP adds them up over the ranks, and it does
+    so with what the model's own forward took.
+
+    Args:
+        model: The model.
+        modules: Its FSDP modules.
+        is_due: Whether to do anything.
+    """
+    found: set[str] = set()
+    records = [p for p in modules.records if is_due and p.sharded_param.requires_grad]
+    # FSDP, which sets gradients of shards, calls no such hook; autograd does.
+    hooks = [
+        record.sharded_param.register_hook(lambda _, name=name: found.add(name))
+        for name, record in zip(_names(model, records), records, strict=True)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:
     """Name the parameters whose gradients FSDP still holds back, after a step's last backward.
 
     FSDP reduces a module's gradients when backward passes through the tensors that it found in
@@ -254,11 +299,11 @@ def find_unreduced(model: nn.Module, modules: list[Any]) -> list[str]:
     Returns:
         Names in the order of the model; empty if every gradient was reduced.
     """
-    left = [parameter for parameter in _parameters(modules) if _is_held_back(parameter)]
+    left = [parameter for parameter in modules.records if _is_held_back(parameter)]
     waiting = [m for m in modules for g in _groups(m) if g._partial_reduce_output is not None]
     if not left and not waiting:
         return []
-    return _names(model, left + [p for p in _parameters(waiting) if p not in left])
+    return _names(model, left + [p for p in FsdpModules(waiting).records if p not in left])
 
 
 def _names(model: nn.Module, records: list[Any]) -> list[str]:
@@ -317,11 +362,6 @@ def _modules(roots: list[nn.Module]) -> Iterable[nn.Module]:
             found[module] = None
             waiting.extend(reversed(module._modules.values()))
     return found
-
-
-def _parameters(modules: list[Any]) -> list[Any]:
-    """FSDP's records of the parameters that it shards."""
-    return [p for module in modules for group in _groups(module) for p in group.fsdp_params]
 
 
 def _groups(module: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
+    FsdpModules,
     Sync,
     clear_gradients,
     find_hooked,
@@ -30,17 +31,20 @@ from forgekit.parallel.fsdp import (
     release,
     reset_iteration,
     set_sync,
+    watching_shards,
     widen_accumulators,
 )
 from forgekit.parallel.layout import size_of, world_of
-from forgekit.parallel.tensor.plan_proof import proving_plan
+from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
 from forgekit.state import TrainState
 from forgekit.steps.forward import (
     LossFn,
     check_loss,
     compute_loss,
+    explaining,
     length_of,
     mixing_tensors,
+    pass_eagerly,
     take_part,
 )
 from forgekit.steps.pipelined import accumulate_staged
@@ -108,12 +112,17 @@ def accumulate(
     try:
         # At a run's first step, before anything is updated.
         is_first = audit and state.agreed is None
-        with mixing_tensors(layout), proving_plan(state.model, layout, is_due=is_first):
+        rows_differ = data_ranks(state.mesh)[1] * layout.context > 1
+        with (
+            mixing_tensors(layout),
+            proving_plan(state.model, layout, is_due=is_first),
+            watching_shards(state.model, sharded, is_due=is_first and rows_differ) as read,
+        ):
             sums = run(state, batches, loss_fn, sync, sharded, is_first=is_first)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         # Before zeros are filled in: what was never reduced must not pass for unused.
-        unreduced = tuple(find_unreduced(state.model, sharded))
+        unreduced = (*find_unreduced(state.model, sharded), *sorted(read))
         if unreduced:  # `reduce_totals` refuses the step, on all ranks together
             reset_iteration(sharded)
             clear_gradients(state.model, sharded)
@@ -134,7 +143,7 @@ def _run_whole(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     sync: Sync,
-    sharded: list[Any],
+    sharded: FsdpModules,
     *,
     is_first: bool,
 ) -> LossSums:
@@ -151,12 +160,16 @@ def _run_whole(
             part = take_part(batch, state.layout, device)
             if is_first and index == 0 and state.layout.context > 1:
                 check_positions(state, part, loss_fn)
+            if is_first and index == 0 and state.layout.tensor > 1 and runs_compiled(state.model):
+                pass_eagerly(state, part, loss_fn)
             loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
-            gather_skipped(sharded)
+            if index == 0:
+                gather_skipped(sharded)
             if is_last and index:
                 widen_accumulators(sharded)
-            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
+            with explaining():
+                loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             sums.add(loss, rows=batch.batch_size[0])
             del loss  # its metrics may hold what its graph holds
     finally:
@@ -244,7 +257,7 @@ def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
         )
 
 
-def _check_hooks(model: nn.Module, sharded: list[Any]) -> None:
+def _check_hooks(model: nn.Module, sharded: FsdpModules) -> None:
     if names := find_hooked(model, sharded):
         raise ValueError(
             f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "

@@ -16,19 +16,49 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.inputs import nearest_multiples
-from forgekit.parallel.fsdp import fsdp_modules
-from forgekit.state import Layout
+from forgekit.parallel.fsdp import fsdp_modules, reset_iteration
+from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossFn", "check_loss", "compute_loss", "length_of", "mixing_tensors", "take_part"]
+__all__ = [
+    "LossFn",
+    "check_loss",
+    "compute_loss",
+    "explaining",
+    "length_of",
+    "mixing_tensors",
+    "pass_eagerly",
+    "take_part",
+]
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]
+
+OUTSIDE = (
+    "loss_fn computes with sharded parameters outside of the model's own forward, where each rank "
+    "has a part of them. Call the model itself, not a module inside of it; give it head= to use "
+    "the output weight; and for an L2 term use the optimizer's weight decay."
+)
+LET_GO = (
+    "the backward pass came to a module whose parameters FSDP has let go, because it saw no tensor "
+    "in what the module returned: FSDP sees tensors, tuples, lists, dicts and dataclasses of them. "
+    "Return those from every block, not a namespace or an attribute that is read later."
+)
+EXPLAINED = {
+    "got mixed torch.Tensor and DTensor": OUTSIDE,
+    "on inputs with different meshes": OUTSIDE,
+    "in-place operations that require placement changes": OUTSIDE,
+    "'FSDPCommContext' object has no attribute": OUTSIDE,
+    "has already been lazily initialized": OUTSIDE,
+    "out of bounds for storage of size 0": LET_GO,
+}
+"""What torch says, and what it means in a step."""
 
 
 def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> TensorDictBase:
@@ -61,14 +91,53 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
 
     Raises:
         TypeError: If it returns no ``Loss``.
+        ValueError: If it computes with sharded parameters.
     """
-    loss: Any = loss_fn(model, batch)
+    with explaining():
+        loss: Any = loss_fn(model, batch)
     if not isinstance(loss, Loss):
         raise TypeError(
             f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
             "the summed loss and the number of its targets."
         )
     return _plain(loss) if _is_sharded(loss) else loss
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Say what an error of torch's means where parameters are sharded.
+
+    Raises:
+        ValueError: In place of the error; others come out as they are.
+    """
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        meaning = next((m for said, m in EXPLAINED.items() if said in str(error)), None)
+        if meaning is None:
+            raise
+        raise ValueError(f"{meaning} (torch: {str(error).splitlines()[0]})") from error
+
+
+def pass_eagerly(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> None:
+    """Pass a micro-batch through a compiled model as it was written, for hooks to see its graph.
+
+    In evaluation mode, and nothing is kept for a backward pass.
+
+    Args:
+        state: The state; nothing in it changes.
+        batch: This rank's part of a micro-batch.
+        loss_fn: ``loss_fn(model, batch) -> Loss``.
+    """
+    device = state.targets.device
+    with (
+        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
+        evaluating(state.model, state.layout),
+        torch.compiler.set_stance("force_eager"),
+        saved_tensors_hooks(_forget, _forget),
+    ):
+        compute_loss(state.model, batch, loss_fn)
+        reset_iteration(fsdp_modules(*state.layout.roots(state.model)))
 
 
 def check_loss(loss: Loss) -> Loss:
@@ -124,6 +193,10 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
             module.training = True
         for module in fsdp_modules(*layout.roots(model)):
             module.reshard()  # a forward without a backward leaves the root gathered
+
+
+def _forget(_saved: Any) -> Any:
+    """Keep nothing for backward."""
 
 
 def _is_sharded(loss: Loss) -> bool:

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from forgekit.parallel.fsdp import (
+    FsdpModules,
     Sync,
     fsdp_modules,
     reset_iteration,
@@ -45,7 +46,7 @@ def accumulate_staged(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     sync: Sync,  # noqa: ARG001 (a schedule reduces each stage's gradients once, after the last)
-    sharded: list[Any],
+    sharded: FsdpModules,
     *,
     is_first: bool = False,
 ) -> LossSums:

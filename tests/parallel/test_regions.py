@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -136,9 +137,14 @@ def reference(kind: str, rows: int, micro_batches: int = 2) -> dict[str, Tensor]
     return {n: used.get(n, torch.zeros_like(p)) / targets for n, p in model.named_parameters()}
 
 
-def _started(layout: dict[str, int], kind: str, plan: Any, **options: Any) -> Any:
+def _started(
+    layout: dict[str, int], kind: str, plan: Any, backend: Any = None, **options: Any
+) -> Any:
     mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-    model = fk.parallelize(Model(kind).double(), mesh, plan=plan, **options)
+    model = Model(kind).double()
+    for layer in model.layers if backend else ():
+        layer.compile(backend=backend)
+    model = fk.parallelize(model, mesh, plan=plan, **options)
     row, rows = fk.data_ranks(mesh)
     return (
         fk.TrainState.create(model, fk.adamw(model), mesh=mesh),
@@ -252,3 +258,39 @@ def test_recomputed_blocks_are_proved_too(mode):
     kind, plan, message = FORGOTTEN["one weight"]
     for raised in run_ranks(_refused, 2, {"tp": 2}, kind, plan, {"activation_checkpoint": mode}):
         assert re.search(message, raised), raised
+
+
+def _compiled(rank, world, layout, kind, plan, is_right):
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+    calls = []
+
+    def backend(graph, _inputs):
+        calls.append(graph)
+        return graph.forward
+
+    state, batches = _started(layout, kind, plan, backend)
+    if not is_right:
+        with pytest.raises(ValueError, match=r"^the tensor-parallel plan leaves") as caught:
+            fk.accumulate(state, batches, loss_fn)
+        return str(caught.value)
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    factor = fk.clip(totals).factor
+    gradients = full_tensors(state.model, gradients=True)
+    return {n: g * factor for n, g in gradients.items()}, len(calls)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["one weight", "channels leave"])
+def test_compiled_blocks_are_proved_too(name, layout):
+    kind, plan, message = FORGOTTEN[name]
+    for raised in run_ranks(_compiled, 2 * layout.get("pp", 1), layout, kind, plan, False):
+        assert re.search(message, raised), raised
+
+
+def test_compiled_blocks_that_are_right_stay_exact_and_compiled():
+    kind, plan = EXACT["one weight"]
+    expected = reference(kind, 1)
+    for found, compiled in run_ranks(_compiled, 2, {"tp": 2}, kind, plan, True):
+        assert relative_error(found, expected) < 1e-10
+        assert compiled

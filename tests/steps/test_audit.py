@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 import forgekit as fk
-from forgekit.steps.consistency import UnreducedError, check_replicas
+from forgekit.steps.consistency import UnreducedError, check_replicas, digest_rows
 
 WIDTH, CLASSES = 6, 5
 
@@ -202,6 +202,29 @@ def test_the_other_ranks_update_nothing_where_one_refuses_a_later_step():
     assert run_ranks(_one_rank_hides, 2) == [(1.0, True), ("refused", True)]
 
 
+def _hides_at_first(rank, world):
+    state = _state(_Model().double(), sizes={"tp": 2}, plan={"body": "colwise", "head": "rowwise"})
+    state.model.wrap = "namespace" if rank else "tensor"
+    act = lambda: _step()(state, _batches(0))  # noqa: E731
+    return _raises_and_keeps(state, act, UnreducedError, r"of 4 parameters on rank 1 \(body.weight")
+
+
+@pytest.mark.bad_input
+def test_all_ranks_refuse_the_first_step_where_one_does():
+    assert run_ranks(_hides_at_first, 2) == [True, True]
+
+
+def _in_two_dimensions(rank, world):
+    state = _state(_Model().double(), sizes={"dp_replicate": 2, "dp_shard": 2})
+    return _gradients(state, _batches(rank))
+
+
+def test_shards_beside_replicas_are_not_compared_with_each_other():
+    expected = _expected(_Model().double(), [b for rank in range(4) for b in _batches(rank)])
+    for found in run_ranks(_in_two_dimensions, 4):
+        assert relative_error(found, expected) < 1e-12
+
+
 class _Branches(nn.Module):
     """The third is never used; the second from the last micro-batch on, or where data say so."""
 
@@ -326,6 +349,11 @@ def _differing_replica(rank, world, sizes, what):
     totals = fk.accumulate(state, _batches(0), _loss)
     if what == "gradients" and rank == world - 1:
         state.model.head.bias.grad.to_local().mul_(1.5)
+    if what == "signs" and rank == world - 1:  # of the same norm
+        with torch.no_grad():
+            state.model.head.bias.to_local().neg_()
+    if what == "signs of gradients" and rank == world - 1:
+        state.model.head.bias.grad.to_local().neg_()
     before = full_tensors(state.model)
     with pytest.raises(ValueError, match="Nothing was updated") as caught:
         fk.reduce_totals(totals, state)
@@ -334,14 +362,15 @@ def _differing_replica(rank, world, sizes, what):
     return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
 
 
-@pytest.mark.parametrize("what", ["values", "gradients"])
+@pytest.mark.parametrize("what", ["values", "gradients", "signs", "signs of gradients"])
 @pytest.mark.parametrize("name", ["dp_replicate", "tp"])
 def test_replicas_that_differ_are_refused_on_every_rank(name, what):
     sizes = {"dp_shard": 1, name: 2}
     for message, is_kept in run_ranks(_differing_replica, 2, sizes, what):
         assert is_kept
         assert "ranks 0 and 1 hold the same part of 'head.bias'" in message
-        assert f"its {what} differ (" in message
+        kind = "gradients" if "gradients" in what else "values"
+        assert f"its {kind} differ (" in message
         assert f"along {name}. Likely cause: " in message
 
 
@@ -426,6 +455,51 @@ def _rows_by_rank(rank, world, name):
     assert all(torch.equal(before[n], after[n]) for n in before)
     state, metrics = step(state, [_tokens(2), _tokens(3)])
     return float(metrics["skipped"])
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "key", "value"])
+def test_a_digest_of_rows_tells_all_of_them(change):
+    """Of the same bytes in another shape or dtype, too."""
+    batch = _tokens(2)
+    ids = batch["input_ids"]
+    other = {
+        "shape": {"input_ids": ids.reshape(2, 8, 2), "labels": batch["labels"]},
+        "dtype": {"input_ids": ids.view(torch.float64), "labels": batch["labels"]},
+        "key": {"inputs": ids, "labels": batch["labels"]},
+        "value": {"input_ids": ids + (ids == ids.max()), "labels": batch["labels"]},
+    }[change]
+    assert digest_rows(batch) == digest_rows(_tokens(2))
+    assert digest_rows(batch) != digest_rows(TensorDict(other, [2]))
+
+
+def _rows_unasked(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    model = fk.parallelize(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    totals = fk.accumulate(state, [_tokens(rank)], logits_loss)
+    return len(fk.reduce_totals(totals, state, audit=False).digest)
+
+
+def test_rows_are_not_compared_where_nothing_is():
+    assert all(run_ranks(_rows_unasked, 2))
+
+
+def _metrics_of_stages(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=2), device="cpu")
+    model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return dataclasses.replace(loss, metrics={"twice": (2 * loss.sum, loss.count)})
+
+    batches = [_tokens(seed).apply(lambda ids: ids % 37) for seed in (2, 3)]
+    state, metrics = fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, batches)
+    return float(metrics["twice"]) - 2 * float(metrics["loss"])
+
+
+def test_metrics_that_only_the_last_stage_knows_reach_all_ranks():
+    assert run_ranks(_metrics_of_stages, 2) == [0.0, 0.0]
 
 
 def _tokens(seed):

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from forgekit.state import Layout
 
-__all__ = ["proving_plan"]
+__all__ = ["proving_plan", "runs_compiled"]
 
 Kind = Literal["whole", "channels", "positions"]
 
@@ -164,12 +164,18 @@ class _Walk:
         )
 
 
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module in it, runs compiled code in place of its own forward."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 @contextmanager
 def proving_plan(model: nn.Module, layout: Layout, *, is_due: bool = True) -> Iterator[None]:
     """Check the plan on the first forward pass inside the block, on all ranks together.
 
     Nothing is computed: hooks note what passes, and one small collective at the end of the block
-    brings the ranks' findings together. A compiled model is not checked: its graph is opaque.
+    brings the ranks' findings together. The graph of a compiled model is opaque: pass a micro-batch
+    through it as it was written first, see ``runs_compiled``.
 
     Args:
         model: What ``parallelize`` returned.
@@ -183,10 +189,6 @@ def proving_plan(model: nn.Module, layout: Layout, *, is_due: bool = True) -> It
         yield
         return
     roots = [model] if layout.stages is None else layout.stages.modules
-    # Hooks would be compiled too.
-    if any(m._compiled_call_impl is not None for root in roots for m in root.modules()):
-        yield
-        return
     problems: list[str] = []
     hooks = [hook for root in roots for hook in _hooks(root, layout, problems)]
     try:

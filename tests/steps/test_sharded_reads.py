@@ -1,0 +1,207 @@
+"""Parameters that a loss reads by itself, and modules whose outputs FSDP cannot follow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import full, full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+from forgekit.steps.consistency import UnreducedError
+
+WIDTH, CLASSES = 6, 5
+REPLICAS = {"dp_replicate": 2, "dp_shard": 1}
+
+
+class _Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if self.kind == "namespace":
+            return SimpleNamespace(x=y)
+        if self.kind == "kept":
+            self.kept = self.linear(y)
+            return x.detach() + 0 * self.linear.bias
+        return y
+
+
+class _Model(nn.Module):
+    def __init__(self, kind=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([_Block(kind), _Block(kind)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = y.x if layer.kind == "namespace" else layer.kept if layer.kind == "kept" else y
+        return self.head(x)
+
+
+def _loss(model, batch):
+    return fk.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+def _with_square(weight):
+    """An L2 term of one weight, read as ``weight(model)`` after the model was called."""
+
+    def loss_fn(model, batch):
+        loss = _loss(model, batch)
+        return loss.with_mean(weight(model).square().sum(), 0.1)
+
+    return loss_fn
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _read_before(model, batch):
+    term = full(model.head.weight).square().sum()
+    return _loss(model, batch).with_mean(term, 0.1)
+
+
+def _all_squares(model, batch):
+    loss = _loss(model, batch)
+    return loss.with_mean(sum(p.square().sum() for p in model.parameters()), 0.1)
+
+
+def _module_inside(model, batch):
+    x = model.layers[1](model.layers[0](batch["x"]))
+    return fk.cross_entropy(model.head(x), batch["labels"])
+
+
+def _head_again(model, batch):
+    loss = _loss(model, batch)
+    return loss.with_mean(model.head(batch["x"]).square().mean(), 0.1)
+
+
+READ = {
+    "whole": _with_square(lambda model: full(model.layers[0].linear.weight)),
+    "shard": _with_square(lambda model: _local(model.layers[0].linear.weight)),
+    "before": _read_before,
+    "head after": _with_square(lambda model: full(model.head.weight)),
+    "head again": _head_again,
+    "looked at": _with_square(lambda model: full(model.layers[0].linear.weight.detach())),
+}
+
+
+def _batches(rank, micros=2):
+    generator = torch.Generator().manual_seed(rank)
+    rows = []
+    for count in range(micros):
+        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+        labels = torch.randint(CLASSES, (3,), generator=generator)
+        labels[: (rank + count) % 3] = -100
+        rows.append(TensorDict({"x": x, "labels": labels}, [3]))
+    return rows
+
+
+def _state(sizes, kind=""):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    plan = {"layers.*.linear": "replicate"} if "tp" in sizes else None
+    model = fk.parallelize(_Model(kind).double(), mesh, plan=plan)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def _gradients(state, batches, loss_fn, **options):
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _read(rank, world, name, sizes):
+    state = _state(sizes)
+    return _gradients(state, _batches(fk.data_ranks(state.mesh)[0]), READ[name])
+
+
+EXACT = [(name, {}) for name in ("head after", "head again", "looked at")]
+EXACT += [("head after", REPLICAS), *((name, {"tp": 2}) for name in READ)]
+
+
+@pytest.mark.parametrize(("name", "sizes"), EXACT, ids=str)
+def test_what_ranks_hold_whole_may_be_read(name, sizes):
+    """After the model's call FSDP keeps the root's own parameters gathered until backward."""
+    model = _Model().double()
+    rows = [b for rank in range(1 if "tp" in sizes else 2) for b in _batches(rank)]
+    expected = _gradients(fk.TrainState.create(model, fk.adamw(model)), rows, READ[name])
+    for found in run_ranks(_read, 2, name, sizes):
+        assert relative_error(found, expected) < 1e-12
+
+
+def _refused(rank, world, name, sizes):
+    state = _state(sizes)
+    step = fk.make_step(READ[name], schedule=fk.constant(0.1))
+    before = full_tensors(state.model)
+    weight = "head.weight" if name == "before" else "layers.0.linear.weight"
+    with pytest.raises(UnreducedError, match=rf"\({weight}\).* not by full_tensor\(\) or to_local"):
+        step(state, _batches(rank))
+    after = full_tensors(state.model)
+    is_kept = all(torch.equal(before[n], after[n]) for n in before)
+    fk.make_step(READ[name], schedule=fk.constant(0.1), audit=False)(state, _batches(rank))
+    return is_kept
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("sizes", [{}, REPLICAS], ids=str)
+@pytest.mark.parametrize("name", ["whole", "shard", "before"])
+def test_a_shard_that_a_loss_reads_is_refused(name, sizes):
+    """Its gradient would be that of one rank's rows."""
+    assert run_ranks(_refused, 2, name, sizes) == [True, True]
+
+
+MIXED = {"all squares": _all_squares, "module inside": _module_inside}
+OUTSIDE = "computes with sharded parameters outside of the model's own forward, .* weight decay"
+
+
+def _mixed(rank, world, name, sizes, kind):
+    state = _state(sizes, kind)
+    with pytest.raises(
+        ValueError, match=OUTSIDE if not kind else "FSDP has let go, because it saw"
+    ):
+        fk.accumulate(state, _batches(rank), MIXED.get(name, _loss))
+    assert all(p.grad is None for p in state.model.parameters())
+    return True
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, REPLICAS], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_shards_that_meet_plain_tensors_are_named(name, sizes):
+    assert run_ranks(_mixed, 2, name, sizes, "") == [True, True]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("sizes", [{}, REPLICAS], ids=str)
+@pytest.mark.parametrize("kind", ["namespace", "kept"])
+def test_blocks_that_fsdp_cannot_follow_are_named(kind, sizes):
+    assert run_ranks(_mixed, 2, "", sizes, kind) == [True, True]
+
+
+def _skips_the_first(rank, world):
+    state = _state({})
+    batches = _batches(rank)
+
+    def loss_fn(model, batch):
+        if batch is batches[0] or torch.equal(batch["x"], batches[0]["x"]):
+            return fk.Loss(torch.zeros((), dtype=torch.float64, requires_grad=True) * 1, 0)
+        return _loss(model, batch)
+
+    return _gradients(state, batches, loss_fn)
+
+
+def test_a_loss_may_skip_the_model_in_the_first_micro_batch():
+    model = _Model().double()
+    rows = [_batches(rank)[1] for rank in range(2)]
+    expected = _gradients(fk.TrainState.create(model, fk.adamw(model)), rows, _loss)
+    for found in run_ranks(_skips_the_first, 2):
+        assert relative_error(found, expected) < 1e-12
