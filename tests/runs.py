@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from shells import Forked
 
 import forgekit as fk
 from forgekit.cli import recipes_folder
@@ -82,18 +84,37 @@ def run_here(name: str, command_line: Sequence[str]) -> None:
 class Job:
     """A command and all processes that it starts, whatever sessions they put themselves into.
 
+    Args:
+        command: The command, or a recipe and its arguments if it is forked.
+        log: File for what its processes write.
+        cwd: Folder to start in.
+        forked: Number of ranks to fork instead of starting a command: processes that ``shells``
+            forks with what torchrun tells its ranks.
+
     Attributes:
-        process: The process of the command itself.
+        process: The process of the command itself, or of the first rank.
     """
 
-    def __init__(self, command: Sequence[str], *, log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, log: Path, cwd: Path | None = None, forked: int = 0
+    ) -> None:
         self._log = log
         self._mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FORGEKIT_TEST_JOB": self._mark}
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=cwd
-            )
+        self.ranks: list[Any]
+        with log.open("ab" if forked else "wb") as stream:
+            stream.truncate(0)
+            if forked:
+                self.ranks = [
+                    Forked(command, log=stream.fileno(), env=environment | variables, cwd=cwd)
+                    for variables in _ranks(forked)
+                ]
+            else:
+                started = subprocess.Popen(
+                    command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=cwd
+                )
+                self.ranks = [started]
+        self.process = self.ranks[0]
 
     @property
     def output(self) -> str:
@@ -101,14 +122,16 @@ class Job:
         return self._log.read_text(errors="replace")
 
     def members(self) -> list[int]:
-        """Its processes that are alive, found by a variable that they all inherit."""
+        """Its processes that are alive, found by a variable that they inherit, or the session."""
         found = []
+        sessions = {str(rank.pid) for rank in self.ranks if isinstance(rank, Forked)}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (folder / "environ").read_bytes()
+                state, *_, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
             except OSError:
                 continue
-            if self._mark.encode() in environment:
+            if self._mark.encode() in environment or (session in sessions and state not in "ZX"):
                 found.append(int(folder.name))
         return found
 
@@ -138,21 +161,49 @@ class Job:
                 except ProcessLookupError:
                     continue
             self.process.poll()
-        self.process.wait()
+        for rank in self.ranks:
+            rank.wait()
 
     def _is_over(self) -> bool:
-        return self.process.poll() is not None and not self.members()
+        return all(rank.poll() is not None for rank in self.ranks) and not self.members()
+
+
+def _ranks(count: int) -> Iterator[dict[str, str]]:
+    """The variables of each rank; none for a process alone."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = address | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    for rank in map(str, range(count)):
+        yield {"RANK": rank, "LOCAL_RANK": rank, **shared} if count > 1 else {}
 
 
 @contextmanager
 def launch(
-    recipe: str | Path, command_line: Sequence[str], *, log: Path, ranks: int = 1, **options: Any
+    recipe: str | Path,
+    command_line: Sequence[str],
+    *,
+    log: Path,
+    ranks: int = 1,
+    by: str = "fork",
+    **options: Any,
 ) -> Iterator[Job]:
-    """Start a recipe, under torchrun for several ranks; nothing of it survives the block."""
+    """Start a recipe; nothing of it survives the block.
+
+    Args:
+        recipe: Its name, or its file.
+        command_line: Its arguments.
+        log: File for what it writes.
+        ranks: Number of ranks.
+        by: ``"fork"`` from a process that has imported everything, which costs nearly nothing;
+            ``"command"``, as a user types it: by the interpreter, or torchrun for several ranks.
+        **options: As for ``Job``.
+    """
     path = recipe if isinstance(recipe, Path) else recipes_folder() / f"{recipe}.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher = torchrun if ranks > 1 else []
-    job = Job([sys.executable, *launcher, str(path), *command_line], log=log, **options)
+    launcher = [sys.executable, *(torchrun if ranks > 1 else [])] if by == "command" else []
+    forked = 0 if by == "command" else ranks
+    job = Job([*launcher, str(path), *command_line], log=log, forked=forked, **options)
     try:
         yield job
     finally:

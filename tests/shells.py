@@ -1,17 +1,20 @@
-"""Recipes in a real shell, with its pipes, redirections, limits and signals, in a second each.
+"""Real processes of recipes and commands that start in hundredths of a second instead of seconds.
 
-A process that has imported everything waits for requests. What a shell starts is a small client: it
-hands over its descriptors, process group and limits, and the process forks a child that takes them
-and runs the recipe from its first line to the end of the interpreter.
+A process that has imported everything waits for requests, and forks a child for each: a process of
+its own, from its first line to the end of the interpreter, with its own signals and exit code. A
+shell reaches it through a small client that hands over its descriptors, process group and limits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
 import os
 import resource
 import runpy
+import select
 import shlex
 import shutil
 import signal
@@ -19,11 +22,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 PATIENCE_S = 60
+_PR_SET_PDEATHSIG = 1
 CLIENT = """
 import json, os, resource, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,8 +45,9 @@ with socket.socket(socket.AF_UNIX) as line:
     socket.send_fds(line, [len(message := json.dumps(request).encode()).to_bytes(8, "big")], fds)
     line.sendall(message)
     for fd in fds: os.close(fd)
-    code = line.makefile().readline()
-os._exit(int(code) if code.strip() else 99)
+    answer = line.makefile().read().split()
+code = int(answer[1]) if len(answer) == 2 else 99
+os._exit(code if code >= 0 else 128 - code)
 """
 
 
@@ -74,23 +80,84 @@ class Shell:
         return process.returncode, output
 
 
-@contextmanager
-def open_shell() -> Iterator[Shell]:
-    """Start the process that has imported everything; with it all runs end."""
-    folder = Path(tempfile.mkdtemp())
-    line = str(folder / "line")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, __file__, line], stdout=subprocess.PIPE, env=environment
+def open_shell() -> Shell:
+    """A shell whose recipes are forked from the process that has imported everything."""
+    return Shell(server())
+
+
+@cache
+def server() -> str:
+    """Start that process, once; the name of its socket. It ends with this process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    line = str(Path(folder) / "line")
+    process = subprocess.Popen(
+        [sys.executable, __file__, line],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    try:
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n"
-        yield Shell(line)
-    finally:
-        server.kill()
-        server.communicate()
-        shutil.rmtree(folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    atexit.register(process.wait)
+    atexit.register(process.kill)
+    return line
+
+
+class Forked:
+    """A process that was forked, as ``subprocess.Popen`` shows one, in a session of its own.
+
+    Attributes:
+        pid: Its process id.
+        returncode: None while it runs; negative for the signal that ended it.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, log: int, env: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        request: dict[str, Any] = {
+            "fds": [0, 1, 2],
+            "group": None,
+            "argv": list(argv),
+            "cwd": str(cwd or Path.cwd()),
+            "nohup": False,
+            "environ": dict(env),
+            "limit": resource.getrlimit(resource.RLIMIT_FSIZE),
+        }
+        message = json.dumps(request).encode()
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(server())
+        with open(os.devnull) as nothing:
+            head = len(message).to_bytes(8, "big")
+            socket.send_fds(self._line, [head], [nothing.fileno(), log, log])
+        self._line.sendall(message)
+        self._answers = self._line.makefile()
+        self.pid = int(self._answers.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended."""
+        if self.returncode is None and select.select([self._line], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        if self.returncode is None:
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+            self._line.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
 
 
 def _receive(line: socket.socket) -> tuple[dict, list[int]]:
@@ -111,7 +178,10 @@ def _become(request: dict, fds: list[int]) -> None:
             os.close(fd)
     for fd in fds:
         os.close(fd)
-    os.setpgid(0, request["group"])
+    if request["group"] is None:
+        os.setsid()
+    else:
+        os.setpgid(0, request["group"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -129,25 +199,46 @@ def _become(request: dict, fds: list[int]) -> None:
 
 def _serve(path: str) -> list[str]:
     """Answer requests; returns in a child only, with the arguments of its recipe."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that keep a child
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
         print("ready", flush=True)  # noqa: T201
         while True:
             line, _ = server.accept()
-            request, fds = _receive(line)
-            if (child := os.fork()) == 0:
-                line.close()
+            if os.fork() == 0:
                 server.close()
-                _become(request, fds)
-                return request["argv"]
-            for fd in fds:
-                os.close(fd)
-            _, status = os.waitpid(child, 0)
-            code = os.waitstatus_to_exitcode(status)
-            with contextlib.suppress(OSError):
-                line.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
+                return _keep(line)
             line.close()
+
+
+def _keep(line: socket.socket) -> list[str]:
+    """Fork a child and tell its process id, wait for it and tell its exit code."""
+    _die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, fds = _receive(line)
+    start, started = os.pipe()
+    if (child := os.fork()) == 0:
+        line.close()
+        _die_with_parent()
+        _become(request, fds)
+        os.write(started, b".")
+        os.close(start)
+        os.close(started)
+        return request["argv"]
+    for fd in (*fds, started):
+        os.close(fd)
+    os.read(start, 1)  # it is what it was asked to be, so a signal finds it so
+    with contextlib.suppress(OSError):
+        line.sendall(f"{child}\n".encode())
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
@@ -156,10 +247,18 @@ if __name__ == "__main__":
     import torch._dynamo
     import torch.distributed.fsdp
 
+    import forgekit  # noqa: F401
     from forgekit.cli import recipes_folder
 
     torch.set_num_threads(1)
+    _die_with_parent()
     gc.freeze()  # what was imported stays shared with the children, also while they end
     name, *sys.argv[1:] = _serve(sys.argv[1])
-    sys.argv[0] = name if name.endswith(".py") else str(recipes_folder() / f"{name}.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if name == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = name if name.endswith(".py") else str(recipes_folder() / f"{name}.py")
+        paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:1] = [os.path.dirname(sys.argv[0]), *paths]
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from shells import open_shell
 
 from forgekit.cli import main, recipes_folder
 from forgekit.data.corpus.token_files import open_tokens
@@ -376,19 +377,24 @@ def test_a_recipe_without_settings_refuses_some(here, capsys):
     assert "minimal.py: error: unrecognized arguments: steps=3" in capsys.readouterr().err
 
 
+FULL = "forgekit: stdout cannot be written: No space left on device.\n"
+
+
 @pytest.mark.parametrize(
-    ("redirection", "code", "shown"),
+    ("program", "redirection", "code", "shown"),
     [
-        (">/dev/full", 1, "forgekit: stdout cannot be written: No space left on device.\n"),
-        ("| head -n 0; exit ${PIPESTATUS[0]}", 0, ""),
-        (">&-", 0, ""),
-        (">/dev/full 2>&-", 1, ""),
+        (sys.executable, ">/dev/full", 1, FULL),
+        ("recipe", ">/dev/full", 1, FULL),
+        ("recipe", "| head -n 0; exit ${PIPESTATUS[0]}", 0, ""),
+        ("recipe", ">&-", 0, ""),
+        ("recipe", ">/dev/full 2>&-", 1, ""),
     ],
 )
-def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(redirection, code, shown):
-    line = f"{sys.executable} -m forgekit ls {redirection}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", shown)
+def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(
+    program, redirection, code, shown
+):
+    """In a process that the interpreter starts, and in ones that are forked for a shell."""
+    assert open_shell().run(f"{program} -m forgekit ls {redirection}") == (code, shown)
 
 
 def test_no_command_shows_the_help_and_is_an_error(capsys):

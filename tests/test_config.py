@@ -1,13 +1,13 @@
 """Configurations: what is merged, what is refused and in which words, what --help says."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import pytest
+from runs import launch
 
 from forgekit.config import ConfigError, load_config, structure, to_dict
 
@@ -406,9 +406,7 @@ def test_a_script_with_a_wrong_configuration_exits_with_2(tmp_path):
         "    steps: int = 1\n\n"
         "print(load_config(Config))\n"
     )
-    command = [sys.executable, str(script), "--step=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "train.py: the configuration was refused.\n  step: unknown key; " in done.stderr
-    assert "Traceback" not in done.stderr
+    with launch(script, ["--step=2"], log=tmp_path / "log") as job:
+        assert job.end() == 2
+    assert job.output.startswith("train.py: the configuration was refused.\n  step: unknown key; ")
+    assert "Traceback" not in job.output

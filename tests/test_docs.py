@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import doctest
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from distributed.matrix import LAYOUTS
+from runs import launch
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_pictures_are_drawn_from_the_code(tmp_path):
-    command = [sys.executable, str(DOCS / "pictures.py"), str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
-    drawn = {path.name: path for path in tmp_path.iterdir()}
+    target = tmp_path / "pictures"
+    target.mkdir()
+    with launch(DOCS / "pictures.py", [str(target)], log=tmp_path / "log") as job:
+        assert job.end() == 0, job.output
+    drawn = {path.name: path for path in target.iterdir()}
     assert drawn.keys() == {path.name for path in (DOCS / "pictures").iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.values())
     shown = "".join(path.read_text() for path in DOCS.glob("*.md"))

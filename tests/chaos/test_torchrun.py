@@ -1,7 +1,7 @@
 """What torchrun adds: it hands signals on, dies of them, or notices that a rank has died.
 
-Its own exit code is 1 after a clean stop as well. That it is stopped, interrupted or killed once is
-tested with the recipes.
+Its own exit code is 1 after a clean stop as well. That it is stopped or killed once is tested with
+the recipes.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def test_a_second_signal_to_torchrun_changes_nothing(scene, start, survived):
     job.process.send_signal(signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
     survived("SIGTERM twice to torchrun", survive(scene, job, lost=0, reason="SIGTERM"))
+
+
+def test_an_interrupt_stops_the_ranks_at_one_step(scene, start):
+    job = start()
+    job.process.send_signal(signal.SIGINT)
+    survive(scene, job, lost=0, reason="SIGINT")
 
 
 def test_torchrun_passes_on_what_it_is_told_to(scene, start, survived):

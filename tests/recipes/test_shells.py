@@ -17,8 +17,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def shell():
-    with open_shell() as opened:
-        yield opened
+    return open_shell()
 
 
 @pytest.fixture(scope="module")

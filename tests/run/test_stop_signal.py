@@ -16,6 +16,7 @@ from itertools import islice
 
 import pytest
 import torch
+from runs import launch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,17 +237,17 @@ with lock_run(sys.argv[1]):
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     out = tmp_path / "runs" / "a"
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    with holder.stdout as pipe:
-        assert pipe.readline() == b"held\n"
-    who = f"{out} is in use by pid {holder.pid} on host {socket.gethostname()}. Wait until"
-    with pytest.raises(RunLockedError, match=re.escape(who)), lock_run(out):
-        pass
-    with lock_run(out, is_writer=False):
-        pass
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    script = tmp_path / "holder.py"
+    script.write_text(HOLDER)
+    with launch(script, [str(out)], log=tmp_path / "log") as job:
+        job.wait_for(lambda: job.output == "held\n", "lock")
+        who = f"{out} is in use by pid {job.process.pid} on host {socket.gethostname()}. Wait until"
+        with pytest.raises(RunLockedError, match=re.escape(who)), lock_run(out):
+            pass
+        with lock_run(out, is_writer=False):
+            pass
+        job.process.send_signal(signal.SIGKILL)
+        assert job.end() == -signal.SIGKILL
     with lock_run(out):
         assert f"pid {os.getpid()} on" in (out / ".lock").read_text()
 
