@@ -17,7 +17,17 @@ import pytest
 pytest.register_assert_rewrite("runs")  # here, before the first folder that imports it
 
 MARK = "bad_input"
-LONG = ("distributed/test_oracle.py", "recipes", "chaos", "distributed")
+LONG = (
+    "distributed/test_oracle.py",
+    "recipes",
+    "chaos",
+    "run/test_verify.py",
+    "run/test_health.py",
+    "distributed",
+    "parallel",
+    "steps",
+    "run",
+)
 """What takes longest; a worker that got it last would keep the others waiting."""
 _HERE = Path(__file__).parent
 _found = pytest.StashKey[list[str] | None]()
@@ -33,7 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import ranks
     import torch
     import torch._dynamo
+    import torch._functorch.partitioners
+    import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
 
     import forgekit  # noqa: F401
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "first_and_in_turn", "first_of", "in_turn", "pairwise"]
+__all__ = ["covering", "first_and_in_turn", "first_of", "in_turn", "pairwise", "some_of"]
 
 TRIES = 20
 
@@ -34,6 +34,13 @@ def first_of(chosen: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]
     rest = [row for row in every if row not in chosen]
     parameters = [pytest.param(*row) for row in chosen]
     return parameters + [pytest.param(*row, marks=pytest.mark.oracle) for row in rest]
+
+
+def some_of(names: Iterable[str], *rest: str) -> list[Any]:
+    """Names as parameters of a test, of which the ``rest`` is marked ``oracle``."""
+    names = list(names)
+    assert set(rest) < set(names)
+    return first_of([(n,) for n in names if n not in rest], [(n,) for n in names])
 
 
 def first_and_in_turn(names: Iterable[Any], values: Iterable[Any]) -> list[Any]:

@@ -211,8 +211,17 @@ def _run(
 
 
 def _forget_meshes() -> None:
-    """Let go of the job's meshes, and with them of most of its groups."""
+    """Let go of the job's meshes, and with them of its groups: torch's caches hold both."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
     mesh._forget_groups()
+    for holder, name in (
+        (_redistribute, "_gen_transform_infos"),
+        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+    ):
+        if cached := getattr(holder, name, None):
+            cached.cache_clear()
     gc.collect()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import launch
 from tensordict import TensorDict
 
 from forgekit.data.batches.batch import shift_labels
@@ -221,9 +222,10 @@ def test_open_loaders_neither_change_the_number_of_threads_nor_spoil_the_exit():
     assert run_script(code, OMP_NUM_THREADS="2") == (0, "")
 
 
-def test_an_interrupt_while_waiting_ends_quietly():
+def test_an_interrupt_while_waiting_ends_quietly(tmp_path):
     code = (
-        "import os, signal, threading, time\n"
+        "import os, signal, threading, time, warnings\n"
+        "warnings.simplefilter('error')\n"
         "class Slow(list):\n"
         "    def __getitem__(self, row):\n"
         "        time.sleep(0.5)\n"
@@ -233,10 +235,12 @@ def test_an_interrupt_while_waiting_ends_quietly():
         "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "next(stream)\n"
     )
-    returned, said = run_script(code)
-    assert returned == -signal.SIGINT
-    assert said.splitlines()[-1] == "KeyboardInterrupt"
-    assert said.count("Traceback") == 1
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + code)
+    with launch(script, [], log=tmp_path / "log") as job:
+        assert job.end() == -signal.SIGINT
+    assert job.output.splitlines()[-1] == "KeyboardInterrupt"
+    assert job.output.count("Traceback") == 1
 
 
 def test_processes_give_the_same_batches_and_the_same_exceptions():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import attrs
 import pytest
 import torch
@@ -53,12 +55,18 @@ def _kept_and_gradient(what, **options):
     return bytes_kept, full_tensors(model, gradients=True)
 
 
+@cache
+def _once(what, **options):
+    """The same for tests that compare with it: compiled once."""
+    torch._dynamo.reset()
+    return _kept_and_gradient(what, **options)
+
+
 def test_a_smaller_budget_keeps_less_and_the_gradient_stays():
-    expected = _kept_and_gradient(None)[1]
+    expected = _once(None)[1]
     kept = []
     for budget in (1.0, 0.5, 0.0):
-        torch._dynamo.reset()
-        found, gradients = _kept_and_gradient("budget", memory_budget=budget)
+        found, gradients = _once("budget", memory_budget=budget)
         assert relative_error(gradients, expected) < 1e-6
         kept.append(found)
     assert kept[0] > 1.3 * kept[1] > 1.3 * kept[2]
@@ -67,15 +75,12 @@ def test_a_smaller_budget_keeps_less_and_the_gradient_stays():
 
 def test_without_a_budget_a_block_is_compiled_as_it_is():
     """The control: what the smaller budgets are smaller than."""
-    kept, _ = _kept_and_gradient("none")
-    torch._dynamo.reset()
-    assert kept == _kept_and_gradient("budget", memory_budget=1.0)[0]
+    assert _once("none")[0] == _once("budget", memory_budget=1.0)[0]
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])
 def test_a_block_that_is_repeated_is_compiled_all_the_same(what):
-    expected = _kept_and_gradient(None)[1]
-    kept, _ = _kept_and_gradient("none")
+    expected, (kept, _) = _once(None)[1], _once("none")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found, gradients = _kept_and_gradient(what)

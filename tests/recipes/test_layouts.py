@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from covering import some_of
 from ranks import run_ranks
 from runs import arguments, results, run_here, status_of, tensors_of
 
@@ -31,20 +32,34 @@ def _train(rank, world, folder, tokens, settings):
     run_here("pretrain", command_line(folder / "run", tokens, **settings))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_are_those_of_one_process(name, tokens, tmp_path):
+@pytest.fixture(scope="module")
+def alone(tokens, tmp_path_factory):
+    """The run directory of one process that trains the model of a layout; made once."""
+    made = {}
+
+    def run(settings):
+        model = {key: value for key, value in settings.items() if key.startswith("model")}
+        if (key := str(model)) not in made:
+            made[key] = tmp_path_factory.mktemp("alone") / "run"
+            run_here("pretrain", command_line(made[key], tokens, **model))
+        return made[key]
+
+    return run
+
+
+@pytest.mark.parametrize("name", some_of(LAYOUTS, "tp 2 x fsdp 2"))
+def test_losses_are_those_of_one_process(name, tokens, tmp_path, alone):
     world, settings = LAYOUTS[name]
-    model = {key: value for key, value in settings.items() if key.startswith("model")}
     recompute = {"activation_checkpoint": "full"} if "recomputed" in name else {}
-    run_here("pretrain", command_line(tmp_path / "one", tokens, **model))
+    one = alone(settings)
     run_ranks(_train, world, tmp_path, tokens, settings | recompute, group=False)
     assert status_of(tmp_path / "run")["status"] == "finished"
-    expected, found = results(tmp_path / "one"), results(tmp_path / "run")
+    expected, found = results(one), results(tmp_path / "run")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for theirs, ours in zip(found, expected, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-5)
     assert "eval/heldout/loss" in found[-1]
-    wanted, saved = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "run")
+    wanted, saved = tensors_of(one), tensors_of(tmp_path / "run")
     assert saved.keys() == wanted.keys()
     for key in (key for key in wanted if key.startswith("model.")):
         assert (saved[key] - wanted[key]).abs().max() < 1e-4

@@ -194,7 +194,7 @@ def keeping(what, kept):
 
 
 def measure(rank, world, out, what):
-    """Tensors and resident bytes after 100 and after 200 steps."""
+    """Tensors and resident bytes after 50 and after 100 steps."""
     rows = [torch.randint(1, 64, (400,)).numpy() for _ in range(200)]
     fk.write_tokens(out / "data", rows, vocab_size=64, eos_id=0)
     model = fk.Transformer(SPEC)
@@ -202,24 +202,24 @@ def measure(rank, world, out, what):
     step = fk.make_step(keeping(what, []), schedule=fk.constant(1e-3), max_norm=1.0)
     loader = fk.make_loader(fk.token_dataset(out / "data", 32), batch_size=4, workers=1)
     found = []
-    with loader, fk.MetricsLog(out, every=10, loader=loader) as log:
-        for batches in islice(fk.groups(loader, 2), 200):
+    with loader, fk.MetricsLog(out, every=5, loader=loader) as log:
+        for batches in islice(fk.groups(loader, 2), 100):
             state, metrics = step(state, batches)
             log(state, metrics)
-            if fk.every(50, state):
+            if fk.every(25, state):
                 fk.checkpoint_save(state, out / "checkpoints", keep=2, blocking=True)
-            if fk.every(100, state):
+            if fk.every(50, state):
                 gc.collect()
                 count = sum(kind.count for kind in live_tensors())
                 found.append((count, resident_bytes()))
     return found
 
 
-FLAT_TENSORS, FLAT_BYTES = 10, 4 * MIB
+FLAT_TENSORS, FLAT_BYTES = 10, 3 * MIB
 
 
 def growth(out, what):
-    """What 100 steps, 2 saves and 10 rows add after a warm-up."""
+    """What 50 steps, 2 saves and 10 rows add after a warm-up."""
     [[before, after]] = run_ranks(measure, 1, out, what, group=False)
     return after[0] - before[0], after[1] - before[1]
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from covering import covering
 from oracle import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -108,9 +109,10 @@ def _opaque(rank, world, wrap, sizes, sync):
     return _raises_and_keeps(state, act, UnreducedError, r"never reduced the gradients of 4 param")
 
 
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize("sizes", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
-@pytest.mark.parametrize("wrap", OPAQUE)
+@pytest.mark.parametrize(
+    ("wrap", "sizes", "sync"),
+    covering(list(OPAQUE), [{}, {"dp_replicate": 2, "dp_shard": 1}], ["last", "every"]),
+)
 def test_an_output_that_fsdp_cannot_see_through_is_refused(wrap, sizes, sync):
     assert run_ranks(_opaque, 2, wrap, sizes, sync) == [True, True]
 
@@ -272,15 +274,17 @@ def _mixed(rank, world, precision, uses, sync, build):
     return _gradients(state, batches, _branch_loss, sync=sync)
 
 
-@pytest.mark.parametrize("build", [_Branches, _Blocks])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("uses", USES)
 @pytest.mark.parametrize(
-    ("precision", "sync"), [("bf16", "last"), ("bf16", "every"), ("fp16", "last")]
+    ("how", "uses", "world", "build"),
+    covering(
+        [("bf16", "last"), ("bf16", "every"), ("fp16", "last")],
+        list(USES),
+        [1, 2],
+        [_Branches, _Blocks],
+    ),
 )
-def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(
-    precision, sync, uses, world, build
-):
+def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(how, uses, world, build):
+    precision, sync = how
     batches = [b for rank in range(world) for b in _with_use(_batches(rank, 3), USES[uses][rank])]
     expected = _expected(build().double(), batches, _branch_loss)
     for found in run_ranks(_mixed, world, precision, uses, sync, build):
@@ -326,9 +330,10 @@ USES_OF_FOUR = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
-@pytest.mark.parametrize("uses", USES_OF_FOUR)
+@pytest.mark.parametrize(
+    ("uses", "schedule", "world"),
+    covering(list(USES_OF_FOUR), ["1f1b", "interleaved_zero_bubble"], [2, 4]),
+)
 def test_stages_reduce_in_16_bits_what_is_used_late_or_never(uses, schedule, world):
     each = range(world // 2)
     batches = [b for at in each for b in _with_use(_batches(at, 4), USES_OF_FOUR[uses][at])]

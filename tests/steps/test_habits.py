@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import in_turn
 from oracle import full, full_tensors, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -152,8 +153,10 @@ def _hooked_before(rank, world, layout, kind):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    in_turn(list(LAYOUTS), ["register_hook", "register_post_accumulate_grad_hook"]),
+)
 def test_hooks_that_sharding_would_lose_are_refused(layout, kind):
     run_ranks(_hooked_before, 2, layout, kind)
 
@@ -168,8 +171,9 @@ def _hooked_after(rank, world, layout, name):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("name", ["layers.0.0.weight", "top.weight"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "name"), in_turn(list(LAYOUTS), ["layers.0.0.weight", "top.weight"])
+)
 def test_hooks_that_fsdp_never_calls_are_refused(layout, name):
     ranks = 1 if layout == "tp" else 2
     for found in run_ranks(_hooked_after, 2, layout, name):
@@ -217,8 +221,7 @@ def _skipping(rank, world, skips, precision):
     return _gradients(_state("fsdp", _Model(SKIPS[skips]), precision=precision))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize(("skips", "precision"), in_turn(list(SKIPS), ["fp32", "bf16", "fp16"]))
 def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
     """Stochastic depth, drawn alike on all ranks."""
     twice = [*SKIPS[skips], *((number, call + 3) for number, call in SKIPS[skips])]
