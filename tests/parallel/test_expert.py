@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 KINDS = ("ragged", "idle expert", "rank without tokens", "rank without targets")
 MAX_NORM = 0.05
+STEPS = 3
 
 
 class Experts(nn.Module):
@@ -156,14 +157,14 @@ def _dense(experts, tokens, expert_ids, count, compute):
 
 
 def _reference(world, kind, name):
-    """Gradients and norm of the first step, and parameters after five, in one process."""
+    """Gradients and norm of the first step, and parameters after ``STEPS``, in one process."""
     model = _model(kind)
     for layer in model.layers:
         layer.routed.dispatch = partial(_dense, layer.routed.experts)
     build, lr = OPTIMIZERS[name]
     optimizer = build(model)
     gradients, norms = {}, []
-    for step in range(5):
+    for step in range(STEPS):
         batches = [batch for row in _batches(world, kind, step) for batch in row]
         targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         optimizer.zero_grad()
@@ -192,7 +193,7 @@ def _train(rank, world, sizes, kind, name, checkpoint="none"):
     build, lr = OPTIMIZERS[name]
     state = fk.TrainState.create(model, build(model), mesh=mesh)
     gradients, norms = {}, []
-    for step in range(5):
+    for step in range(STEPS):
         batches = [row[rank] for row in _batches(world, kind, step)]
         totals = fk.reduce_totals(fk.accumulate(state, batches, _loss), state)
         if not gradients:

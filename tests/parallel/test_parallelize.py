@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from unittest.mock import patch
 
 import attrs
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.parallel.activation_checkpoint import compile_blocks
 
 IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
 LAYOUTS = [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
@@ -225,15 +228,20 @@ def test_selective_recomputation_repeats_no_product_and_no_attention(mesh):
     assert counts["full"][0] > counts["none"][0]
 
 
-@pytest.mark.slow
-def test_compiled_blocks_have_the_gradient_of_plain_ones(mesh):
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.oracle)]
+)
+def test_compiled_blocks_have_the_gradient_of_plain_ones(mesh, backend):
+    """Traced and taken apart by the compiler; its own code, which takes long, is for the oracle."""
     spec = attrs.evolve(SPEC, layers=1)
     expected = gradients(fk.Transformer(spec))[1]
     with warnings.catch_warnings():
         # torch's own compiler does both, at import and while it traces.
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-        model = fk.parallelize(fk.Transformer(spec), mesh, compile=True)
+        chosen = partial(compile_blocks, backend=backend)
+        with patch("forgekit.parallel.parallelize.compile_blocks", chosen):
+            model = fk.parallelize(fk.Transformer(spec), mesh, compile=True)
         compiled = gradients(model)[1]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert relative_error(compiled, expected) < 1e-5
