@@ -70,6 +70,7 @@ from forgekit.steps.clip import Correction, clip
 from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.update import update
 from forgekit.steps.make_step import make_step, step_metrics
+from forgekit.run.recipe_parts import Setup, held_out_loader, train_loader
 from forgekit.run.run_directory import Run, every, open_run
 from forgekit.run.checkpoints.save import PendingSave, checkpoint_save, wait_for_saves
 from forgekit.run.checkpoints.load import checkpoint_load
@@ -181,6 +182,9 @@ __all__ = [
     "update",
     "make_step",
     "step_metrics",
+    "Setup",
+    "held_out_loader",
+    "train_loader",
     "Run",
     "every",
     "open_run",

@@ -1,20 +1,15 @@
 """Pretrain on several sources whose shares, and the learning rate, change along the way.
 
 Three folders of Python's own library stand for the sources; data.sources takes any others.
-Documents are packed into rows and attend to themselves only. What a step sees, and its rate,
-follow from its number alone, so a run resumes exactly, also around a change.
+What a step sees, and its rate, follow from its number alone, so a run resumes exactly.
 
 python curriculum.py
-python curriculum.py 'phases=[{step=50, weights={tables=0}, lr_scale=0.3}]'
-torchrun --nproc-per-node 4 curriculum.py mesh.tp=2 precision=bf16
+torchrun --nproc-per-node 4 curriculum.py 'phases=[{step=50, weights={tables=0}, lr_scale=0.3}]'
 """
 
 import sysconfig
-from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -33,8 +28,8 @@ class Data:
         "Files or folders; relative ones are in the folder of Python's own library.",
     )
     weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "At the start.")
-    temperature: float = key(1.0, "Above 1 small weights count for more; inf makes all alike.")
-    seq_len: int = key(256, "Places in a row.", at_least=1)
+    temperature: float = key(1.0, "Above 1 lifts small weights; inf makes all alike.", inf=True)
+    seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
 
 
@@ -42,9 +37,9 @@ class Data:
 class Phase:
     """A change; what it does not name is as at the start, whatever the phase before it said."""
 
-    step: int = attrs.field(metadata={"help": "The first step that it governs, counted from 0."})
+    step: int = key(attrs.NOTHING, "The first step that it governs, counted from 0.", at_least=0)
     weights: dict[str, float] = key({}, "Weights of sources.")
-    lr_scale: float = key(1.0, "What the learning rate is multiplied by.")
+    lr_scale: float = key(1.0, "What the learning rate is multiplied by.", at_least=0)
 
 
 @attrs.frozen(kw_only=True)
@@ -52,7 +47,7 @@ class Config:
     """Many tables at first, then more mail, at last no tables while the rate cools down."""
 
     out: Path = key(Path("runs/curriculum"), "Run directory; a run that is there goes on.")
-    seed: int = key(0, "Seed of weights and data order.")
+    seed: int = key(0, "Seed of weights and data order.", at_least=0)
     steps: int = key(200, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
     batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
@@ -75,15 +70,17 @@ class Config:
 
 def loss_fn(model, batch):
     """Cross-entropy that never holds all logits; documents that share a row stay apart."""
-    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
-    where = {key: batch[key] for key in ("position_ids", "doc_ids")}
-    return model(batch["input_ids"], **where, head=head)
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        doc_ids=batch["doc_ids"],
+        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
+    )
 
 
 def write_token_files(data, vocab_size):
     """Make what is not there yet: one tokenizer for all, and the token file of each source."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    paths = {name: library / path for name, path in data.sources.items()}
+    paths = {name: Path(sysconfig.get_path("stdlib"), path) for name, path in data.sources.items()}
     whole = fk.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
     for name, path in paths.items():
         fk.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
@@ -91,23 +88,14 @@ def write_token_files(data, vocab_size):
 
 def build_dataset(data, phases, seed):
     """Packed rows of each source, mixed."""
-    files = {name: fk.open_tokens(data.path / name) for name in data.sources}
-    pack = partial(fk.cached_bins, data.path / "bins", capacity=data.seq_len)
-    rows = {name: fk.packed_dataset(file, pack(file)) for name, file in files.items()}
+    rows = {}
+    for name in data.sources:
+        documents = fk.open_tokens(data.path / name)
+        bins = fk.cached_bins(data.path / "bins", documents, data.seq_len)
+        rows[name] = fk.packed_dataset(documents, bins)
     sizes = {name: len(dataset) for name, dataset in rows.items()}
-    options = {"temperature": data.temperature, "seed": seed, "phases": phases}
-    return fk.mixture_dataset(rows, fk.make_order(sizes, data.weights, **options))
-
-
-@attrs.frozen(kw_only=True)
-class Setup:
-    """What a run works with; `forgekit verify` and `forgekit replay` read it too."""
-
-    state: fk.TrainState
-    step: Callable[..., Any]
-    loader: Any
-    loss_fn: Callable[..., fk.Loss]
-    stop: fk.StopSignal
+    mix = fk.make_order(sizes, data.weights, temperature=data.temperature, seed=seed, phases=phases)
+    return fk.mixture_dataset(rows, mix)
 
 
 def setup(config):
@@ -122,40 +110,40 @@ def setup(config):
         model = fk.Transformer(config.model)
     model = fk.parallelize(model, mesh, precision=config.precision, seed=config.seed)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
-    fingerprint = dataset.fingerprint_at
-    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=fingerprint)
+    seen = dataset.fingerprint_at  # of the rows consumed so far: later phases may change
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=seen)
     rates = fk.wsd(config.lr, warmup=config.warmup, decay=config.decay, total=config.steps)
-    schedule = fk.with_phases(rates, phases, config.global_batch_size)
+    schedule = fk.with_phases(rates, phases, rows)
     by_source = fk.losses_by_source(loss_fn, dataset.order.sources)
     stop = fk.StopSignal()
     step = fk.make_step(by_source, schedule=schedule, stop=stop)
-    rank, world = fk.data_ranks(mesh)
-    load = partial(fk.make_loader, batch_size=config.batch_size, rank=rank, world=world)
-    ahead = {"workers": config.data.workers, "device": mesh.device_type}
-    loader = load(dataset, start=state.samples, skip=state.skips, **ahead)
-    return Setup(state=state, step=step, loader=loader, loss_fn=by_source, stop=stop)
+    loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=by_source, stop=stop)
+
+
+def train(config, run):
+    """Step, log, save; stop cleanly when asked to."""
+    built = setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+    log = run.start(built, every=config.log_every, total=config.steps)
+    check = fk.bad_step_policy("raise")
+    with log, loader, stop:
+        for batches in groups:
+            if run.is_over(state):
+                break
+            state, metrics = step(state, batches)
+            check(log(state, metrics))
+            if fk.every(config.save_every, state):
+                run.save(state)
+        run.end(state)
 
 
 def main():
-    """Train and save; stop cleanly when asked to."""
+    """Hold the run directory while training; say in it how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
-        built = setup(config)
-        state, step, loader, stop = built.state, built.step, built.loader, built.stop
-        groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
-        save = partial(fk.checkpoint_save, fingerprint=loader.dataset.fingerprint_at)
-        check = fk.bad_step_policy("raise")
-        log = run.start(state, every=config.log_every, total=config.steps, loader=loader)
-        with log, loader, stop:
-            for batches in islice(groups, max(config.steps - state.step, 0)):
-                state, metrics = step(state, batches)
-                check(log(state, metrics))
-                is_done = state.step == config.steps
-                if is_done or stop.requested or fk.every(config.save_every, state):
-                    save(state, run.checkpoints)
-                if stop.requested:
-                    break
-            run.end(state, stopped=None if state.step >= config.steps else stop.reason)
+        train(config, run)
 
 
 if __name__ == "__main__":

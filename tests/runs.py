@@ -59,9 +59,10 @@ def arguments(**settings: Any) -> list[str]:
     return [f"{name}={value}" for name, value in (TINY | given).items()]
 
 
-def load_recipe(name: str) -> ModuleType:
+def load_recipe(recipe: str | Path) -> ModuleType:
     """Import a recipe from its file."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", recipes_folder() / f"{name}.py")
+    path = recipe if isinstance(recipe, Path) else recipes_folder() / f"{recipe}.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -69,13 +70,13 @@ def load_recipe(name: str) -> ModuleType:
     return module
 
 
-def run_here(name: str, command_line: Sequence[str]) -> None:
+def run_here(recipe: str | Path, command_line: Sequence[str]) -> None:
     """Run a recipe's ``main`` in this process; signal handlers are as before in the end."""
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in heard}
     try:
-        with mock.patch.object(sys, "argv", [f"{name}.py", *command_line]):
-            load_recipe(name).main()
+        with mock.patch.object(sys, "argv", [f"{Path(recipe).stem}.py", *command_line]):
+            load_recipe(recipe).main()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -144,9 +144,12 @@ def _content(file: str) -> str:
     Raises:
         OSError: If it is not there, or neither.
     """
-    mode = os.stat(file).st_mode
+    status = os.stat(file)
+    mode = status.st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or file.startswith("/dev/fd/")):
         raise OSError(errno.EINVAL, "It is neither a file nor a folder")
+    if stat.S_ISREG(mode) and not status.st_size:
+        return ""  # so has /proc/kmsg, and reading it never ends
     return Path(file).read_text(encoding="utf-8-sig")  # some editors begin with a mark
 
 

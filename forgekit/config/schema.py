@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,14 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 
-def key(default: Any, text: str, *, at_least: float | None = None) -> Any:
+def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = False) -> Any:
     """Declare a key of a configuration class with what ``--help`` says about it.
 
     Args:
-        default: Its default value.
+        default: Its default value; ``attrs.NOTHING`` if it has to be given.
         text: One line.
         at_least: Smallest value that is accepted; of text, the fewest characters.
+        inf: Whether a number may be infinite: where that means "no bound".
 
     Returns:
         A field, for the right side of ``name: type = key(...)``.
@@ -32,9 +34,18 @@ def key(default: Any, text: str, *, at_least: float | None = None) -> Any:
         >>> Config().steps
         100
     """
-    rule: Any = attrs.validators.min_len if isinstance(default, str) else attrs.validators.ge
-    validator = None if at_least is None else rule(at_least)
-    return attrs.field(default=default, validator=validator, metadata={"help": text})
+    rules: list[Any] = [] if inf else [_check_finite]
+    if at_least is not None:
+        rule: Any = attrs.validators.min_len if isinstance(default, str) else attrs.validators.ge
+        rules.append(attrs.validators.optional(rule(at_least)))
+    return attrs.field(default=default, validator=rules or None, metadata={"help": text})
+
+
+def _check_finite(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    """Refuse a number that is not finite, in a table as well."""
+    values = value.values() if isinstance(value, Mapping) else [value]
+    if wrong := [one for one in values if isinstance(one, float) and not math.isfinite(one)]:
+        raise ValueError(f"{field.name!r} must be finite: {wrong[0]}.")
 
 
 def fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:

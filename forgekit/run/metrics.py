@@ -177,19 +177,23 @@ class MetricsLog:
             self._display.step(state.step, None)
 
     def event(
-        self, state: TrainState, values: Mapping[str, Any] | TensorDictBase, *, show: bool = True
+        self,
+        state: TrainState,
+        values: Mapping[str, Any] | TensorDictBase | None,
+        *,
+        show: bool = True,
     ) -> None:
         """Add numbers, for example of an evaluation, to the row of ``state.step``.
 
         Args:
             state: The state that they belong to.
-            values: Full metric names to numbers or 0-d tensors; none of them adds nothing.
+            values: Full metric names to numbers or 0-d tensors; None or no names add nothing.
             show: Whether a line is printed too.
 
         Raises:
             ValueError: If a tensor is not 0-d.
         """
-        numbers = _to_host(values)
+        numbers = {} if values is None else _to_host(values)
         if not numbers:
             return
         self._write({"step": state.step, "samples": state.samples, **numbers})

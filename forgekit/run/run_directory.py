@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -21,17 +20,21 @@ from typing import Any, NoReturn, TypeVar
 
 import attrs
 
+from forgekit.inputs import brief, is_integer
 from forgekit.mesh import process_rank, shutdown
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.migration import Migration
-from forgekit.run.checkpoints.save import PendingSave, wait_for_saves
+from forgekit.run.checkpoints.retention import Keep
+from forgekit.run.checkpoints.save import PendingSave, checkpoint_save, wait_for_saves
 from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.run.health.rendezvous import barrier
 from forgekit.run.metrics import MetricsLog
+from forgekit.run.recipe_parts import Setup
 from forgekit.run.run_config import keep_config
+from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
-from forgekit.run.stop_signal import StoppedError, is_ignored, put_back
+from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_back
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
@@ -43,12 +46,6 @@ USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 StateT = TypeVar("StateT", bound=TrainState)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-FILES = (
-    *(".lock", "config.json", "config_changes.jsonl"),
-    *("metrics.jsonl", "bad_steps.jsonl", "status.json"),
-)
-"""What a run keeps in its directory as plain files; a FIFO among them would hang it."""
 
 SETUP_TIMEOUT_S = 1800.0
 """Between the first rank that has set up and the last: reading data and models may differ."""
@@ -74,10 +71,16 @@ class Run:
     is_writer: bool
     _opened: float = attrs.field(factory=time.monotonic)
     _status: dict[str, Any] | None = None
-    _is_over: bool = False
+    _has_ended: bool = False
     _log: MetricsLog | None = None
     _loader: Any = None
     _saves: SaveHandle | None = None
+    _total: int | None = None
+    _stop: StopSignal | None = None
+    _keep: int | Keep | None = 3
+    _fingerprint: Any = None
+    _version: int = 1
+    _saved: int | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -85,17 +88,32 @@ class Run:
         return self.out / "checkpoints"
 
     def start(
-        self, state: TrainState, *, every: int, total: int | None = None, loader: Any = None
+        self,
+        state: TrainState | Setup,
+        *,
+        every: int,
+        total: int | None = None,
+        loader: Any = None,
+        keep: int | Keep | None = 3,
+        fingerprint: Any = None,
+        version: int = 1,
     ) -> MetricsLog:
         """Say that set-up is over and open the run's log, which continues that of a resumed run.
 
         What goes wrong from here on is a failure, not a usage error.
 
         Args:
-            state: The state to start from.
+            state: What ``setup`` returned, of which ``state``, ``loader`` and ``stop`` are read;
+                ``is_over`` and ``end`` ask that ``stop``. Or a state alone, for a recipe that
+                stops and saves by itself.
             every: Steps per row of metrics.
             total: The last step, which always gets a row.
-            loader: Measures how long the loop waits for data.
+            loader: Measures how long the loop waits for data; ``roll_back`` moves it. Given beside
+                a state.
+            keep: For ``save``, as for ``checkpoint_save``.
+            fingerprint: For ``save``, as for ``checkpoint_save``; None is that of the loader's
+                dataset.
+            version: For ``save``, as for ``checkpoint_save``.
 
         Returns:
             The log, to be used in ``with``.
@@ -105,6 +123,7 @@ class Run:
                 is longer than the ``spec.max_seq_len`` of the model.
             HangError: If another rank does not come.
         """
+        state, loader, self._stop = _parts(state, loader)
         _check_places(state, getattr(loader, "dataset", None))
         barrier("set-up is done", timeout_s=SETUP_TIMEOUT_S)
         log = MetricsLog(
@@ -113,7 +132,7 @@ class Run:
             every=every,
             total=total,
             is_writer=self.is_writer,
-            loader=loader,
+            loader=loader if hasattr(loader, "wait_seconds") else None,
             start_samples=state.samples,
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
@@ -123,26 +142,52 @@ class Run:
             log.message(f"{self.out}: configuration changed: {changed}")
         if total is not None and state.step >= total:
             log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
-        self._log, self._loader, self._saves = log, loader, state.saves
+        self._log, self._loader, self._total = log, loader, total
+        self._keep, self._version, self._saves = keep, version, state.saves
+        self._fingerprint = _fingerprint_of(loader) if fingerprint is None else fingerprint
+        self._saved = state.step  # it was loaded, or there is nothing to save yet
         return log
+
+    def is_over(self, state: TrainState) -> bool:
+        """Whether no further step is due: all are done, or the ranks agreed to stop.
+
+        Ask between two steps, on every rank.
+
+        Args:
+            state: The state after the last step.
+        """
+        return self._has_all_steps(state) or self._is_stopped
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint in the background, unless the run has this state saved already.
+
+        Args:
+            state: The state to save; ``start`` was told what to keep.
+
+        Raises:
+            CheckpointError: If the save before this one failed.
+        """
+        if self._saved != state.step:
+            self._write_checkpoint(state)
 
     def roll_back(
         self,
         state: StateT,
-        save: Callable[[StateT, Path], PendingSave],
+        save: Callable[[StateT, Path], PendingSave] | None = None,
         *,
         times: int = 3,
-        version: int = 1,
+        version: int | None = None,
         migrate: Migration | None = None,
     ) -> StateT:
         """Go back to the last checkpoint before the bad steps; data and log follow.
 
+        What is left out is saved at once, so that a resumed run leaves it out as well.
+
         Args:
             state: A state whose last steps were bad; consumed.
-            save: ``checkpoint_save``, or it with some arguments given. What is left out is saved
-                at once, so that a resumed run leaves it out as well.
+            save: ``checkpoint_save``, or it with some arguments given; None saves as ``self.save``.
             times: How often this run may be rolled back, from its start on.
-            version: As for ``checkpoint_load``.
+            version: As for ``checkpoint_load``; None is that of ``start``.
             migrate: As for ``checkpoint_load``.
 
         Returns:
@@ -156,38 +201,74 @@ class Run:
                 f"a {type(self._loader).__name__} has no seek, so it cannot go back and leave "
                 "samples out. Roll back on a loader of numbered rows, of forgekit.make_loader."
             )
-        options = {"times": times, "version": version, "migrate": migrate}
-        state = roll_back(state, self.checkpoints, **options)
+        version = self._version if version is None else version
+        state = roll_back(state, self.checkpoints, times=times, version=version, migrate=migrate)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
         if self._log is not None:
             self._log.rewind(state)
-            self._log.message(f"{self.out}: rolled back to step {state.step}")
-        save(state, self.checkpoints).wait()
+        self._say(f"rolled back to step {state.step}")
+        pending = self._write_checkpoint(state) if save is None else save(state, self.checkpoints)
+        pending.wait()
         return state
 
-    def end(self, state: TrainState, stopped: str | None = None) -> None:
-        """Wait for the last save and say how the run ended.
+    def end(self, state: TrainState, stopped: str | None = None) -> bool:
+        """Save the last state, wait for it and say how the run ended.
+
+        A run is finished if nobody asked it to stop. So one that is stopped after its last step,
+        while it is evaluated, is not: the same command does what is left.
 
         Args:
             state: The last state.
-            stopped: Why it was stopped before its end; None if it is finished.
+            stopped: Why it was stopped before its end, for a run whose ``start`` got no ``stop``
+                and that saves for itself; None if it is finished.
+
+        Returns:
+            Whether the run is finished.
 
         Raises:
             CheckpointError: If the last save failed.
         """
+        if self._stop is not None:
+            self.save(state)
+            stopped = self._stop.reason if self._is_stopped else None
         wait_for_saves(state)
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
-        self._is_over = True
-        if stopped and self._log is not None:
-            self._log.message(
-                f"{self.out}: stopped after step {state.step} ({stopped}), saved; "
-                "the same command goes on from there"
+        self._has_ended = True
+        if stopped:
+            self._say(
+                f"stopped after step {state.step} ({stopped}), saved; the same command goes on "
+                "from there"
             )
+        elif self._total is not None and state.step < self._total:
+            self._say(f"the data ended after step {state.step} of {self._total}")
+        return not stopped
+
+    def _say(self, text: str) -> None:
+        if self._log is not None:
+            self._log.message(f"{self.out}: {text}")
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._stop is not None and self._stop.requested
+
+    def _has_all_steps(self, state: TrainState) -> bool:
+        return self._total is not None and state.step >= self._total
+
+    def _write_checkpoint(self, state: TrainState) -> PendingSave:
+        pending = checkpoint_save(
+            state,
+            self.checkpoints,
+            keep=self._keep,
+            fingerprint=self._fingerprint,
+            version=self._version,
+        )
+        self._saved = state.step
+        return pending
 
     def _fail(self, reason: str) -> None:
         """Say why the run failed, and after which step; what comes after its end is no failure."""
-        if self._is_over:
+        if self._has_ended:
             return
         fields = {**(self._status or {}), "reason": reason}
         if self._log is not None and self._log.samples is not None:
@@ -199,9 +280,8 @@ class Run:
         good = latest_checkpoint(self.checkpoints)
         saved = None if good is None else int(Path(good).name.removeprefix("step_"))
         self._write_last("stopped", reason=reason, step=saved)
-        if self._log is not None:
-            at = "the start" if saved is None else f"step {saved}"
-            self._log.message(f"{self.out}: stopped ({reason}); the same command goes on from {at}")
+        at = "the start" if saved is None else f"step {saved}"
+        self._say(f"stopped ({reason}); the same command goes on from {at}")
 
     def _write_last(self, status: str, **fields: Any) -> None:
         """Write the status without hiding the exception that brought us here."""
@@ -259,50 +339,13 @@ def _claim(out: str | Path, config: Mapping[str, Any], stack: ExitStack) -> Run:
     is_writer = True
     try:
         is_writer = process_rank() == 0
-        _check_directory(out)
+        check_directory(out)
         stack.enter_context(lock_run(out, is_writer=is_writer))
     except RunLockedError as error:
         _exit(error, code=1, is_writer=is_writer)
     except (OSError, ValueError) as error:
         _exit(error, code=2, is_writer=is_writer)
     return Run(Path(out), config, is_writer)
-
-
-def _check_directory(out: str | Path) -> None:
-    """Refuse a run directory in which set-up would fail later, or hang.
-
-    Raises:
-        ValueError: If it cannot be made or written, or if something else has the name of a file
-            or folder that a run keeps in it.
-    """
-    try:
-        if not str(out):
-            raise ValueError("the name is empty")
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except (OSError, ValueError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(
-            f"{_short_name(out)} cannot be a run directory: {why}. Choose another, out=DIR."
-        ) from None
-    wrong = [name for name in FILES if _exists(path := Path(out) / name) and not path.is_file()]
-    checkpoints = Path(out) / "checkpoints"
-    wrong += ["checkpoints"] if _exists(checkpoints) and not checkpoints.is_dir() else []
-    if wrong:
-        kind = "folder" if wrong[0] == "checkpoints" else "file"
-        raise ValueError(
-            f"{Path(out) / wrong[0]} is not a {kind}, and a run keeps one of that name. Move it "
-            "away, or choose another run directory, out=DIR."
-        )
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
-
-
-def _short_name(out: str | Path) -> str:
-    return text if len(text := str(out)) <= 200 else f"{text[:197]}..."
 
 
 @contextmanager
@@ -346,22 +389,46 @@ def _closing(run: Run) -> Iterator[None]:
         shutdown()
 
 
-def every(steps: int, state: TrainState) -> bool:
-    """Whether something that happens every ``steps`` steps is due; 0 never is.
+def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
+    """Whether something that happens every ``steps`` steps is due after the last step.
+
+    Before the first step nothing is.
+
+    Args:
+        steps: Steps from one time to the next; 0 is never.
+        state: The state after the last step.
+        last: A step after which it is due as well, and after any later one: the end of the run.
 
     Raises:
+        TypeError: If ``steps`` is no integer.
         ValueError: If ``steps`` is negative.
 
     Examples:
         >>> import torch
         >>> model = torch.nn.Linear(1, 1)
         >>> state = TrainState.create(model, torch.optim.SGD(model.parameters()))
-        >>> every(1, state), every(0, state)
-        (True, False)
+        >>> every(1, state), every(0, state), every(0, state, last=0)
+        (False, False, True)
     """
+    if not is_integer(steps):
+        raise TypeError(f"every is {brief(steps)}, a {type(steps).__name__}; pass steps, like 100.")
     if steps < 0:
         raise ValueError(f"every {steps} steps cannot be; 0 is never, 1 is at every step.")
-    return steps > 0 and state.step % steps == 0
+    is_last = last is not None and state.step >= last
+    return is_last or (steps > 0 and state.step > 0 and state.step % steps == 0)
+
+
+def _parts(given: TrainState | Setup, loader: Any) -> tuple[TrainState, Any, StopSignal | None]:
+    """State, loader and stop signal of what a recipe's ``setup`` returned, or of a state."""
+    if isinstance(given, TrainState):
+        return given, loader, None
+    return given.state, given.loader, given.stop
+
+
+def _fingerprint_of(loader: Any) -> Any:
+    """What identifies a loader's data: of a mixture only those that were consumed."""
+    dataset = getattr(loader, "dataset", None)
+    return getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
 
 
 def _check_places(state: TrainState, dataset: Any) -> None:

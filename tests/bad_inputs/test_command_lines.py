@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from runs import load_recipe
 
@@ -101,6 +103,25 @@ COMMANDS = {
             ("too long a path", "x/" * 3000, "is a path of 6,000 characters; a system takes 4,095"),
             ("a part of a file", "a.txt/b", "a.txt/b does not exist; name an existing file or fo"),
             ("a dataset without a name", "hf:", "the dataset's name is empty; name a file or fol"),
+            ("the root for a dataset", "hf:/", "/ holds more than 10,000 files and folders, whic"),
+            (
+                "no dataset at all",
+                "hf:gone/away/far",
+                "gone/away/far is no folder. Name a folder of",
+            ),
+            ("a dataset above", "hf:../gone", "../gone is no folder. Name a folder of data files"),
+            ("a dataset at home", "hf:~/gone", "~/gone is no folder. Name a folder of data files"),
+            (
+                "a file for a dataset",
+                "hf:./a.txt",
+                "./a.txt is no folder. Name a folder of data fi",
+            ),
+            (
+                "the messages of the system",
+                "/proc/kmsg",
+                "there is no text to prepare: 0 documents",
+            ),
+            ("the memory", "/proc/self/mem", "there is no text to prepare: 0 documents are bro"),
         )
     },
     **{
@@ -142,6 +163,11 @@ COMMANDS = {
         for name, file, message in (
             ("not there", "gone.json", "gone.json does not exist. `forgekit prepare` writes one"),
             ("a text", "a.txt", "a.txt is not a tokenizer: expected "),
+            (
+                "the memory",
+                "/proc/self/mem",
+                "/proc/self/mem is empty. Name what the tokenizers pac",
+            ),
             ("a device", "/dev/zero", "/dev/zero does not exist. `forgekit prepare` writes one be"),
             (
                 "a folder",
@@ -425,3 +451,23 @@ def test_a_mark_at_the_start_of_a_file_of_settings_is_no_part_of_it(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\n")
     config = load_config(load_recipe("pretrain").Config, ["--config", str(tmp_path / "a.toml")])
     assert config.steps == 7
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_file_of_no_size_says_nothing(content, tmp_path):
+    """Those of the system have none: reading this one fails, reading /proc/kmsg never ends."""
+    path = Path("/proc/self/mem") if content is None else tmp_path / "a.toml"
+    if content is not None:
+        path.write_bytes(content)
+    recipe = load_recipe("pretrain")
+    assert load_config(recipe.Config, ["--config", str(path)]) == recipe.Config()
+
+
+def test_a_folder_without_data_is_refused_before_it_is_searched(tmp_path, monkeypatch, capsys):
+    for number in range(3):
+        (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / "b" / f"{number}.py").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", None)
+    assert main(["prepare", "hf:a", "--out", "o"]) == 2
+    assert "a holds no data file among 4 files and folders; those" in capsys.readouterr().err

@@ -51,9 +51,10 @@ def copies(tokens, folder):
     text = (recipes_folder() / "pretrain.py").read_text()
     end = ENDS.format(broken=broken_rows(tokens))
     (folder / "breaks.py").write_text(text.replace('\nif __name__ == "__main__":', end))
-    assert '"skip": state.skips' in text
-    skips = f'"skip": [({BROKEN}, {ROWS})]'
-    (folder / "knows.py").write_text(text.replace('"skip": state.skips', skips))
+    end = "    held_out = fk.held_out_loader("
+    assert text.count(end) == 1
+    seek = f"    loader.seek(state.samples, skip=[({BROKEN}, {ROWS})])\n"
+    (folder / "knows.py").write_text(text.replace(end, seek + end))
     return folder
 
 

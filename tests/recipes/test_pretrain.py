@@ -214,10 +214,10 @@ REFUSED = {
     "rows of metrics every 0 steps": (["log_every=0"], "log_every: 'log_every' must be >= 1: 0."),
     "spikes above nothing": (["spikes=0"], "error: sigmas is 0.0; it must be positive and finite"),
     "spikes below": (["spikes=-1"], "error: sigmas is -1.0; it must be positive and finite"),
-    "spikes beyond all": (["spikes=inf"], "error: sigmas is inf; it must be positive and finite"),
+    "spikes beyond all": (["spikes=inf"], "spikes: 'spikes' must be finite: inf."),
     "gradients clipped to nothing": (["max_norm=0"], "error: max_norm is 0.0; it must be positive"),
     "gradients turned around": (["max_norm=-1"], "error: max_norm is -1.0; it must be positive"),
-    "an infinite rate": (["optim.lr=inf"], "error: peak is inf; it must be finite and not negat"),
+    "an infinite rate": (["optim.lr=inf"], "optim.lr: 'lr' must be finite: inf."),
     "checkpoints that are not kept": (["keep=0"], "keep: 'keep' must be >= 1: 0."),
     "a decay that grows": (["optim.weight_decay=-1"], "optim.weight_decay: 'weight_decay' must be"),
 }
@@ -244,11 +244,11 @@ def test_a_run_that_has_ended_well_stays_so_without_its_picture(tmp_path, tokens
     assert status_of(tmp_path)["status"] == "finished"
 
 
-LOOP = "                if check(log(state, metrics)):\n"
-EVALUATION = "evaluate(state, held_out))  # cut"
+LOOP = "            if must_roll_back(log(state, metrics)):\n"
+EVALUATION = "fk.evaluate(state, held_out, "
 STOPS = {
-    "after the step": (LOOP, f"                if state.step == 1: fk.alarm()\n{LOOP}"),
-    "in its midst": (EVALUATION, "evaluate(state, map(fk.alarm, held_out)))  # cut"),
+    "after the step": (LOOP, f"            if state.step == 1: fk.alarm()\n{LOOP}"),
+    "in its midst": (EVALUATION, "fk.evaluate(state, map(fk.alarm, held_out), "),
 }
 """What is put into a recipe that is stopped when the evaluation after step 4 is due."""
 

@@ -24,11 +24,11 @@ def shell():
 def recipe(tmp_path_factory):
     """A copy that also prints in its loop, as people do, and draws no picture, which takes long."""
     text = (recipes_folder() / "pretrain.py").read_text()
-    loop, end = "                if check(log(state, metrics)):\n", "            if is_done:\n"
+    loop, end = "            if must_roll_back(", "        if run.end(state):\n"
     assert text.count(loop) == text.count(end) == 1
-    text = text.replace(loop, f"                print('step', state.step)\n{loop}")
+    text = text.replace(loop, f"            print('step', state.step)\n{loop}")
     path = tmp_path_factory.mktemp("recipe") / "talks.py"
-    path.write_text(text.replace(end, "            if False:\n"))
+    path.write_text(text.replace(end, "        if run.end(state) and False:\n"))
     return path
 
 

@@ -24,7 +24,8 @@ LAYOUTS = {
 }
 LONG = ("cp", "dp_shard", "8 ranks", "8 ranks, pipelined")
 """Part of `make oracle`; the others cover each kind of run."""
-BREAKS = """    loss = model(batch["input_ids"], **where, head=head)
+BREAKS = """        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
+    )
     return fk.Loss(loss.sum / loss.count, 1)
 """
 PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
@@ -51,9 +52,10 @@ def test_the_recipe_is_exact_in_every_layout(name, tokens, tmp_path, monkeypatch
 
 def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_path, capsys):
     text = (recipes_folder() / "pretrain.py").read_text()
-    end = '    return model(batch["input_ids"], **where, head=head)\n'
-    assert end in text
-    (tmp_path / "mine.py").write_text(text.replace(end, BREAKS))
+    start, end = "    return model(\n", BREAKS[: BREAKS.index("    return")]
+    assert text.count(start) == text.count(end) == 1
+    text = text.replace(start, "    loss = model(\n").replace(end, BREAKS)
+    (tmp_path / "mine.py").write_text(text)
     assert main(command(tokens, "mesh.cp=2", recipe=tmp_path / "mine.py")) == 1
     shown = capsys.readouterr()
     assert re.search(r"^different: micro-batches break; ", shown.out, re.M), shown.out

@@ -298,7 +298,150 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("steps", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, []), (0, [])])
 def test_every_so_many_steps(steps, due):
-    assert [step for step in range(1, 7) if fk.every(steps, create(step))] == due
+    assert [step for step in range(7) if fk.every(steps, create(step))] == due
+
+
+@pytest.mark.parametrize(("steps", "due"), [(3, [3, 5, 6]), (5, [5, 6]), (0, [5, 6])])
+def test_every_so_many_steps_and_at_the_last(steps, due):
+    """After a later one too: a run may be resumed with fewer steps than it has."""
+    assert [step for step in range(7) if fk.every(steps, create(step), last=5)] == due
+
+
+# The decisions of a loop
+
+
+def ready(stop, *, step=0, loader=None):
+    return fk.Setup(state=create(step), step=None, loader=loader, loss_fn=None, stop=stop)
+
+
+def saved(out):
+    return sorted(path.name for path in (out / "checkpoints").glob("step_*"))
+
+
+def agree(stop, reason="enough"):
+    stop.request(reason)
+    for _ in range(3):
+        stop.hear(torch.tensor(stop.vote()))
+
+
+@pytest.fixture
+def stop():
+    return fk.StopSignal(signals=())
+
+
+def test_a_run_is_over_at_its_last_step_or_where_the_ranks_agree_to_stop(tmp_path, stop):
+    with fk.open_run(tmp_path, {}) as run, run.start(ready(stop), every=1, total=4):
+        assert [run.is_over(create(step)) for step in range(6)] == [False] * 4 + [True] * 2
+        stop.request("a vote of this rank is not yet one of all")
+        assert not run.is_over(create(3))
+        agree(stop)
+        assert run.is_over(create(3))
+
+
+@pytest.mark.parametrize("total", [4, None])
+def test_the_last_state_is_saved_and_the_run_finished(total, tmp_path, stop):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop), every=1, total=total).close()
+        assert run.end(create(4)) is True
+    assert (saved(tmp_path), status(tmp_path)["status"]) == (["step_00000004"], "finished")
+    assert status(tmp_path)["step"] == 4
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_was_asked_to_stop_is_not_finished(step, tmp_path, stop, capsys):
+    """Not even after its last step: an evaluation may have been cut short."""
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop), every=1, total=4).close()
+        agree(stop, "a budget")
+        assert run.end(create(step)) is False
+    assert saved(tmp_path) == [f"step_0000000{step}"]
+    found = status(tmp_path)
+    assert (found["status"], found["reason"], found["step"]) == ("stopped", "a budget", step)
+    assert (
+        f"stopped after step {step} (a budget), saved; the same command" in capsys.readouterr().err
+    )
+
+
+def test_a_vote_that_was_not_agreed_on_stops_nothing(tmp_path, stop):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop), every=1, total=4).close()
+        stop.request("after the last step")
+        assert run.end(create(4)) is True
+    assert (status(tmp_path)["status"], status(tmp_path)["reason"]) == ("finished", None)
+
+
+def test_data_that_end_before_the_last_step_are_named(tmp_path, stop, capsys):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop), every=1, total=9).close()
+        assert run.end(create(4)) is True
+    assert "the data ended after step 4 of 9" in capsys.readouterr().err
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path, stop):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop, step=2), every=1, keep=None).close()
+        run.save(create(2))
+        assert saved(tmp_path) == []
+        state = create()
+        for step in (3, 3, 5):
+            state = fk.donate(state, step=step)
+            run.save(state)
+        fk.wait_for_saves(state)
+        assert saved(tmp_path) == ["step_00000003", "step_00000005"]
+        before = (tmp_path / "checkpoints" / "step_00000005").stat().st_ino
+        run.end(state)
+        assert (tmp_path / "checkpoints" / "step_00000005").stat().st_ino == before
+
+
+def test_as_many_checkpoints_are_kept_as_the_run_was_told(tmp_path, stop):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop), every=1, keep=2).close()
+        state = create()
+        for step in range(1, 5):
+            state = fk.donate(state, step=step)
+            run.save(state)
+        run.end(state)
+    assert saved(tmp_path) == ["step_00000003", "step_00000004"]
+
+
+class Rows(list):
+    def __init__(self, fingerprint, **names):
+        super().__init__(range(40))
+        self.fingerprint = fingerprint
+        vars(self).update(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [({}, "all"), ({"fingerprint_at": lambda samples: f"up to {samples}"}, "up to 32")],
+)
+def test_a_checkpoint_has_the_fingerprint_of_the_data(names, expected, tmp_path, stop):
+    loader = fk.make_loader(Rows("all", **names), batch_size=4)
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop, loader=loader), every=1).close()
+        run.end(create(4))
+    fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint=expected)
+    with pytest.raises(fk.CheckpointError, match="was saved while training on other data"):
+        fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint="other")
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(ready(stop, loader=loader), every=1, fingerprint="given").close()
+        run.end(create(5))
+    fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint="given")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (None, "every is None, a NoneType; pass steps, like 100"),
+        (2.0, "every is 2.0, a float; pass steps"),
+        ("10", "every is '10', a str; pass steps"),
+        (True, "every is True, a bool; pass steps"),
+    ],
+)
+def test_steps_that_are_no_integer_are_refused(steps, message):
+    with pytest.raises(TypeError, match=message):
+        fk.every(steps, create(1))
 
 
 @pytest.mark.bad_input

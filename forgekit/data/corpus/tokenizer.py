@@ -125,6 +125,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise FileNotFoundError(
             f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
         )
+    if not file.stat().st_size:  # /proc/kmsg has none, and reading it never ends
+        raise ValueError(f"{file} is empty. Name what the tokenizers package saves.")
     tokenizers = require("tokenizers", extra="text")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))

@@ -56,8 +56,8 @@ def reader_of(file: Path) -> Reader:
 
 
 def _whole(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:  # noqa: ARG001
-    if not position:
-        yield Raw(partial(str, file), partial(_decode, file), 1, 1, file.stat().st_size)
+    if not position and (size := file.stat().st_size):  # /proc/kmsg has none, and never ends
+        yield Raw(partial(str, file), partial(_decode, file), 1, 1, size)
 
 
 def _decode(file: Path) -> str:
@@ -81,6 +81,8 @@ def _utf8(content: bytes, name: Callable[[], str]) -> str:
 
 
 def _lines(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
+    if not file.stat().st_size:
+        return
     with file.open("rb", buffering=2**20) as lines:
         lines.seek(position)
         for line in lines:

@@ -23,6 +23,17 @@ __all__ = ["HuggingFaceDocuments", "huggingface_documents"]
 
 ROWS_AT_ONCE = 256
 
+LARGEST_FOLDER = 10_000
+"""Files and folders in a data set on this disk; ``load_dataset`` walks all of them many times."""
+
+DATA = (
+    ".parquet .arrow .json .jsonl .ndjson .csv .tsv .txt .xml .h5 .hdf5 "
+    ".tar .zip .gz .bz2 .xz .zst .lz4"
+)
+"""Endings of files that ``load_dataset`` finds a text in."""
+
+_DATA = frozenset(DATA.split())
+
 
 def huggingface_documents(
     dataset: Any,
@@ -171,6 +182,8 @@ class HuggingFaceDocuments:
 def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
     datasets = require("datasets", extra="hf")
     is_saved = any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
+    if not is_saved:
+        _check_folder(name)
     try:
         if is_saved:
             return datasets.load_from_disk(name)
@@ -183,6 +196,36 @@ def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
             f"{name} cannot be loaded as a Hugging Face dataset ({what}). Save it again with "
             "save_to_disk, or name a folder of data files or a dataset of the hub."
         ) from None
+
+
+def _check_folder(name: str) -> None:
+    """Refuse a folder without data before ``load_dataset`` searches it, for minutes if it is large.
+
+    Raises:
+        ValueError: If a path is no folder, is too large, or holds no data file.
+    """
+    if not os.path.isdir(name):
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:  # on the hub it is OWNER/NAME
+            raise ValueError(
+                f"{name} is no folder. Name a folder of data files, or a dataset of the hub as "
+                "OWNER/NAME; files are read without hf:."
+            )
+        return
+    found, has_data = 0, False
+    for _, folders, files in os.walk(name):
+        found += len(folders) + len(files)
+        has_data = has_data or any(os.path.splitext(file)[1].lower() in _DATA for file in files)
+        if found > LARGEST_FOLDER:
+            raise ValueError(
+                f"{name} holds more than {LARGEST_FOLDER:,} files and folders, which is more than "
+                "a data set's. Name the folder of the data files itself; text and code are read "
+                "without hf:."
+            )
+    if not has_data:
+        raise ValueError(
+            f"{name} holds no data file among {found:,} files and folders; those end in {DATA}. "
+            "Name the folder that holds them; text and code are read without hf:."
+        )
 
 
 def _split_of(dataset: Any, split: str) -> Any:

@@ -1,0 +1,116 @@
+"""What every recipe needs beside its choices: the record that ``setup`` returns, and its loaders.
+
+Which samples come next, on which rank, follows from a state and its mesh alone. So a recipe does
+not write it out, and cannot forget one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+from tensordict import TensorDict
+
+from forgekit.data.loading.loader import Loader, make_loader
+from forgekit.mesh import data_ranks
+from forgekit.run.stop_signal import StopSignal
+from forgekit.state import TrainState
+from forgekit.steps.losses import Loss
+
+__all__ = ["Setup", "held_out_loader", "train_loader"]
+
+
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What a recipe's ``setup(config)`` returns: a run that is ready for its first step.
+
+    Tools such as ``forgekit verify`` and ``forgekit replay`` read it by these names. A recipe that
+    needs more returns a record of its own, with these and others.
+
+    Attributes:
+        state: The state to start from, a checkpoint's if there is one.
+        step: What ``make_step`` returned.
+        loader: This rank's micro-batches, from ``state.samples`` on.
+        loss_fn: ``loss_fn(model, batch) -> Loss``, the one that ``step`` has.
+        stop: What ``make_step`` has as ``stop``.
+        held_out: Micro-batches to evaluate; None if there are none.
+    """
+
+    state: TrainState
+    step: Callable[..., tuple[Any, TensorDict]]
+    loader: Any
+    loss_fn: Callable[..., Loss]
+    stop: StopSignal
+    held_out: Any = None
+
+
+def train_loader(
+    state: TrainState,
+    dataset: Any,
+    batch_size: int,
+    *,
+    workers: int = 0,
+    transforms: Sequence[Callable[[TensorDict], TensorDict]] = (),
+) -> Loader:
+    """Load a dataset from where a state is, without end; ``make_loader`` has all choices.
+
+    Seed, samples, and what is left out of them are those of the state; rank, world and device
+    those of its mesh.
+
+    Args:
+        state: The state to start from.
+        dataset: As for ``make_loader``.
+        batch_size: Rows per rank and micro-batch.
+        workers: Threads that read ahead.
+        transforms: As for ``make_loader``.
+
+    Returns:
+        This rank's loader.
+
+    Raises:
+        TypeError: If the dataset has no length.
+        ValueError: If it is empty, or a number is out of range.
+    """
+    rank, world = data_ranks(state.mesh)
+    return make_loader(
+        dataset,
+        batch_size,
+        seed=state.seed,
+        start=state.samples,
+        skip=state.skips,
+        rank=rank,
+        world=world,
+        workers=workers,
+        transforms=transforms,
+        device=state.targets.device,
+    )
+
+
+def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader | None:
+    """Load each row of a dataset once, in its own order, to evaluate a state.
+
+    Args:
+        state: A state, for its mesh.
+        dataset: As for ``make_loader``; None or an empty one if there is nothing to evaluate.
+        batch_size: Rows per rank and micro-batch.
+
+    Returns:
+        This rank's loader; None if there is nothing to evaluate.
+
+    Raises:
+        TypeError: If the dataset has no length.
+        ValueError: If it is empty, or a number is out of range.
+    """
+    if not dataset:
+        return None
+    rank, world = data_ranks(state.mesh)
+    return make_loader(
+        dataset,
+        batch_size,
+        shuffle=False,
+        epochs=1,
+        rank=rank,
+        world=world,
+        device=state.targets.device,
+    )
