@@ -27,8 +27,8 @@ class Data:
         {"asyncio": Path("asyncio"), "mail": Path("email"), "tables": Path("encodings")},
         "Files or folders; relative ones are in the folder of Python's own library.",
     )
-    weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "At the start.")
-    temperature: float = key(1.0, "Above 1 lifts small weights; inf makes all alike.", inf=True)
+    weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "Shares.", at_least=0)
+    temperature: float = key(1.0, "Above 1 evens the weights, to inf.", at_least=0, inf=True)
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
 
@@ -38,7 +38,7 @@ class Phase:
     """A change; what it does not name is as at the start, whatever the phase before it said."""
 
     step: int = key(attrs.NOTHING, "The first step that it governs, counted from 0.", at_least=0)
-    weights: dict[str, float] = key({}, "Weights of sources.")
+    weights: dict[str, float] = key({}, "Weights of sources.", at_least=0)
     lr_scale: float = key(1.0, "What the learning rate is multiplied by.", at_least=0)
 
 

@@ -8,6 +8,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -37,7 +38,7 @@ def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = F
     rules: list[Any] = [] if inf else [_check_finite]
     if at_least is not None:
         rule: Any = attrs.validators.min_len if isinstance(default, str) else attrs.validators.ge
-        rules.append(attrs.validators.optional(rule(at_least)))
+        rules.append(partial(_check_each, rule(at_least)))
     return attrs.field(default=default, validator=rules or None, metadata={"help": text})
 
 
@@ -46,6 +47,13 @@ def _check_finite(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
     values = value.values() if isinstance(value, Mapping) else [value]
     if wrong := [one for one in values if isinstance(one, float) and not math.isfinite(one)]:
         raise ValueError(f"{field.name!r} must be finite: {wrong[0]}.")
+
+
+def _check_each(rule: Any, config: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    """Apply a rule to a value, or to each of a table; None keeps every rule."""
+    for one in value.values() if isinstance(value, Mapping) else [value]:
+        if one is not None:
+            rule(config, field, one)
 
 
 def fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:

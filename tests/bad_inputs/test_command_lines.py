@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from runs import load_recipe
 
 from forgekit.cli import main
 from forgekit.config import load_config
+from forgekit.config.schema import keys_of, name_of
 
 pytestmark = pytest.mark.bad_input
 
@@ -66,7 +68,7 @@ COMMANDS = {
     ),
     "all held out": (
         ["prepare", "a.txt", "--out", "o", "--held-out-every", "1"],
-        "held_out_every 1 must be at least 2, to leave something.",
+        "held_out_every 1 must be at least 2",
     ),
     **{
         f"a {'vocabulary' if option == '--vocab' else 'held-out part'} of {name}": (
@@ -248,6 +250,23 @@ COMMANDS = {
         ["verify", "--timeout", "inf", "pretrain", "mesh.tp=2"],
         "timeout_s is inf; it is a number of seconds above 0.",
     ),
+    **{
+        f"a {what} with {name}": (command, message)
+        for name, text, message in (
+            ("too long a name", "x" * 300, "has a name of 300 bytes; a file system takes 255."),
+            ("too long a path", "x/" * 3000, "is a path of 6,000 characters; a system takes 4,095"),
+            ("no name", "", "the path is empty; name a file or folder"),
+        )
+        for what, command in (
+            ("run to replay", ["replay", text]),
+            ("script to replay", ["replay", "gone", "--script", text]),
+            ("recipe to verify", ["verify", text]),
+        )
+    },
+    "a recipe to verify that says nothing": (
+        ["verify", "empty.py"],
+        "empty.py is empty; name a recipe's file, or one of `forgekit ls`.",
+    ),
     "a step before the first": (
         ["replay", "gone", "--step", "0"],
         "--step 0: steps are counted from 1, as in metrics.jsonl.",
@@ -261,6 +280,7 @@ def test_a_command_that_cannot_be_ends_with_code_2(
 ):
     (tmp_path / "a.txt").write_text("to be or not to be")
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    (tmp_path / "empty.py").touch()
     monkeypatch.chdir(tmp_path)
     try:
         code = main(arguments)
@@ -272,7 +292,7 @@ def test_a_command_that_cannot_be_ends_with_code_2(
     assert shown.out == ""
     assert len(shown.err) < 900
     assert shown.err.replace("\n", "").isprintable()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.txt", "empty.py"]
 
 
 FILES = {
@@ -445,6 +465,43 @@ def test_a_setting_of_a_recipe_that_cannot_be_ends_with_code_2(line, message, ca
     assert message in shown
     assert len(shown) < 700
     assert shown.replace("\n", "").isprintable()
+
+
+MAY_BE_INFINITE = ("max_norm", "data.temperature")
+
+
+def numbers_of(recipe):
+    """Settings of each number that a recipe reads: below 0 and not finite."""
+    for key in keys_of(load_recipe(recipe).Config):
+        kinds = {kind for kind in (int, float) if kind.__name__ in name_of(key.kind).split()}
+        is_table = name_of(key.kind) == "dict[str, float]"
+        if not kinds and not is_table:
+            continue
+        for value in ("-2", *(("nan", "-inf", "inf") if float in kinds or is_table else ())):
+            if value == "inf" and key.name in MAY_BE_INFINITE:
+                continue
+            name = f"{key.name}.mail" if is_table else key.name
+            section, _, inner = name.rpartition("[].")
+            given = f"{section}=[{{step=1,{inner}={value}}}]" if section else f"{name}={value}"
+            yield f"{recipe} {given.replace('step=1,step', 'step')}"
+
+
+NUMBERS = [
+    line
+    for name in ("pretrain", "curriculum", "pipeline", "long_context")
+    for line in numbers_of(name)
+]
+
+
+@pytest.mark.parametrize("line", NUMBERS)
+def test_a_number_below_0_or_not_finite_ends_with_code_2(line, capsys):
+    recipe, setting = line.split(" ")
+    with pytest.raises(SystemExit) as stop:
+        load_config(load_recipe(recipe).Config, [setting])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    rule = r"must be (>=|finite|at least|an integer|positive)|which is not a number|is -2; a mesh"
+    assert re.search(rule, shown), shown
 
 
 def test_a_mark_at_the_start_of_a_file_of_settings_is_no_part_of_it(tmp_path):

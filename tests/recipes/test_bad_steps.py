@@ -160,7 +160,7 @@ REFUSED = {
     ),
     "a script that is not there": (
         ["--step", "2", "--script", "/gone.py"],
-        "the recipe /gone.py is not there; --script FILE names it",
+        "/gone.py is not there; --script FILE names the recipe.",
     ),
     "not a recipe": (
         ["--step", "2", "--script", "minimal.py"],

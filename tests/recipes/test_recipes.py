@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import arguments, launch, rows_of, run_here, saved_step, status_of
+from runs import arguments, assert_same_run, launch, rows_of, run_here, saved_step, status_of
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -205,6 +205,64 @@ def test_a_copy_runs_from_another_folder(name, tmp_path, prepared):
         assert job.end() == 0, job.output
     check(out, job.output)
     assert [path.name for path in elsewhere.iterdir()] == []
+
+
+NOWHERE = {
+    "a mesh of other ranks": ({}, ["mesh.tp=2"], "error: .*tp 2.* 1 ranks"),
+    "a rank beyond the world": (
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        [],
+        "error: .*RANK is '2'; ranks",
+    ),
+    "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, [], "error: .*RANK is 'x'"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", NOWHERE)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_run_that_its_ranks_cannot_make_exits_2_with_a_sentence(
+    name, case, tmp_path, prepared, monkeypatch, capsys
+):
+    environment, given, message = NOWHERE[case]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as stop:
+        run_here(name, [*RECIPES[name][0](tmp_path / "out", prepared), *given])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(message, shown), shown
+    if not environment:
+        assert status_of(tmp_path / "out")["status"] == "failed"
+
+
+@pytest.mark.parametrize("name", ["pipeline", "long_context"])
+def test_a_demonstration_goes_on_where_it_was_stopped(name, tmp_path, prepared, monkeypatch):
+    """Its data are numbered by the samples that the state has seen."""
+    given = [*RECIPES[name][0](tmp_path / "whole", prepared), "steps=6", "log_every=1"]
+    run_here(name, given)
+    parts = [word.replace("whole", "parts") for word in given]
+    steps = fk.make_step
+
+    def stopping(*arguments, stop, **options):
+        step = steps(*arguments, stop=stop, **options)
+
+        def counted(state, batches):
+            if state.step == 1:
+                stop.request("enough")
+            return step(state, batches)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fk, "make_step", stopping)
+        run_here(name, parts)
+    assert (status_of(tmp_path / "parts")["reason"], saved_step(tmp_path / "parts")) == (
+        "enough",
+        4,
+    )
+    run_here(name, parts)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_a_recipe_runs_without_a_copy(tmp_path, capsys):

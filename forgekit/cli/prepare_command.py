@@ -1,0 +1,143 @@
+"""``forgekit prepare``: token files and a tokenizer from text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from forgekit.cli.usage import UsageError, integer
+from forgekit.terminal import printable
+
+if TYPE_CHECKING:
+    from forgekit.data.documents.protocol import Documents
+
+__all__ = ["add_prepare"]
+
+
+def add_prepare(commands: Any) -> None:
+    """Declare ``forgekit prepare`` and its arguments."""
+    prepare = commands.add_parser("prepare", help="make token files and a tokenizer from text")
+    prepare.add_argument(
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet), "
+        "or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
+    )
+    prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    prepare.add_argument(
+        "--vocab", metavar="SIZE", type=integer, default=4096, help="size of the vocabulary (4096)"
+    )
+    prepare.add_argument(
+        "--held-out-every",
+        metavar="N",
+        type=integer,
+        default=20,
+        help="keep every N-th document for evaluation (20)",
+    )
+    prepare.add_argument(
+        "--text-key", metavar="KEY", default="text", help="key of the text, or its column (text)"
+    )
+    prepare.add_argument(
+        "--split", metavar="NAME", default="train", help="split of a Hugging Face dataset (train)"
+    )
+    prepare.add_argument(
+        "--skip-broken", action="store_true", help="leave out what cannot be read, and count it"
+    )
+    prepare.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none"
+    )
+    prepare.add_argument(
+        "--eos-token", metavar="TOKEN", default="<|endoftext|>", help="what closes a document"
+    )
+    prepare.set_defaults(command=_prepare)
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from forgekit.data.corpus.prepare import prepare
+
+    try:
+        with _progress() as progress:
+            prepared = prepare(
+                _documents(options),
+                options.out,
+                vocab_size=options.vocab,
+                held_out_every=options.held_out_every,
+                progress=progress,
+                tokenizer=options.tokenizer,
+                eos_token=options.eos_token,
+            )
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(str(error)) from None
+    except KeyboardInterrupt:
+        print("forgekit: interrupted; the same command goes on from here.", file=sys.stderr)
+        return 1
+    if not prepared.is_new:
+        path = printable(prepared.path)
+        print(f"{path} was made from the same files before and is left as it is.")
+    for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
+        size = f"{file.documents:,} documents, {file.tokens:,} tokens"
+        ratio = file.metadata["text_bytes"] / file.tokens
+        print(f"{title}   {printable(file.path)}  {size}, {ratio:.2f} bytes per token")
+    learnt = printable(prepared.path / "tokenizer.json")
+    print(f"tokenizer  {learnt}  {prepared.train.vocab_size:,} tokens")
+    if broken := prepared.account.broken:
+        print(f"left out   {broken:,} broken documents; index.json names the first")
+    return 0
+
+
+def _documents(options: argparse.Namespace) -> Documents:
+    from forgekit.data.documents.huggingface_datasets import huggingface_documents
+    from forgekit.data.documents.text_files import stdlib_documents, text_documents
+
+    sources: list[str] = options.sources
+    if sources == ["stdlib"]:
+        return stdlib_documents()
+    errors = "skip" if options.skip_broken else "raise"
+    named = [source for source in sources if source.startswith("hf:")]
+    if not named:
+        return text_documents(sources, text_key=options.text_key, errors=errors)
+    if len(sources) > 1:
+        raise UsageError(
+            f"{named[0]} is given beside other sources. Prepare each into a folder of its own, "
+            "and mix them when training."
+        )
+    name, _, config = named[0].removeprefix("hf:").partition(":")
+    return huggingface_documents(
+        name,
+        config=config or None,
+        split=options.split,
+        text_key=options.text_key,
+        errors=errors,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (stage, done, total bytes): bars on a terminal, a line per stage elsewhere."""
+    if sys.stderr.isatty():
+        with Progress(console=Console(stderr=True)) as bars:
+            yield partial(_move_bar, bars, {})
+    else:
+        yield partial(_announce, set())
+
+
+def _move_bar(bars: Progress, tasks: dict[str, TaskID], stage: str, done: int, total: int) -> None:
+    if stage not in tasks:
+        tasks[stage] = bars.add_task(stage, total=None)
+    bars.update(tasks[stage], completed=done, total=total or None)
+
+
+def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
+    if stage not in stages:
+        stages.add(stage)
+        size = f"{total / 1e6:.1f} MB of text" if total else "text"
+        print(f"{stage}: reading {size}", file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""Where the recipes are, and what is in one: its settings, its names, what its set-up returns."""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from forgekit.cli.usage import UsageError
+
+__all__ = ["named", "names_of", "recipe_file", "recipe_files", "recipes_folder", "settings_files"]
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def recipe_files(folder: Path) -> dict[str, Path]:
+    """The recipes by name; at least one."""
+    found = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    if not found:
+        raise UsageError(f"there are no recipes in {folder}; is forgekit installed completely?")
+    return found
+
+
+def settings_files(folder: Path) -> dict[str, Path]:
+    """Settings of a recipe for one kind of machine by name, and a batch script by its folder."""
+    found = {path.stem: path for path in folder.glob("*.toml")}
+    found = {name: path for name, path in found.items() if not path.with_suffix(".py").exists()}
+    return found | {path.parent.name: path for path in folder.glob("*/*.sh")}
+
+
+def recipe_file(folder: Path, name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        UsageError: If there is none of that name; the nearest is named.
+    """
+    recipes = recipe_files(folder)
+    if name in recipes:
+        return recipes[name]
+    close = difflib.get_close_matches(name, recipes, n=1)
+    nearest = f"; the nearest is {close[0]!r}" if close else ""
+    raise UsageError(f"no recipe {name!r}{nearest}. There are: {', '.join(recipes)}.")
+
+
+def names_of(script: Path, run_name: str) -> dict[str, Any]:
+    """The names of a recipe that can be set up; modules beside it are found."""
+    sys.path.insert(0, str(script.resolve().parent))
+    recipe = runpy.run_path(str(script), run_name=run_name)
+    if missing := [name for name in ("Config", "setup") if name not in recipe]:
+        raise UsageError(
+            f"{script} has no {', '.join(missing)}; a recipe that can be set up from outside has "
+            "Config and setup(config), as pretrain.py does. In a script of its own: fk.verify."
+        )
+    return recipe
+
+
+def named(recipe: dict[str, Any], built: Any) -> Any:
+    """What ``setup`` returned, by name; copies of older recipes return a tuple."""
+    if type(built) is not tuple:
+        return built
+    names = ("state", "step", "loader")
+    return SimpleNamespace(**dict(zip(names, built, strict=False)), loss_fn=recipe["loss_fn"])

@@ -1,0 +1,146 @@
+"""``forgekit verify``: a recipe's layout against one process, in float64 on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from rich.console import Console
+
+from forgekit.cli.recipe_files import named, names_of, recipe_file
+from forgekit.cli.usage import UsageError, exit_code, file_path, script_file
+
+if TYPE_CHECKING:
+    from forgekit.mesh import MeshSpec
+
+__all__ = ["add_verify"]
+
+
+def add_verify(commands: Any) -> None:
+    """Declare ``forgekit verify`` and its arguments."""
+    verify = commands.add_parser(
+        "verify",
+        help="compare a recipe's layout with one process, in float64 on this machine",
+        usage="forgekit verify [OPTIONS] RECIPE [--config FILE] [KEY=VALUE ...] [mesh.tp=2 ...]",
+    )
+    verify.add_argument(
+        "recipe", metavar="RECIPE", type=file_path, help="a .py file, or a name of `forgekit ls`"
+    )
+    verify.add_argument(
+        "--tolerance", metavar="E", type=float, default=1e-8, help="relative error allowed (1e-8)"
+    )
+    verify.add_argument(
+        "--timeout", metavar="S", type=float, default=300.0, help="seconds for each run (300)"
+    )
+    verify.add_argument(
+        "--keep-labels", action="store_true", help="mask no labels (a part is, in each batch)"
+    )
+    verify.add_argument(
+        "--keep-split",
+        action="store_true",
+        help="let the gradient depend on the split into micro-batches",
+    )
+    verify.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    verify.set_defaults(command=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from forgekit.config import load_config
+    from forgekit.run.verification.result import show_report
+    from forgekit.run.verification.verify import VerifyOptions, verify_setup
+
+    given = options.recipe
+    script = given if given.suffix == ".py" else recipe_file(options.recipes, str(given))
+    script_file(script, "name a recipe's file, or one of `forgekit ls`.")
+    recipe = names_of(script, "verified")
+    try:
+        config = load_config(recipe["Config"], options.settings, program=f"verify {script}")
+    except SystemExit as stop:
+        return exit_code(stop.code)
+    if not hasattr(config, "mesh"):
+        raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
+    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory() as out:
+        settings = {**_sizes(config, options.settings), **_exact(config, out)}
+        shown = {name: value for name, value in settings.items() if name != "out"}
+        progress.print(
+            "float64 on the CPU:",
+            *(f"{name}={value}" for name, value in shown.items()),
+            markup=False,
+            soft_wrap=True,
+        )
+        try:
+            chosen = VerifyOptions(
+                mask=not options.keep_labels,
+                split=not options.keep_split,
+                tolerance=options.tolerance,
+                timeout_s=options.timeout,
+                progress=partial(progress.print, "[dim]...[/]"),
+            )
+            setup = partial(_set_up, str(script.resolve()), _tree(config, settings))
+            report = verify_setup(setup, config.mesh, chosen)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    show_report(report, console)
+    return 0 if report.equal else 1
+
+
+def _exact(config: Any, out: str) -> dict[str, Any]:
+    """Settings under which numbers can be compared, of those that a recipe has."""
+    wanted = {"out": out, "device": "cpu", "precision": "fp32", "compile": False}
+    if getattr(config, "activation_checkpoint", None) == "budget":  # which the compiler keeps
+        wanted["activation_checkpoint"] = "none"
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
+    """Sizes of batches that a layout can share, where the user gave none and those there do not."""
+    names = ("global_batch_size", "batch_size")
+    given = {word.lstrip("-").partition("=")[0] for word in settings}
+    if not all(hasattr(config, name) for name in names) or given & set(names):
+        return {}
+    mesh = config.mesh
+    ranks = max(mesh.dp_replicate, 1) * max(mesh.dp_shard, 1)
+    least = 2 * mesh.pp if mesh.pp > 1 else 1
+    count, rest = divmod(config.global_batch_size, config.batch_size * ranks)
+    if not rest and count >= least and count * ranks > 1:
+        return {}
+    rows = min(config.batch_size, 2)
+    return {"global_batch_size": max(2, least) * rows * ranks, "batch_size": rows}
+
+
+def _tree(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as plain values, with some of them replaced."""
+    from forgekit.config import to_dict
+
+    return to_dict(config) | settings
+
+
+def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
+    """Run a recipe's setup with another mesh; what each rank of a layout calls."""
+    from forgekit.config.strict import structure
+
+    recipe = names_of(Path(script), "verified")
+    config = structure(recipe["Config"], tree | {"mesh": attrs.asdict(mesh)})
+    built = named(recipe, recipe["setup"](config))
+    if (count := _micro_batches(built, config)) is None:
+        return built
+    names = ("state", "loader", "loss_fn")
+    found = {name: getattr(built, name) for name in names if hasattr(built, name)}
+    return SimpleNamespace(**found, micro_batches=count)
+
+
+def _micro_batches(built: Any, config: Any) -> int | None:
+    """How many micro-batches make a step; None if the record says it, or nothing does."""
+    if hasattr(built, "micro_batches"):
+        return None
+    count = getattr(getattr(built, "loader", None), "micro_batches", None)
+    if callable(count) and hasattr(config, "global_batch_size"):
+        return count(config.global_batch_size)  # pyright: ignore[reportReturnType]
+    return getattr(config, "micro_batches", None)
