@@ -2,7 +2,8 @@
 
 A parameter's values depend neither on the order in which modules are built nor on how many ranks
 share it: the full tensor is generated wherever a piece of it is needed, and cut. (Filling shards
-in place would give every rank the same numbers.)
+in place would give every rank the same numbers.) Nor do they depend on the device: they are drawn
+in host memory, since each kind of device has random numbers of its own.
 """
 
 from __future__ import annotations
@@ -65,18 +66,10 @@ def _initial_values(module: nn.Module, prefix: str, seed: int, std: Std | None) 
 
 
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
-    device = _drawn_on(parameter)
     if std is None:
-        return torch.ones(parameter.shape, device=device)
-    generator = torch.Generator(device).manual_seed(_mix(seed, name))
-    return torch.randn(parameter.shape, generator=generator, device=device) * std
-
-
-def _drawn_on(parameter: nn.Parameter) -> torch.device:
-    """The device of the model: shards that live in host memory get the same numbers as others."""
-    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu":
-        return torch.device(parameter.device_mesh.device_type)
-    return parameter.device
+        return torch.ones(parameter.shape, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(_mix(seed, name))
+    return torch.randn(parameter.shape, generator=generator, device="cpu") * std
 
 
 def _reset_values(
@@ -92,13 +85,12 @@ def _reset_values(
         )
     twin = copy.copy(module)
     empty = {
-        leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
+        leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"))
         for leaf, p in parameters.items()
     }
     twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
-    devices = {p.device for p in parameters.values() if p.is_cuda}
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(_mix(seed, prefix))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_mix(seed, prefix))
         reset(twin)
     for leaf, parameter in parameters.items():
         yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]

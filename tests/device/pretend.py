@@ -94,7 +94,7 @@ def _wait(what: str) -> None:
         lines = [f"{f.filename}:{f.lineno} {f.name}" for f in frames[-LINES:]]
         for ledger in _open:
             ledger.waits.append("\n  ".join([what, *lines]))
-    current_stream().arrive()
+    current_stream().synchronize()
 
 
 class PretendTensor(torch.Tensor):

@@ -8,8 +8,8 @@ filled only when the host waits. Until then targets hold garbage.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,20 +37,22 @@ class Copy:
     target: torch.Tensor
     to_host: bool
     values: torch.Tensor | None = None
+    is_done: bool = False
 
-    def proceed(self) -> bool:
-        """Go as far as the device gets alone; whether nothing is left."""
+    def proceed(self) -> None:
+        """Go as far as the device gets alone."""
         if self.values is None:
             self.values = self.source.detach().clone()
             if not self.to_host:
-                self.target.copy_(self.values)
-        return not self.to_host
+                self.arrive()
 
     def arrive(self) -> None:
-        """Finish, because the host waits."""
-        if not self.proceed():
+        """Finish; to the host, because it waits."""
+        self.proceed()
+        if not self.is_done:
             assert self.values is not None
             self.target.copy_(self.values)
+            self.is_done = True
 
 
 class Event:
@@ -70,27 +72,22 @@ class Event:
         """Let a stream wait."""
         (stream or current_stream()).wait_event(self)
 
-    def proceed(self) -> bool:
-        """Let the stream proceed to this point; whether it may be forgotten."""
-        if self._stream is not None:
-            self._stream.proceed(self._until)
-        return False
+    def pending(self) -> list[Copy]:
+        """What is before this point and has not arrived."""
+        return [] if self._stream is None else self._stream.pending(self._until)
 
-    def arrive(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait."""
-        if self._stream is not None:
-            self._stream.arrive(self._until)
-
-    synchronize = arrive
+        for copy in self.pending():
+            copy.arrive()
 
     def query(self) -> bool:
         """Whether all has arrived; true from the second question on, or nobody could poll."""
-        if self._stream is None or not self._stream.is_pending(self._until):
-            return True
-        self._polls += 1
+        if self.pending():
+            self._polls += 1
         if self._polls > 1:
-            self.arrive()
-        return self._polls > 1
+            self.synchronize()
+        return not self.pending()
 
     def elapsed_time(self, _end: Event) -> float:
         """Milliseconds; there is no clock."""
@@ -103,45 +100,39 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device, self.priority = device, priority
         self.issued = 0
-        self._pending: deque[tuple[int, Copy | Event]] = deque()
+        self._pending: list[tuple[int, Copy]] = []
         every.append(self)
 
-    def put(self, item: Copy | Event) -> None:
-        """Add what happens in its turn."""
+    def put(self, copy: Copy) -> None:
+        """Add a copy, which waits for its turn."""
         with _lock:
             self.issued += 1
-            self._pending.append((self.issued, item))
+            self._pending.append((self.issued, copy))
 
-    def proceed(self, until: int | None = None) -> None:
-        """Do what the device does alone, in turn."""
+    def pending(self, until: float = math.inf) -> list[Copy]:
+        """What has not arrived, up to a point."""
         if not self._pending:
-            return
+            return []
         with _lock:
-            left = [
-                (n, x) for n, x in self._pending if not (self._is_due(n, until) and x.proceed())
-            ]
-            self._pending = deque(left)
+            self._pending = [(n, copy) for n, copy in self._pending if not copy.is_done]
+            return [copy for number, copy in self._pending if number <= until]
 
-    def arrive(self, until: int | None = None) -> None:
-        """Do all of it, since the host waits."""
-        with _lock:
-            while self._pending and self._is_due(self._pending[0][0], until):
-                self._pending[0][1].arrive()
-                self._pending.popleft()
+    def proceed(self) -> None:
+        """Do what the device does alone."""
+        for copy in self.pending():
+            copy.proceed()
 
-    def _is_due(self, number: int, until: int | None) -> bool:
-        return until is None or number <= until
-
-    def is_pending(self, until: int) -> bool:
-        """Whether something up to here has not arrived."""
-        return any(number <= until for number, _ in self._pending)
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        for copy in self.pending():
+            copy.arrive()
 
     def wait_event(self, event: Event) -> None:
         """Let what follows here wait for an event."""
-        event.proceed()
-        point = Event()
-        point.__dict__.update(event.__dict__)  # the event may be recorded anew
-        self.put(point)
+        for copy in event.pending():
+            copy.proceed()
+            if not copy.is_done:
+                self.put(copy)  # whoever waits for this stream now waits for it too
 
     def wait_stream(self, other: Stream) -> None:
         """Let what follows here wait for all that another stream was given."""
@@ -152,10 +143,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-        self.arrive()
 
     def query(self) -> bool:
         """Whether nothing is pending."""
@@ -177,7 +164,7 @@ DEFAULT = Stream()
 def synchronize(_device: Any = None) -> None:
     """Let the host wait for all streams."""
     for one in every:
-        one.arrive()
+        one.synchronize()
 
 
 def current_stream(_device: Any = None) -> Stream:
