@@ -229,10 +229,10 @@ def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
         return totals
     sums = totals.sums.copy()
     keys = _summed_keys(totals)
-    vector = torch.stack([sums[key] for key in keys])
-    if not state.layout.owns_loss:
-        owned = [0.0 if _is_loss(key) else 1.0 for key in keys]
-        vector = vector * torch.tensor(owned, dtype=vector.dtype, device=vector.device)
+    owns_loss = state.layout.owns_loss
+    # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
+    owned = [sums[key] if owns_loss or not _is_loss(key) else sums[key] * 0.0 for key in keys]
+    vector = torch.stack(owned)
     dist.all_reduce(vector)
     for key, value in zip(keys, vector.unbind(), strict=True):
         sums[key] = value
