@@ -78,12 +78,14 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
     """
     first = _first_tensor(batch)
     _check_positions(batch, layout)
+    if first.device != device:  # whole, since slices of it would not be in pinned memory
+        batch = batch.to(device, non_blocking=True)
     if layout.context > 1:
         ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
         whole = TensorDict(dict(batch.items()), batch.batch_size)
         whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
         batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
-    return batch if first.device == device else batch.to(device, non_blocking=True)
+    return batch
 
 
 def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
