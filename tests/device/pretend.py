@@ -178,7 +178,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ours = [x for x in flat if isinstance(x, PretendTensor)]
     _refuse(func, flat, ours)
     current_stream().proceed()
-    if func in _READS or _is_boolean_index(func, args):
+    if _is_read(func, args, kwargs):
         _wait(str(func))
     _note_launch(func)
     raw_args, raw_kwargs = tree_unflatten([_unwrap(x) for x in flat], spec)
@@ -223,7 +223,10 @@ def _refuse(func: Any, flat: list[Any], ours: list[PretendTensor]) -> None:
         raise RuntimeError(f"Expected a {NAME!r} device type for generator but found 'cpu'")
 
 
-def _is_boolean_index(func: Any, args: Any) -> bool:
+def _is_read(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host has to wait, because what comes out has a size that depends on values."""
+    if func in _READS:
+        return kwargs.get("output_size") is None
     if func is aten.index.Tensor:
         indices = args[1]
     elif func in (aten.index_put_.default, aten.index_put.default) and args[2].numel() != 1:
@@ -254,11 +257,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         raw_target.copy_(raw_source)
         return target
     host = raw_target if to_host else raw_source
+    is_late = non_blocking and is_pinned(host) and _is_direct(raw_target, raw_source)
     bytes_ = host.numel() * host.element_size()
     for ledger in _open:
         ledger.copied["from" if to_host else "to"] += bytes_
-        ledger.copied["pageable"] += bytes_ if non_blocking and not is_pinned(host) else 0
-    if non_blocking and is_pinned(host):
+        ledger.copied["pageable"] += bytes_ if non_blocking and not is_late else 0
+    if is_late:
         spoil(raw_target)
         current_stream().put(Copy(raw_source, raw_target, to_host))
         return target
@@ -269,6 +273,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     current_stream().proceed()
     raw_target.copy_(raw_source)
     return target
+
+
+def _is_direct(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether bytes can be copied as they lie; else torch goes through pageable memory."""
+    alike = target.is_contiguous() and source.is_contiguous()
+    return target.dtype == source.dtype and alike
 
 
 def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -76,6 +76,7 @@ WAITS = {
     "aten.index.Tensor": lambda x: x[x > 1],
     "aten.index_put_": lambda x: x.__setitem__(x > 1, x[:2].clone()),
     "aten.masked_select": lambda x: x.masked_select(x > 1),
+    "aten.repeat_interleave": lambda x: x.repeat_interleave(x.long()),
     "aten.equal": lambda x: torch.equal(x, x),
     "aten._unique2": lambda x: x.unique(),
     "copy from the device": lambda x: x.cpu(),
@@ -103,6 +104,7 @@ def test_each_wait_of_the_host_is_counted_with_its_lines():
 def test_what_a_gpu_does_alone_is_no_wait():
     there = torch.tensor([1.0, 2.0, 3.0]).to(NAME)
     with watching() as ledger:
+        there.repeat_interleave(there.long(), output_size=6)
         there[there > 1] = 0.0
         there[torch.arange(0, 3, 2, device=NAME)] = there[:2].clone()
         there.add_(torch.full((), 2.0, device=NAME)).add_(torch.tensor(1.0)).mul_(3)
@@ -228,7 +230,9 @@ def test_copies_of_pageable_memory_are_counted():
     with watching() as ledger:
         torch.ones(3).to(NAME, non_blocking=True)
         torch.cat([filled(1.0), filled(2.0)]).to(NAME, non_blocking=True)
-    assert ledger.copied["pageable"] == 20
+        filled(1.0, 2.0, 3.0, 4.0)[::2].to(NAME, non_blocking=True)  # gathered on the host
+        filled(1.0, 2.0).to(NAME, torch.float64, non_blocking=True)  # converted there
+    assert ledger.copied["pageable"] == 36
     assert not ledger.waits
 
 

@@ -45,11 +45,15 @@ def run_layout(
 
 
 def run_cells(
-    rank: int, world: int, cells: Sequence[Cell], mutations: Sequence[str | None]
+    rank: int,
+    world: int,
+    cells: Sequence[Cell],
+    mutations: Sequence[str | None],
+    device: str = "cpu",
 ) -> list[Found]:
     """One rank's part; a model is laid out once for the cells that compute alike."""
     sizes = {"dp_shard": 1, **cells[0].row.sizes}
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device=device)
     models: dict[Any, LaidOut] = {}
     found = []
     for cell, mutation in zip(cells, mutations, strict=True):
@@ -111,7 +115,7 @@ class LaidOut:
             local, rank = tensor.to_local(), mesh.get_rank()
             numbers = (torch.arange(local.numel()) + (rank << 32)).view(local.shape)
             spread = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-            whole = full(DTensor.from_local(numbers, mesh, placements, **spread)).flatten()
+            whole = full(DTensor.from_local(numbers, mesh, placements, **spread)).flatten().cpu()
             mine = (whole >> 32 == rank).nonzero()[:, 0]
             self._places[key] = mine[whole[mine].argsort()].to(torch.int32).numpy()
         return self._places[key]

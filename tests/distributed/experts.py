@@ -26,7 +26,8 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """``[n d]``, sorted by expert -> ``[n d]``."""
-        ids = torch.arange(len(counts)).repeat_interleave(counts)
+        numbers = torch.arange(len(counts), device=tokens.device)
+        ids = numbers.repeat_interleave(counts, output_size=len(tokens))
         hidden = F.gelu(torch.einsum("nd,ndf->nf", tokens, self.up[ids]))
         return torch.einsum("nf,nfd->nd", hidden, self.down[ids])
 
@@ -46,7 +47,7 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[b s d]`` -> ``[b s d]``."""
         tokens = x.flatten(0, 1)
-        turns = torch.arange(len(tokens))
+        turns = torch.arange(len(tokens), device=x.device)
         ids = torch.stack((turns % 3, 3 - turns % 2), dim=1)
         weights = self.router(tokens).softmax(-1).gather(1, ids)
         repeated = tokens.repeat_interleave(CHOSEN, dim=0)
