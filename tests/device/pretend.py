@@ -22,7 +22,7 @@ from __future__ import annotations
 import traceback
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -52,7 +52,9 @@ _READS = {
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
 }
-_AUTOCAST = "mm addmm bmm baddbmm matmul linear scaled_dot_product_attention"
+_LOWER = "mm addmm bmm baddbmm matmul linear scaled_dot_product_attention"
+_FLOAT32 = "rms_norm layer_norm softmax.int log_softmax.int rsqrt logsumexp"
+"""What autocast does in 16 bits and in float32: as on CUDA, of what language models use."""
 
 
 @attrs.define
@@ -392,6 +394,23 @@ def set_rng_state(state: torch.Tensor, _device: Any = None) -> None:
     _numbers.seed, _numbers.offset = state.clone().view(torch.int64).tolist()
 
 
+class _Generator(torch.Generator):
+    """A generator of the device; ``torch.Generator`` makes one where it is asked to."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        if torch.device(device).type == NAME:
+            return super().__new__(cls, "cpu")
+        return _CpuGenerator(device)
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The device."""
+        return torch.device(NAME, 0)
+
+
+_CpuGenerator = torch.Generator
+
+
 # ---- installation
 
 
@@ -454,17 +473,22 @@ def _register_kernels() -> None:
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.append(everything)
-    for name in _AUTOCAST.split():
-        _register_autocast(kernels, name)
+    for name in _LOWER.split():
+        _register_autocast(kernels, name, lambda: torch.get_autocast_dtype(NAME))
+    for name in _FLOAT32.split():
+        _register_autocast(kernels, name, lambda: torch.float32)
 
 
-def _register_autocast(kernels: torch.library.Library, name: str) -> None:
-    operation = getattr(torch.ops.aten, name)
+def _register_autocast(
+    kernels: torch.library.Library, name: str, dtype: Callable[[], torch.dtype]
+) -> None:
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(aten, packet), overload or "default")
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def cast(value: Any) -> Any:
         is_wide = value.is_floating_point() and value.dtype is not torch.float64
-        return value.to(torch.get_autocast_dtype(NAME)) if is_wide else value
+        return value.to(dtype()) if is_wide else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
@@ -486,8 +510,10 @@ def _replace_what_stays_in_cpp() -> None:
         "current_stream": streams.current_stream,
         "set_stream": streams.set_stream,
         "synchronize": streams.synchronize,
+        "max_memory_allocated": lambda _device=None: 0,
     }.items():
         setattr(accelerator, name, value)
+    torch.Generator = _Generator
     empty_like = torch.empty_like
 
     def pinning_empty_like(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:

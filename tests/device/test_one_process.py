@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import attrs
+import pytest
 import torch
-from device.pretend import NAME
-from oracle import SPEC, full_tensors
+from device.pretend import NAME, watching
+from distributed.models import adamw
+from oracle import SPEC, full_tensors, relative_error
 from ranks import run_ranks
+from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
@@ -54,3 +60,194 @@ def test_every_device_starts_from_the_same_weights():
     assert there.keys() == here.keys()
     for name in here:
         assert torch.equal(there[name], here[name]), name
+
+
+# Around the step
+
+
+def data(rows=24):
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, SPEC.vocab_size, (rows, 13), generator=draw)
+    return [TensorDict({"input_ids": row[:-1], "labels": row[1:]}, []) for row in ids]
+
+
+def packed(batch):
+    """Two documents in each row."""
+    doc_ids = (torch.arange(12) >= 5).long().expand(2, 12).contiguous()
+    position_ids = (torch.arange(12) - 5 * doc_ids[0]).expand(2, 12).contiguous()
+    tensors = {**batch, "doc_ids": doc_ids, "position_ids": position_ids}
+    return TensorDict(tensors, [2])
+
+
+def logits(model, batch):
+    places = {key: batch[key] for key in ("doc_ids", "position_ids") if key in batch.keys()}  # noqa: SIM118
+    return fk.cross_entropy(model(batch["input_ids"], **places), batch["labels"])
+
+
+def head(model, batch):
+    places = {key: batch[key] for key in ("doc_ids", "position_ids") if key in batch.keys()}  # noqa: SIM118
+    into = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], head=into, **places)
+
+
+def autocast(model, batch):
+    with torch.autocast(batch["labels"].device.type, dtype=torch.bfloat16):
+        return logits(model, batch)
+
+
+SCHEDULE = fk.warmup_cosine(peak=0.01, warmup=1, total=8)
+
+
+def train(state, batches, loss_fn=head, **options):
+    """Two steps; metrics and what the device saw in the second."""
+    step = fk.make_step(loss_fn, schedule=SCHEDULE, max_norm=0.5, **options)
+    for micro_batches in batches:
+        with watching() as ledger:
+            state, metrics = step(state, micro_batches)
+    return state, metrics, ledger
+
+
+def loader(device=None, **options):
+    return fk.make_loader(data(), 2, workers=1, device=device, epochs=1, **options)
+
+
+def new_state(device, dtype=torch.float64):
+    spec = attrs.evolve(SPEC, qk_norm=dtype is torch.float64)  # autocast on a CPU warns of it
+    model = fk.Transformer(spec, seed=0).to(device, dtype)
+    return fk.TrainState.create(model, adamw(model), seed=0)
+
+
+def differences(found, expected):
+    there, here = full_tensors(found.model), full_tensors(expected.model)
+    return relative_error({n: t.cpu() for n, t in there.items()}, here)
+
+
+STEPS = {
+    "logits": (logits, torch.float64, False, 1e-13),
+    "head": (head, torch.float64, False, 1e-13),
+    "packed": (head, torch.float64, True, 1e-13),
+    "autocast": (autocast, torch.float32, False, 3e-3),
+}
+
+
+def steps_on_both(_rank, _world, name):
+    loss_fn, dtype, is_packed, bound = STEPS[name]
+    batches = [packed(b) if is_packed else b for b in loader()]
+    groups = [batches[:3], batches[3:6]]
+    there = [[batch.to("cpu").apply(torch.Tensor.pin_memory) for batch in g] for g in groups]
+    expected, metrics, _ = train(new_state("cpu", dtype), groups, loss_fn)
+    found, own, ledger = train(new_state(NAME, dtype), there, loss_fn)
+    assert not ledger.waits, ledger.waits[0]
+    assert ledger.copied["pageable"] == 0
+    assert differences(found, expected) < bound, differences(found, expected)
+    for key in ("loss", "grad_norm", "targets"):
+        assert abs(own[key].item() / metrics[key].item() - 1) < bound, key
+    return {p.device.type for p in found.model.parameters()}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(name):
+    assert run_ranks(steps_on_both, 1, name, group=False, setup=SETUP) == [{NAME}]
+
+
+def step_in_fp16(_rank, _world, device):
+    mesh = fk.build_mesh(device=device)
+    with torch.device("meta"):
+        model = fk.Transformer(SPEC)
+    model = fk.parallelize(model, mesh, precision="fp16", activation_checkpoint="full")
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    state = attrs.evolve(state, loss_scale=state.loss_scale * 2.0**40)
+    batches = list(loader())
+    state, metrics, ledger = train(state, [batches[:3], batches[3:6], batches[6:9]] * 8)
+    assert not ledger.waits, ledger.waits[0]
+    return state.loss_scale.item(), metrics["loss"].item(), int(state.skipped)
+
+
+def test_loss_scaling_in_fp16_finds_its_scale_on_the_device():
+    (found,) = run_ranks(step_in_fp16, 1, NAME, setup=SETUP)
+    (expected,) = run_ranks(step_in_fp16, 1, "cpu")
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found[0] < 2.0**40
+
+
+def prefetch(_rank, _world):
+    seen = []
+    with loader(NAME, ahead=2) as there, watching() as ledger:
+        for batch in there:
+            seen.append(batch.apply(torch.clone))
+            assert {t.device.type for t in batch.values()} == {NAME}
+    assert not ledger.waits, ledger.waits[0]
+    assert ledger.copied["pageable"] == 0
+    expected = list(loader())
+    assert len(seen) == len(expected) == 12
+    for found, batch in zip(seen, expected, strict=True):
+        assert all(torch.equal(found[key].cpu(), batch[key]) for key in batch.keys())  # noqa: SIM118
+
+
+def test_a_loader_brings_batches_to_the_device_without_a_wait():
+    run_ranks(prefetch, 1, group=False, setup=SETUP)
+
+
+def evaluate_and_generate(_rank, _world):
+    here, there = new_state("cpu"), new_state(NAME)
+    expected = fk.evaluate(here, loader(), head)
+    with watching() as ledger:
+        found = fk.evaluate(there, loader(NAME), head)
+    assert not ledger.waits, ledger.waits[0]
+    assert found["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-13)
+    prompt = torch.arange(3)[None]
+    ids = fk.generate(there.model, prompt.to(NAME), max_new_tokens=5, temperature=0.0)
+    assert (
+        ids.tolist() == fk.generate(here.model, prompt, max_new_tokens=5, temperature=0.0).tolist()
+    )
+    drawn = [
+        fk.generate(there.model, prompt.to(NAME), max_new_tokens=8, seed=seed).tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_evaluation_and_generation():
+    run_ranks(evaluate_and_generate, 1, group=False, setup=SETUP)
+
+
+def save_and_go_on(_rank, _world, directory):
+    batches = list(loader())
+    state, _, _ = train(new_state(NAME), [batches[:2], batches[2:4]])
+    saved = {name: tensor.cpu() for name, tensor in full_tensors(state.model).items()}
+    with watching() as ledger:
+        pending = fk.checkpoint_save(state, directory)
+    assert ledger.copied["from"] > 3 * 8 * sum(tensor.numel() for tensor in saved.values())
+    assert ledger.copied["pageable"] == 0
+    train(state, [batches[4:6]])
+    pending.wait()
+    for device in ("cpu", NAME):
+        loaded = fk.checkpoint_load(new_state(device), directory)
+        for name, tensor in full_tensors(loaded.model).items():
+            assert torch.equal(tensor.cpu(), saved[name]), (device, name)
+
+
+def test_a_save_keeps_the_state_while_the_next_step_writes(tmp_path):
+    run_ranks(save_and_go_on, 1, tmp_path, group=False, setup=SETUP)
+
+
+def log_and_stop(_rank, _world, out):
+    batches = list(loader())
+    state, stop = new_state(NAME), fk.StopSignal(signals=())
+    step, heard, waits = fk.make_step(head, schedule=SCHEDULE, stop=stop), [], []
+    with fk.MetricsLog(out, every=3, total=6) as log:
+        for index in range(6):
+            if index == 1:
+                stop.request("enough")
+            with watching() as ledger:
+                state, metrics = step(state, batches[index : index + 1])
+                heard.append(stop.requested)
+                row = log(state, metrics)
+            waits.append(len(ledger.waits))
+            assert (row is not None) == (index % 3 == 2)
+    assert heard == [False, False, False, True, True, True]
+    return waits
+
+
+def test_metrics_are_read_once_in_a_row_and_a_stop_without_a_wait(tmp_path):
+    assert run_ranks(log_and_stop, 1, tmp_path, group=False, setup=SETUP) == [[0, 0, 1, 0, 0, 1]]

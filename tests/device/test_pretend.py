@@ -133,6 +133,10 @@ def test_its_random_numbers_are_its_own():
     torch.manual_seed(0)
     assert torch.equal(first, torch.randn(3, device=NAME))
     assert not torch.equal(first.cpu(), torch.randn(3))
+    drawn = [
+        torch.rand(3, device=NAME, generator=torch.Generator(NAME).manual_seed(s)) for s in (1, 1)
+    ]
+    assert torch.equal(*drawn)
     with torch.random.fork_rng([0], device_type=NAME):
         torch.randn(3, device=NAME)
     again = device.get_rng_state()
@@ -140,11 +144,12 @@ def test_its_random_numbers_are_its_own():
 
 
 @alone
-def test_autocast_casts_products_and_nothing_else():
+def test_autocast_casts_what_it_casts_on_cuda():
     layer, x = torch.nn.Linear(3, 2).to(NAME), torch.ones(1, 3, device=NAME)
     with torch.autocast(NAME, dtype=torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
         assert (x + x).dtype is torch.float32
+        assert layer(x).softmax(-1).dtype is torch.float32
     assert layer(x).dtype is torch.float32
 
 
