@@ -69,13 +69,13 @@ def test_packing(show, packings, name):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> tuple[Times, fk.Bins]:
+def rows(tmp_path_factory) -> tuple[Times, fk.data.Bins]:
     rng = np.random.default_rng(0)
     lengths = lognormal(8_000, median=300, longest=SEQ_LEN - 1)
     folder = tmp_path_factory.mktemp("rows")
     documents = (rng.integers(1, VOCAB_SIZE, length) for length in lengths)
     file = fk.write_tokens(folder / "tokens", documents, vocab_size=VOCAB_SIZE, eos_id=0)
-    bins = fk.cached_bins(folder / "bins", file, SEQ_LEN)
+    bins = fk.data.cached_bins(folder / "bins", file, SEQ_LEN)
     dataset = fk.packed_dataset(file, bins)
     (shard,) = file.shards
     with fk.make_loader(dataset, ROWS) as loader:

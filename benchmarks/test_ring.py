@@ -60,7 +60,7 @@ class Size:
 def time_ring(rank: int, world: int, size: Size, rounds: int) -> Times:
     """Rank 0 alone with the whole sequence, twice, all ranks with it, and all with their slices."""
     ring = size.run(ring_attention(Members.of(dist.group.WORLD)), world)
-    whole = size.run(fk.attend_causal, 1)
+    whole = size.run(fk.model.attend_causal, 1)
     alone = whole if rank == 0 else _nothing
     entries = {ONE: alone, RING: ring, AGAIN: alone, BESIDE: whole}
     times: Times = {name: [] for name in entries}
@@ -78,7 +78,7 @@ def time_ring(rank: int, world: int, size: Size, rounds: int) -> Times:
 def measure_ring(rank: int, world: int, size: Size) -> dict[str, float]:
     """Highest allocations of a rank, with its slice alone and in the ring."""
     runs = {
-        SLICE: size.run(fk.attend_causal, world),
+        SLICE: size.run(fk.model.attend_causal, world),
         SHARED: size.run(ring_attention(Members.of(dist.group.WORLD)), world),
     }
     peaks = {}

@@ -81,17 +81,17 @@ def loss_fn(model, batch):
 def write_token_files(data, vocab_size):
     """Make what is not there yet: one tokenizer for all, and the token file of each source."""
     paths = {name: Path(sysconfig.get_path("stdlib"), path) for name, path in data.sources.items()}
-    whole = fk.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
+    whole = fk.data.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
     for name, path in paths.items():
-        fk.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
+        fk.data.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
 
 
 def build_dataset(data, phases, seed):
     """Packed rows of each source, mixed."""
     rows = {}
     for name in data.sources:
-        documents = fk.open_tokens(data.path / name)
-        bins = fk.cached_bins(data.path / "bins", documents, data.seq_len)
+        documents = fk.data.open_tokens(data.path / name)
+        bins = fk.data.cached_bins(data.path / "bins", documents, data.seq_len)
         rows[name] = fk.packed_dataset(documents, bins)
     sizes = {name: len(dataset) for name, dataset in rows.items()}
     mix = fk.make_order(sizes, data.weights, temperature=data.temperature, seed=seed, phases=phases)

@@ -83,6 +83,34 @@ def test_the_contract_is_public(name):
     assert name in fk.__all__
 
 
+FLOORS = (fk.data, fk.model, fk.optim, fk.steps, fk.run)
+
+
+@pytest.mark.parametrize(("floor", "name"), [(f, name) for f in FLOORS for name in f.__all__])
+def test_a_name_of_a_floor_is_documented_and_not_at_the_top(floor, name):
+    assert name not in fk.__all__
+    thing = getattr(floor, name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert len((thing.__doc__ or "").strip().split("\n")[0]) > 15
+
+
+def test_the_top_level_stays_short():
+    assert len(fk.__all__) < 80
+
+
+@pytest.mark.parametrize(("module", "names"), fk._MOVED.items())
+def test_names_that_have_left_the_top_level_still_work_and_say_where_they_are(module, names):
+    for name in names:
+        with pytest.warns(DeprecationWarning, match=rf"{name} is forgekit\.{module}\.{name} now"):
+            found = getattr(fk, name)
+        assert found is getattr(getattr(fk, module), name)
+
+
+def test_a_name_that_never_was_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'forgekit' has no attribute 'trainer'"):
+        fk.trainer  # noqa: B018
+
+
 def _imports(path):
     """Each imported module with the names that are taken from it, at any depth of the file."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -122,7 +150,8 @@ def test_recipes_use_public_names_alone():
     for path in recipes:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fk":
-                assert node.attr in fk.__all__, (path.name, node.attr)
+                public = node.attr in (*fk.__all__, "data", "optim", "run", "steps", "model")
+                assert public, (path.name, node.attr)
         for module, names in _imports(path):
             if module.startswith("forgekit"):
                 public = module in ("forgekit", "forgekit.config")

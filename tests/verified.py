@@ -221,7 +221,7 @@ def another_mesh(mesh: Any) -> Any:
 def no_targets(mesh: Any) -> Any:
     """Batches in which nothing is to be learnt."""
     record = build("right", (), mesh)
-    record.loader = (fk.mask_batch(batch) for batch in batches(mesh))
+    record.loader = (fk.data.mask_batch(batch) for batch in batches(mesh))
     return record
 
 

@@ -1,1 +1,10 @@
 """From a micro-batch to logits: layers, attention, the transformer, its initial weights."""
+
+from forgekit.model.attention import attend_causal, document_mask
+from forgekit.model.dispatch import dispatch_local
+
+__all__ = [
+    "attend_causal",
+    "document_mask",
+    "dispatch_local",
+]

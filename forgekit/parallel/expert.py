@@ -144,7 +144,7 @@ def _owner(model: nn.Module, name: str) -> Any:
     raise ValueError(
         f"neither {name!r} nor a module above it has a `dispatch` socket, so its tokens could not "
         "reach other ranks. Call self.dispatch(tokens, expert_ids, experts, compute), which is "
-        "forgekit.dispatch_local at first."
+        "forgekit.model.dispatch_local at first."
     )
 
 

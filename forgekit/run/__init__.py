@@ -1,1 +1,38 @@
 """Around the loop: checkpoints, metrics, evaluation, generation, and stopping cleanly."""
+
+from forgekit.run.run_directory import Run
+from forgekit.run.checkpoints.save import wait_for_saves
+from forgekit.run.checkpoints.migration import SavedState, SavedValue
+from forgekit.run.bad_steps import BadStepError, roll_back
+from forgekit.run.bad_step_records import read_bad_steps
+from forgekit.run.run_status import RunLockedError, lock_run, write_status
+from forgekit.run.data_end import DataEnd
+from forgekit.run.health.rendezvous import HangError, barrier
+from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
+from forgekit.run.metrics import read_metrics
+from forgekit.run.generate import write_sample
+from forgekit.run.report import plot_losses
+from forgekit.run.verification.verify import VerifyReport
+
+__all__ = [
+    "Run",
+    "wait_for_saves",
+    "SavedState",
+    "SavedValue",
+    "BadStepError",
+    "roll_back",
+    "read_bad_steps",
+    "RunLockedError",
+    "lock_run",
+    "write_status",
+    "DataEnd",
+    "HangError",
+    "barrier",
+    "live_tensors",
+    "periodic_collection",
+    "report_out_of_memory",
+    "read_metrics",
+    "write_sample",
+    "plot_losses",
+    "VerifyReport",
+]

@@ -114,7 +114,7 @@ def roll_back(
     follow, and saves, so that the way back is not lost itself::
 
         if check(log(state, metrics)):
-            state = fk.roll_back(state, run.checkpoints)
+            state = fk.run.roll_back(state, run.checkpoints)
             loader.seek(state.samples, skip=state.skips)
             log.rewind(state)
             fk.checkpoint_save(state, run.checkpoints)

@@ -191,7 +191,7 @@ class Run:
             migrate: As for ``checkpoint_load``.
 
         Returns:
-            The state to go on from; see ``forgekit.roll_back``, which raises too.
+            The state to go on from; see ``forgekit.run.roll_back``, which raises too.
 
         Raises:
             ValueError: If the loader cannot go back, as a stream's; nothing is changed then.

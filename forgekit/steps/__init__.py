@@ -1,1 +1,7 @@
 """One optimizer step, its parts in the order in which they happen."""
+
+from forgekit.steps.spikes import limit_spikes
+
+__all__ = [
+    "limit_spikes",
+]

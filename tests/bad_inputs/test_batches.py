@@ -25,7 +25,7 @@ def loader(**options):
 
 
 def stream(documents=((1, 2, 3),), **options):
-    return fk.stream_documents(documents, **{"eos_id": 0, **options})
+    return fk.data.stream_documents(documents, **{"eos_id": 0, **options})
 
 
 BATCHES = {
@@ -65,28 +65,28 @@ BATCHES = {
         r"^batch has batch_size \[\]; a micro-batch has \[rows\]\. Build it as TensorDict",
     ),
     "a mask over a dict": (
-        lambda: fk.mask_batch({"labels": IDS}),
+        lambda: fk.data.mask_batch({"labels": IDS}),
         TypeError,
         "^batch is a dict; a micro-batch is a TensorDict: TensorDict",
     ),
     "samples that are None": (
-        lambda: fk.collate(None),
+        lambda: fk.data.collate(None),
         ValueError,
         "^there are no samples to collate; a micro-batch has at least one row",
     ),
     "an answer that ends as it starts": (
-        lambda: fk.mask_prompts(batch_of(), 1, 1),
+        lambda: fk.data.mask_prompts(batch_of(), 1, 1),
         ValueError,
         "^start and stop are both 1; an answer ends with another token",
     ),
     "samples of two dtypes": (
-        lambda: fk.collate([{"a": IDS}, {"a": IDS.float()}]),
+        lambda: fk.data.collate([{"a": IDS}, {"a": IDS.float()}]),
         TypeError,
         '^"a" of sample 1 holds torch.float32, of sample 0 torch.int64; stacking would cast one. G',
     ),
     **{
         f"padding with {name} of {value!r}": (
-            partial(fk.pad_positions, batch_of(), **{name: value}),
+            partial(fk.data.pad_positions, batch_of(), **{name: value}),
             TypeError,
             rf"^{name} is {value!r}, a {type(value).__name__}; pass an integer\.$",
         )
@@ -94,27 +94,27 @@ BATCHES = {
         for value in (4.0, "4")
     },
     "rows padded to a multiple of nothing": (
-        lambda: fk.pad_positions(batch_of(), multiple=0),
+        lambda: fk.data.pad_positions(batch_of(), multiple=0),
         ValueError,
         "^multiple 0 must be at least 1",
     ),
     "an answer that starts with a text": (
-        lambda: fk.mask_prompts(batch_of(), "<|assistant|>"),
+        lambda: fk.data.mask_prompts(batch_of(), "<|assistant|>"),
         TypeError,
         "^start is '<.assistant.>', a str; pass an integer",
     ),
     "an answer that starts below zero": (
-        lambda: fk.mask_prompts(batch_of(), -1),
+        lambda: fk.data.mask_prompts(batch_of(), -1),
         ValueError,
         "^start -1 must be at least 0",
     ),
     "an answer that ends with a truth": (
-        lambda: fk.mask_prompts(batch_of(), 1, True),
+        lambda: fk.data.mask_prompts(batch_of(), 1, True),
         TypeError,
         "^stop is True, a bool; pass an integer",
     ),
     "rows padded to nothing": (
-        lambda: fk.pad_positions(batch_of(), 0),
+        lambda: fk.data.pad_positions(batch_of(), 0),
         ValueError,
         "^a row has 3 positions, more than 0; truncate or drop long rows, or pack documents: forge",
     ),
@@ -231,7 +231,7 @@ LOADING = {
         "^micro_batches -1 must be at least 1",
     ),
     "no policy": (
-        lambda: fk.DataEnd(None),
+        lambda: fk.run.DataEnd(None),
         ValueError,
         "^policy None must be one of 'pad', 'drop', 'error'",
     ),

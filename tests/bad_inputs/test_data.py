@@ -135,7 +135,7 @@ def test_an_index_that_is_damaged_in_any_field_is_refused(tmp_path, changes, mes
     file = write(tmp_path).path / "index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
-        fk.open_tokens(tmp_path / "a")
+        fk.data.open_tokens(tmp_path / "a")
 
 
 INDEX = {
@@ -155,24 +155,28 @@ INDEX = {
 def test_an_index_that_is_no_json_is_refused(tmp_path, content, message):
     (write(tmp_path).path / "index.json").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        fk.open_tokens(tmp_path / "a")
+        fk.data.open_tokens(tmp_path / "a")
 
 
 NOT_TOKENS = r"is not a token file: it has no index\.json\. forgekit\.write_tokens and `forgekit pr"
 READ = {
     "a folder that is not there": (
-        lambda folder: fk.open_tokens(folder / "gone"),
+        lambda folder: fk.data.open_tokens(folder / "gone"),
         FileNotFoundError,
         rf"gone {NOT_TOKENS}",
     ),
-    "a file": (lambda folder: fk.open_tokens(__file__), FileNotFoundError, rf"py {NOT_TOKENS}"),
+    "a file": (
+        lambda folder: fk.data.open_tokens(__file__),
+        FileNotFoundError,
+        rf"py {NOT_TOKENS}",
+    ),
     "rows of nothing there": (
         lambda folder: fk.token_dataset(folder / "gone"),
         FileNotFoundError,
         rf"gone {NOT_TOKENS}",
     ),
     "documents of nothing there": (
-        lambda folder: fk.token_documents(folder / "gone"),
+        lambda folder: fk.data.token_documents(folder / "gone"),
         FileNotFoundError,
         rf"gone {NOT_TOKENS}",
     ),
@@ -251,7 +255,7 @@ ARRAYS = {
     "no capacity": (lambda: fk.pack([3], 0), ValueError, "^capacity 0 must be at least 1"),
     **{
         f"random documents with {name} of {value!r}": (
-            lambda name=name, value=value: fk.random_documents(
+            lambda name=name, value=value: fk.data.random_documents(
                 **{"vocab_size": 9, "count": 2, name: value}
             ),
             TypeError,
@@ -261,55 +265,55 @@ ARRAYS = {
         for value in (2.5, "2", True)
     },
     "a tokenizer of a fraction": (
-        lambda: fk.train_tokenizer(["to be"], 300.5),
+        lambda: fk.data.train_tokenizer(["to be"], 300.5),
         TypeError,
         "^vocab_size is 300.5, a float; pass an integer",
     ),
     "a tokenizer of a trillion": (
-        lambda: fk.train_tokenizer(["to be"], 10**12),
+        lambda: fk.data.train_tokenizer(["to be"], 10**12),
         ValueError,
         "^vocab_size 1000000000000 must be at most 4,194,304",
     ),
     "a text that is a number": (
-        lambda: fk.train_tokenizer(["to be", 3], 300),
+        lambda: fk.data.train_tokenizer(["to be", 3], 300),
         TypeError,
         "^text 1 is 3, a int; pass an iterable of texts",
     ),
     "a text that is missing": (
-        lambda: fk.train_tokenizer([None], 300),
+        lambda: fk.data.train_tokenizer([None], 300),
         TypeError,
         "^text 0 is None, a NoneType; pass an iterable of texts",
     ),
     "a key that is a number": (
-        lambda: fk.text_documents(__file__, text_key=3),
+        lambda: fk.data.text_documents(__file__, text_key=3),
         TypeError,
         "^text_key is 3, a int; pass text",
     ),
     "a way of errors that is none": (
-        lambda: fk.text_documents(__file__, errors="ignore"),
+        lambda: fk.data.text_documents(__file__, errors="ignore"),
         ValueError,
         """^errors 'ignore' must be "raise" or "skip".""",
     ),
     "paths in a dict of numbers": (
-        lambda: fk.text_documents({3: "a"}),
+        lambda: fk.data.text_documents({3: "a"}),
         TypeError,
         "^a path is 3, a int; pass a path",
     ),
     **{
         f"a Hugging Face dataset that is {value!r}": (
-            lambda value=value: fk.huggingface_documents(value),
+            lambda value=value: fk.data.huggingface_documents(value),
             TypeError,
             rf"^dataset is {re.escape(repr(value))}, a {type(value).__name__}; pass a Dataset",
         )
         for value in (3, None, ["a"], b"a")
     },
     "a split that is none": (
-        lambda: fk.huggingface_documents("gone", split=None),
+        lambda: fk.data.huggingface_documents("gone", split=None),
         TypeError,
         "^split None and text_key 'text' must be text",
     ),
     "no permutation": (
-        lambda: fk.permute(0, -5, 1),
+        lambda: fk.data.permute(0, -5, 1),
         ValueError,
         "^n -5 must be positive: there is no permutation of nothing",
     ),
@@ -336,7 +340,7 @@ ARRAYS = {
         r"^group must be integers \[documents\] = \[2\], one for each length, not float64 of sh",
     ),
     "bins that end elsewhere": (
-        lambda: fk.Bins([0, 5], [0], [0], [1]),
+        lambda: fk.data.Bins([0, 5], [0], [0], [1]),
         ValueError,
         r"^the offsets of bins go from \[0\] to \[5\]; they must go from 0 to the number of piece",
     ),
@@ -366,12 +370,12 @@ ARRAYS = {
         "^document 0 holds token id 9223372036854775808; ids must be 0 to .* = 4294967295",
     ),
     "one text for many": (
-        lambda: fk.train_tokenizer("to be", 300),
+        lambda: fk.data.train_tokenizer("to be", 300),
         TypeError,
         r"^texts is one str, read letter by letter; pass an iterable of texts: \[text\]",
     ),
     "an empty path": (
-        lambda: fk.text_documents(""),
+        lambda: fk.data.text_documents(""),
         ValueError,
         '^a path is empty; name a file or folder. "." is the current folder',
     ),
@@ -386,12 +390,12 @@ ARRAYS = {
         "^the bins name document 0; there are 0 documents. The bins were made for others: pack th",
     ),
     "a negative vocabulary": (
-        lambda: fk.random_documents(-9, 2),
+        lambda: fk.data.random_documents(-9, 2),
         ValueError,
         r"^vocab_size -9 must be at least 1\.$",
     ),
     "a document before the first": (
-        lambda: fk.random_documents(9, 2)[-1],
+        lambda: fk.data.random_documents(9, 2)[-1],
         IndexError,
         r"^document -1 must lie in range\(2\)",
     ),

@@ -34,9 +34,9 @@ def test_files_that_are_no_tokenizers_are_refused(tmp_path, content, message):
     file.write_bytes(content)
     (tmp_path / "a.txt").write_text("to be or not to be")
     with pytest.raises(ValueError, match=rf"{file} {message}"):
-        fk.load_tokenizer(tmp_path)
+        fk.data.load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=rf"{file} {message}"):
-        fk.prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=file)
+        fk.data.prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=file)
     assert not (tmp_path / "out").exists()
 
 
@@ -112,7 +112,7 @@ PREPARED = {
 def test_preparations_that_cannot_be_are_refused(tmp_path, options, error, message):
     (tmp_path / "a.txt").write_text("to be or not to be " * 50)
     with pytest.raises(error, match=message):
-        fk.prepare(tmp_path / "a.txt", tmp_path / "out", **{"vocab_size": 300, **options})
+        fk.data.prepare(tmp_path / "a.txt", tmp_path / "out", **{"vocab_size": 300, **options})
     assert not (tmp_path / "out" / "index.json").exists()
 
 
@@ -206,7 +206,7 @@ TEXTS = {
 def test_files_that_hold_no_text_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        list(fk.text_documents(tmp_path))
+        list(fk.data.text_documents(tmp_path))
 
 
 LOGS = {
@@ -224,21 +224,21 @@ def test_lines_that_are_no_rows_of_metrics_are_named(tmp_path, content):
     file.write_bytes(content + b'\n{"step": 2}\n')
     message = r"metrics\.jsonl, line 1: .* is not a JSON object with a \"step\"\. Repair or delete"
     with pytest.raises(ValueError, match=message):
-        fk.read_metrics(file)
+        fk.run.read_metrics(file)
     with pytest.raises(ValueError, match=message):
-        fk.plot_losses(file, tmp_path / "a.png")
+        fk.run.plot_losses(file, tmp_path / "a.png")
 
 
 PATHS = {
-    "text_documents": (fk.text_documents, "a path"),
-    "open_tokens": (fk.open_tokens, "the token file"),
-    "token_documents": (fk.token_documents, "the token file"),
+    "text_documents": (fk.data.text_documents, "a path"),
+    "open_tokens": (fk.data.open_tokens, "the token file"),
+    "token_documents": (fk.data.token_documents, "the token file"),
     "token_dataset": (fk.token_dataset, "the token file"),
-    "load_tokenizer": (fk.load_tokenizer, "the tokenizer's path"),
-    "huggingface_documents": (fk.huggingface_documents, "the dataset's name"),
+    "load_tokenizer": (fk.data.load_tokenizer, "the tokenizer's path"),
+    "huggingface_documents": (fk.data.huggingface_documents, "the dataset's name"),
     "write_tokens": (lambda path: fk.write_tokens(path, [[1]], vocab_size=2, eos_id=0), "the path"),
-    "prepare": (lambda path: fk.prepare(__file__, path), "out"),
-    "cached_bins": (lambda path: fk.cached_bins(path, [3], 4), "folder"),
+    "prepare": (lambda path: fk.data.prepare(__file__, path), "out"),
+    "cached_bins": (lambda path: fk.data.cached_bins(path, [3], 4), "folder"),
 }
 NO_PATHS = {
     "empty": ("", r'is empty; name a file or folder\. "\." is the current folder\.$'),

@@ -150,10 +150,10 @@ SPECS = {
 }
 RATES = {
     "constant": lambda **given: fk.constant(given.get("peak", 0.1)),
-    "linear": lambda **given: fk.linear(**{"peak": 0.1, "total": 8, **given}),
-    "cosine": lambda **given: fk.cosine(**{"peak": 0.1, "total": 8, **given}),
+    "linear": lambda **given: fk.optim.linear(**{"peak": 0.1, "total": 8, **given}),
+    "cosine": lambda **given: fk.optim.cosine(**{"peak": 0.1, "total": 8, **given}),
     "wsd": lambda **given: fk.wsd(**{"peak": 0.1, "warmup": 1, "decay": 2, "total": 8, **given}),
-    "warmup_linear": lambda **given: fk.warmup_linear(
+    "warmup_linear": lambda **given: fk.optim.warmup_linear(
         **{"peak": 0.1, "warmup": 1, "total": 8, **given}
     ),
     "warmup_cosine": lambda **given: fk.warmup_cosine(
@@ -207,12 +207,12 @@ SETTINGS = {
         for value in ("1", 0.1, True)
     },
     "a warm-up of a rate": (
-        lambda: fk.warmup(0.1, 4),
+        lambda: fk.optim.warmup(0.1, 4),
         TypeError,
         r"^schedule is 0\.1, a float; pass a function of the step, such as forgekit\.constant",
     ),
     "a warm-up of 0.1 steps": (
-        lambda: fk.warmup(fk.constant(1.0), 0.1),
+        lambda: fk.optim.warmup(fk.constant(1.0), 0.1),
         TypeError,
         "^warmup is 0.1, a float; pass an integer",
     ),
@@ -223,7 +223,7 @@ SETTINGS = {
     ),
     **{
         f"a weight decay of {value!r}": (
-            lambda value=value: fk.decay_groups(fk.Transformer(SPEC), value),
+            lambda value=value: fk.optim.decay_groups(fk.Transformer(SPEC), value),
             error,
             message,
         )
@@ -264,7 +264,7 @@ SETTINGS = {
         r"^weight_decay is -1\.0; it must be finite and not negative\.$",
     ),
     "a decay after its end": (
-        lambda: fk.cosine(1.0, 0),
+        lambda: fk.optim.cosine(1.0, 0),
         ValueError,
         r"^total 0 must be above 0, the step at which decay starts\.$",
     ),
@@ -279,7 +279,7 @@ SETTINGS = {
         r"^warmup 0 \+ decay -2 = -2 must fit into total 4, with a decay of at least 1 step",
     ),
     "a negative warm-up": (
-        lambda: fk.warmup_linear(1.0, warmup=-1, total=4),
+        lambda: fk.optim.warmup_linear(1.0, warmup=-1, total=4),
         ValueError,
         r"^warmup is -1 steps; it must not be negative\.$",
     ),
@@ -362,12 +362,12 @@ SETTINGS = {
         "^patience_s is -1; it must be 0 seconds or more",
     ),
     "a status that is none": (
-        lambda: fk.write_status("never", "done"),
+        lambda: fk.run.write_status("never", "done"),
         ValueError,
         "^status 'done' is not known; it is one of running, finished, stopped, failed",
     ),
     "a way back from a good step": (
-        lambda: fk.roll_back(create(), "never"),
+        lambda: fk.run.roll_back(create(), "never"),
         ValueError,
         "^step 0 was good, so there is nothing to roll back from",
     ),
@@ -424,7 +424,9 @@ STEPS = {
         r"^sources is the text 'code'; pass a sequence of names: order\.sources",
     ),
     "tokens without an expert": (
-        lambda: fk.dispatch_local(torch.ones(3, 1), torch.tensor([0, 1]), 2, lambda x, counts: x),
+        lambda: fk.model.dispatch_local(
+            torch.ones(3, 1), torch.tensor([0, 1]), 2, lambda x, counts: x
+        ),
         ValueError,
         r"^tokens have shape \(3, 1\) and expert_ids \(2,\); expert_ids must be \[n\], one for",
     ),

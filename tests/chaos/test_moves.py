@@ -65,7 +65,7 @@ def test_a_run_moves(scene, survived, name, stretches):
     assert saved_step(scene.out) == STEPS
     for step in range(1, STEPS + 1):
         samples = range((step - 1) * BATCH, step * BATCH)
-        assert sorted(rows[step]) == sorted(fk.sample_rows(samples, ROWS, 0).tolist())
+        assert sorted(rows[step]) == sorted(fk.data.sample_rows(samples, ROWS, 0).tolist())
     one = scene.undisturbed(1, batch_size=BATCH, **SETTINGS)
     found = [(row["step"], row["train/loss"]) for row in results(scene.out)]
     assert [step for step, _ in found] == list(range(1, STEPS + 1))

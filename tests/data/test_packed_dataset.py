@@ -183,7 +183,7 @@ def test_the_dataset_says_what_it_is(tmp_path):
 
 def test_a_fingerprint_names_transforms_as_runs_have_saved_them():
     """Whatever a function is called now and wherever it is: earlier runs must resume."""
-    for pad in (partial(fk.pad_places, places=8), partial(fk.pad_positions, positions=8)):
+    for pad in (partial(fk.data.pad_places, places=8), partial(fk.data.pad_positions, positions=8)):
         dataset = packed([[9, 12, 13], [4, 5]], transforms=[pad, fk.shift_labels])
         assert hash_of(dataset.fingerprint) == (
             "593d191d10a24149f0d28695b0f408d34c16e8114b24f463da08895e4d1e49b2"

@@ -52,16 +52,16 @@ def test_answers_alone_carry_a_loss(data, stop, packed):
     ids = [data.draw(tokens) for _ in range(shape[0])]
     documents = [sorted(data.draw(tokens)) for _ in range(shape[0])] if packed else None
     batch = rows(ids, documents)
-    masked = fk.mask_prompts(batch, START, stop)
+    masked = fk.data.mask_prompts(batch, START, stop)
     assert masked["labels"].tolist() == by_loop(batch, stop)
     assert torch.equal(masked["input_ids"], batch["input_ids"])
     for row, label_row in zip(masked, batch, strict=True):  # and one row at a time
-        assert torch.equal(fk.mask_prompts(label_row, START, stop)["labels"], row["labels"])
+        assert torch.equal(fk.data.mask_prompts(label_row, START, stop)["labels"], row["labels"])
 
 
 def test_two_turns_and_a_second_document_by_hand():
     batch = rows([[9, 1, 5, 2, 8, 1, 6, 7, 7]], [[0, 0, 0, 0, 0, 0, 0, 3, 3]])
-    masked = fk.mask_prompts(batch, START, STOP)["labels"].tolist()
+    masked = fk.data.mask_prompts(batch, START, STOP)["labels"].tolist()
     assert masked == [[-100, 5, 2, -100, -100, 6, -100, -100]]
 
 
@@ -69,39 +69,41 @@ def test_a_mask_before_labels_is_refused():
     with pytest.raises(
         ValueError, match=r'found no "labels"; the batch has "input_ids".*shift_lab'
     ):
-        fk.mask_prompts(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), START)
+        fk.data.mask_prompts(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), START)
     with pytest.raises(ValueError, match=r"start and stop are both 1; .*another token"):
-        fk.mask_prompts(rows([[1, 2, 3]]), START, START)
+        fk.data.mask_prompts(rows([[1, 2, 3]]), START, START)
 
 
 def test_padding_fills_each_key_in_its_way():
     batch = rows([[5, 6, 7, 8], [1, 2, 3, 4]], [[0, 0, 1, 1], [0, 0, 0, 0]])
     batch["source"] = torch.tensor([3, 4])
-    padded = fk.pad_positions(batch, multiple=4, token=9)
+    padded = fk.data.pad_positions(batch, multiple=4, token=9)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9], [1, 2, 3, 9]]
     assert padded["labels"].tolist() == [[6, -100, 8, -100], [2, 3, 4, -100]]
     assert padded["doc_ids"].tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
     assert padded["source"].tolist() == [3, 4]
     assert batch["labels"].shape == (2, 3)
-    assert fk.pad_positions(padded, multiple=2)["labels"].tolist() == padded["labels"].tolist()
+    assert fk.data.pad_positions(padded, multiple=2)["labels"].tolist() == padded["labels"].tolist()
 
 
 def test_padding_that_cannot_be_is_refused():
     with pytest.raises(
         ValueError, match="a row has 3 positions, more than 2; truncate or drop long"
     ):
-        fk.pad_positions(rows([[1, 2, 3, 4]]), 2)
+        fk.data.pad_positions(rows([[1, 2, 3, 4]]), 2)
     with pytest.raises(ValueError, match="positions 6 must be divisible by multiple 4"):
-        fk.pad_positions(rows([[1, 2, 3, 4]]), 6, multiple=4)
+        fk.data.pad_positions(rows([[1, 2, 3, 4]]), 6, multiple=4)
     with pytest.raises(ValueError, match=r'pad_positions found no "labels"'):
-        fk.pad_positions(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), 8)
+        fk.data.pad_positions(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), 8)
 
 
 def test_the_earlier_name_of_padding_still_works_and_names_the_new_one():
     batch = rows([[1, 2, 3, 4]])
-    with pytest.warns(DeprecationWarning, match=r"pad_places is now forgekit\.pad_positions, and"):
-        padded = fk.pad_places(batch, places=8, token=5)
-    expected = fk.pad_positions(batch, positions=8, token=5)
+    with pytest.warns(
+        DeprecationWarning, match=r"pad_places is forgekit\.data\.pad_positions now, and"
+    ):
+        padded = fk.data.pad_places(batch, places=8, token=5)
+    expected = fk.data.pad_positions(batch, positions=8, token=5)
     assert all(torch.equal(padded[key], expected[key]) for key in ("input_ids", "labels"))
 
 
@@ -109,7 +111,7 @@ def test_padded_positions_change_no_gradient():
     model = fk.Transformer(SPEC).double()
     short = rows([[5, 6, 7, 8], [1, 2, 3, 4]])
     gradients = []
-    for batch in (short, fk.pad_positions(short, 8)):
+    for batch in (short, fk.data.pad_positions(short, 8)):
         loss = fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
         gradients.append((loss.sum, torch.autograd.grad(loss.sum, list(model.parameters()))))
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)

@@ -73,7 +73,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Tensor:
 def compare(heads: int, kv_heads: int, doc_ids: Tensor | None) -> None:
     inputs = draw(heads, kv_heads)
     upstream = torch.randn(inputs[0].shape, dtype=torch.float64)
-    found = fk.attend_causal(*inputs, doc_ids=doc_ids)
+    found = fk.model.attend_causal(*inputs, doc_ids=doc_ids)
     expected = naive(*inputs, doc_ids)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     gradients = torch.autograd.grad((found * upstream).sum(), inputs)
@@ -97,7 +97,7 @@ def test_with_documents_it_is_causal_softmax_inside_each(path, documents, heads,
 @pytest.mark.parametrize("documents", ["one each", "ragged", "ids fall", "padded"])
 def test_the_path_is_the_one_that_was_forced(path, documents, calls):
     doc_ids = torch.tensor(DOCUMENTS[documents])
-    fk.attend_causal(*draw(2, 1), doc_ids=doc_ids)
+    fk.model.attend_causal(*draw(2, 1), doc_ids=doc_ids)
     runs = sum(1 + int((row[1:] != row[:-1]).sum()) for row in doc_ids)
     if path == "mask" or documents == "one each":  # as many pairs either way: one call is less
         assert len(calls) == 1
@@ -113,7 +113,7 @@ def test_an_id_that_comes_back_goes_through_the_mask(monkeypatch, calls, documen
     doc_ids = torch.tensor(
         DOCUMENTS.get(documents, documents) if isinstance(documents, str) else documents
     )
-    fk.attend_causal(*draw(2, 1), doc_ids=doc_ids)
+    fk.model.attend_causal(*draw(2, 1), doc_ids=doc_ids)
     assert len(calls) == 1
     assert calls[0] is not None
 
@@ -122,7 +122,7 @@ def test_padding_between_documents_does_not_force_the_mask(monkeypatch, calls):
     monkeypatch.setattr(attention, "CALL_COST", 0)
     doc_ids = torch.tensor([[0, 0, -1, 1, 1, -1, -1, 2, 2]])
     inputs = draw(2, 1, rows=1)
-    found = fk.attend_causal(*inputs, doc_ids=doc_ids)
+    found = fk.model.attend_causal(*inputs, doc_ids=doc_ids)
     assert calls == [None] * 5
     real = doc_ids[0] != -1
     torch.testing.assert_close(found[0, real], naive(*inputs, doc_ids)[0, real], rtol=0, atol=1e-13)
@@ -135,7 +135,7 @@ def test_padding_between_documents_does_not_force_the_mask(monkeypatch, calls):
 def test_the_cheaper_path_is_taken(calls, places, length, masked):
     """By the count of pairs: 4 heads, and 30,000 more for each call."""
     doc_ids = torch.arange(places)[None] // length
-    fk.attend_causal(*(x.float() for x in draw(4, 2, places, rows=1)), doc_ids=doc_ids)
+    fk.model.attend_causal(*(x.float() for x in draw(4, 2, places, rows=1)), doc_ids=doc_ids)
     assert [mask is not None for mask in calls] == (
         [True] if masked else [False] * (places // length)
     )
@@ -149,7 +149,7 @@ def test_a_changed_document_leaves_the_others_bit_equal(path, dtype, changed):
     after = [x.detach().to(dtype) * 3 for x in draw(4, 2, 64, rows=1, seed=1)]
     there = (doc_ids == changed)[..., None, None]
     mixed = [torch.where(there, b, a) for a, b in zip(before, after, strict=True)]
-    first, second = (fk.attend_causal(*x, doc_ids=doc_ids) for x in (before, mixed))
+    first, second = (fk.model.attend_causal(*x, doc_ids=doc_ids) for x in (before, mixed))
     others = doc_ids != changed
     assert torch.equal(first[others], second[others])
     assert not torch.equal(first[~others], second[~others])
@@ -158,7 +158,7 @@ def test_a_changed_document_leaves_the_others_bit_equal(path, dtype, changed):
 def test_no_gradient_crosses_into_another_document(path):
     doc_ids = torch.tensor(DOCUMENTS["ragged"])
     inputs = draw(4, 2)
-    out = fk.attend_causal(*inputs, doc_ids=doc_ids)
+    out = fk.model.attend_causal(*inputs, doc_ids=doc_ids)
     for gradient in torch.autograd.grad(out[0, 4:].sum() + out[1].sum(), inputs):
         assert torch.equal(gradient[0, :4], torch.zeros_like(gradient[0, :4]))
         assert gradient[1].abs().sum() > 0
@@ -167,6 +167,6 @@ def test_no_gradient_crosses_into_another_document(path):
 @pytest.mark.parametrize("row", [[-1] * 9, [-1] * 4 + [0] * 5, [0] * 3 + [-1] * 6])
 def test_padding_is_finite_forward_and_backward(path, row):
     inputs = draw(4, 2)
-    out = fk.attend_causal(*inputs, doc_ids=torch.tensor([row, [0] * 9]))
+    out = fk.model.attend_causal(*inputs, doc_ids=torch.tensor([row, [0] * 9]))
     gradients = torch.autograd.grad(out.square().sum(), inputs)
     assert all(torch.isfinite(x).all() for x in (out, *gradients))

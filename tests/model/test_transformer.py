@@ -293,7 +293,7 @@ def test_attend_is_a_socket():
 
     def attend(q, k, v, *, doc_ids):
         calls.append((q.shape, k.shape, v.shape, doc_ids))
-        return fk.attend_causal(q, k, v, doc_ids=doc_ids)
+        return fk.model.attend_causal(q, k, v, doc_ids=doc_ids)
 
     for layer in model.layers:
         layer.attention.attend = attend

@@ -12,11 +12,11 @@ HALF = math.sqrt(0.5)
 
 TABLE = [
     ("constant", fk.constant(0.3), {0: 0.3, 5: 0.3, 10**9: 0.3}),
-    ("linear", fk.linear(2.0, 8), {0: 2.0, 2: 1.5, 6: 0.5, 8: 0.0, 9: 0.0, 10**9: 0.0}),
-    ("linear, final", fk.linear(2.0, 8, final=1.0), {0: 2.0, 4: 1.5, 8: 1.0, 99: 1.0}),
-    ("linear, rising", fk.linear(1.0, 4, final=3.0), {0: 1.0, 1: 1.5, 4: 3.0, 5: 3.0}),
-    ("cosine", fk.cosine(2.0, 8), {0: 2.0, 2: 1 + HALF, 4: 1.0, 6: 1 - HALF, 8: 0.0, 9: 0.0}),
-    ("cosine, final", fk.cosine(2.0, 8, final=0.5), {0: 2.0, 4: 1.25, 8: 0.5, 100: 0.5}),
+    ("linear", fk.optim.linear(2.0, 8), {0: 2.0, 2: 1.5, 6: 0.5, 8: 0.0, 9: 0.0, 10**9: 0.0}),
+    ("linear, final", fk.optim.linear(2.0, 8, final=1.0), {0: 2.0, 4: 1.5, 8: 1.0, 99: 1.0}),
+    ("linear, rising", fk.optim.linear(1.0, 4, final=3.0), {0: 1.0, 1: 1.5, 4: 3.0, 5: 3.0}),
+    ("cosine", fk.optim.cosine(2.0, 8), {0: 2.0, 2: 1 + HALF, 4: 1.0, 6: 1 - HALF, 8: 0.0, 9: 0.0}),
+    ("cosine, final", fk.optim.cosine(2.0, 8, final=0.5), {0: 2.0, 4: 1.25, 8: 0.5, 100: 0.5}),
     (
         "wsd, sqrt",
         fk.wsd(1.0, warmup=4, decay=4, total=16),
@@ -39,18 +39,18 @@ TABLE = [
     ),
     (
         "warmup of a constant",
-        fk.warmup(fk.constant(4.0), 4),
+        fk.optim.warmup(fk.constant(4.0), 4),
         {0: 1.0, 1: 2.0, 3: 4.0, 4: 4.0, 9: 4.0},
     ),
     (
         "warmup of a decay, which starts after it",
-        fk.warmup(fk.linear(1.0, 4), 2),
+        fk.optim.warmup(fk.optim.linear(1.0, 4), 2),
         {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 6: 0.0, 7: 0.0},
     ),
-    ("warmup of nothing", fk.warmup(fk.linear(1.0, 4), 0), {0: 1.0, 1: 0.75, 4: 0.0}),
+    ("warmup of nothing", fk.optim.warmup(fk.optim.linear(1.0, 4), 0), {0: 1.0, 1: 0.75, 4: 0.0}),
     (
         "warmup_linear",
-        fk.warmup_linear(peak=1.0, warmup=2, total=6, final=0.2),
+        fk.optim.warmup_linear(peak=1.0, warmup=2, total=6, final=0.2),
         {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.6, 6: 0.2, 7: 0.2},
     ),
     (
@@ -86,16 +86,16 @@ TABLE = [
     (
         "a phase from the start, one at the last sample of a step, one at the first",
         fk.with_phases(
-            fk.linear(1.0, 8),
+            fk.optim.linear(1.0, 8),
             [fk.Phase(0, lr_scale=4), fk.Phase(15, lr_scale=2), fk.Phase(16, lr_scale=1)],
             global_batch_size=8,
         ),
         {0: 4.0, 1: 1.75, 2: 0.75, 4: 0.5},
     ),
-    ("no phases", fk.with_phases(fk.linear(1.0, 4), (), 7), {0: 1.0, 1: 0.75}),
+    ("no phases", fk.with_phases(fk.optim.linear(1.0, 4), (), 7), {0: 1.0, 1: 0.75}),
     (
         "warmup_linear, as long as the run",
-        fk.warmup_linear(peak=1.0, warmup=4, total=4),
+        fk.optim.warmup_linear(peak=1.0, warmup=4, total=4),
         {0: 0.25, 3: 1.0, 4: 1.0, 5: 0.0},
     ),
 ]
@@ -125,9 +125,15 @@ def test_a_rate_depends_on_the_step_alone(schedule):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: fk.linear(1.0, 0), r"^total 0 must be above 0, the step at which decay starts\.$"),
-        (lambda: fk.cosine(1.0, -3), r"^total -3 must be above 0"),
-        (lambda: fk.warmup(fk.constant(1.0), -1), r"^warmup is -1 steps; it must not be negative"),
+        (
+            lambda: fk.optim.linear(1.0, 0),
+            r"^total 0 must be above 0, the step at which decay starts\.$",
+        ),
+        (lambda: fk.optim.cosine(1.0, -3), r"^total -3 must be above 0"),
+        (
+            lambda: fk.optim.warmup(fk.constant(1.0), -1),
+            r"^warmup is -1 steps; it must not be negative",
+        ),
         (
             lambda: fk.wsd(1.0, warmup=5, decay=6, total=10),
             r"^warmup 5 \+ decay 6 = 11 must fit into total 10, with a decay of at least 1 step\.$",

@@ -15,7 +15,7 @@ def names_by_decay(model, weight_decay=0.3):
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         group["weight_decay"]: {names[p] for p in group["params"]}
-        for group in fk.decay_groups(model, weight_decay)
+        for group in fk.optim.decay_groups(model, weight_decay)
     }
 
 
@@ -69,16 +69,16 @@ def test_a_foreign_model_is_split_by_the_same_rule():
 
 def test_each_trainable_parameter_is_in_one_group_once():
     model = Foreign()
-    listed = [p for group in fk.decay_groups(model, 0.1) for p in group["params"]]
+    listed = [p for group in fk.optim.decay_groups(model, 0.1) for p in group["params"]]
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert len(listed) == len(set(listed)) == len(trainable)
     assert set(listed) == set(trainable)
 
 
 def test_a_group_without_parameters_is_left_out():
-    groups = fk.decay_groups(nn.Linear(2, 2, bias=False), 0.1)
+    groups = fk.optim.decay_groups(nn.Linear(2, 2, bias=False), 0.1)
     assert [group["weight_decay"] for group in groups] == [0.1]
-    assert [group["weight_decay"] for group in fk.decay_groups(nn.LayerNorm(2), 0.1)] == [0.0]
+    assert [group["weight_decay"] for group in fk.optim.decay_groups(nn.LayerNorm(2), 0.1)] == [0.0]
 
 
 @pytest.mark.bad_input
@@ -87,7 +87,7 @@ def test_a_negative_decay_is_refused(weight_decay):
     with pytest.raises(
         ValueError, match=rf"weight_decay is {weight_decay}; it must be finite and not neg"
     ):
-        fk.decay_groups(nn.Linear(2, 2), weight_decay)
+        fk.optim.decay_groups(nn.Linear(2, 2), weight_decay)
 
 
 @pytest.mark.bad_input

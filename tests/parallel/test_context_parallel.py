@@ -73,7 +73,7 @@ class Sockets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend = fk.attend_causal
+        self.attend = fk.model.attend_causal
         self.locate = locate_all
 
 
@@ -543,6 +543,6 @@ def test_one_rank_keeps_its_sockets():
     try:
         model = Sockets()
         assert apply_context(model, mesh, "both") == (1, 1, 0, {})
-        assert model.attend is fk.attend_causal
+        assert model.attend is fk.model.attend_causal
     finally:
         fk.shutdown()

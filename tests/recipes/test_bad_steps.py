@@ -70,7 +70,7 @@ def runs(tokens, tmp_path_factory):
 
 def test_it_ends_as_if_the_samples_had_never_been_there(runs):
     found, expected = (
-        {row["step"]: row for row in fk.read_metrics(runs / name / "metrics.jsonl")}
+        {row["step"]: row for row in fk.run.read_metrics(runs / name / "metrics.jsonl")}
         for name in ("breaks", "knows")
     )
     assert list(found) == list(range(1, STEPS + 1))
@@ -119,7 +119,7 @@ def test_a_good_step_is_replayed_bitwise(runs):
     script = ["--script", str(runs / "breaks.py")]
     assert main(["replay", str(runs / "knows"), "--step", "7", *script]) == 0
     found = json.loads((runs / "knows" / "replay_step_7.json").read_text())
-    rows = {row["step"]: row for row in fk.read_metrics(runs / "knows" / "metrics.jsonl")}
+    rows = {row["step"]: row for row in fk.run.read_metrics(runs / "knows" / "metrics.jsonl")}
     assert found["loss"] == rows[7]["train/loss"]
     assert found["grad_norm"] == rows[7]["train/grad_norm"]
     assert (found["first_bad_output"], found["highest_bad_gradient"]) == (None, None)
@@ -135,7 +135,7 @@ def test_a_recipe_whose_setup_returns_a_tuple_is_replayed(runs, tmp_path):
     script = ["--script", str(tmp_path / "old.py")]
     assert main(["replay", str(runs / "knows"), "--step", "4", *script]) == 0
     found = json.loads((runs / "knows" / "replay_step_4.json").read_text())
-    rows = {row["step"]: row for row in fk.read_metrics(runs / "knows" / "metrics.jsonl")}
+    rows = {row["step"]: row for row in fk.run.read_metrics(runs / "knows" / "metrics.jsonl")}
     assert found["loss"] == rows[4]["train/loss"]
 
 
@@ -144,7 +144,7 @@ def test_more_ways_back_than_allowed_end_the_run(tokens, tmp_path):
     text = (folder / "breaks.py").read_text()
     (folder / "hopeless.py").write_text(text.replace("in BROKEN for row", "for row"))
     arguments = settings(tokens, folder / "hopeless")
-    with pytest.raises(fk.BadStepError, match="no good checkpoint of step 0 or before"):
+    with pytest.raises(fk.run.BadStepError, match="no good checkpoint of step 0 or before"):
         main(["run", "hopeless", *arguments], recipes=folder)
     status = json.loads((folder / "hopeless" / "status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 2)

@@ -162,7 +162,7 @@ def test_a_run_directory_holds_what_happened(undisturbed):
 def test_held_out_text_is_measured_in_bits_per_byte(undisturbed, tokens):
     *others, last = results(undisturbed)
     assert not any("eval/heldout/loss" in row for row in others)
-    held_out = fk.open_tokens(tokens / "heldout")
+    held_out = fk.data.open_tokens(tokens / "heldout")
     assert last["eval/heldout/targets"] == held_out.tokens - 1
     bits = last["eval/heldout/loss"] * held_out.tokens / held_out.metadata["text_bytes"]
     assert last["eval/heldout/bits_per_byte"] == pytest.approx(bits / math.log(2), rel=1e-12)

@@ -23,7 +23,7 @@ def prepared(tmp_path_factory):
     for number in range(12):
         (folder / f"{number}.py").write_text(TEXT.replace("a", f"a{number}") * 10)
     path = folder / "tokens"
-    fk.prepare([folder], path, vocab_size=300, held_out_every=4)
+    fk.data.prepare([folder], path, vocab_size=300, held_out_every=4)
     return path
 
 
@@ -32,7 +32,7 @@ def minimal(out, data):
 
 
 def pretrain(out, data):
-    size = fk.open_tokens(data).vocab_size
+    size = fk.data.open_tokens(data).vocab_size
     return arguments(out=out, data__path=data, steps=12, model__vocab_size=size, prompt="def ")
 
 

@@ -110,7 +110,7 @@ def test_a_run_moves_between_numbers_of_ranks_and_sees_each_sample_once(tmp_path
     for step, (rows, loss) in moved.items():
         samples = np.arange(GLOBAL_BATCH) + (step - 1) * GLOBAL_BATCH
         assert sorted(rows) == sorted(expected[step][0])
-        assert sorted(rows) == sorted(fk.sample_rows(samples, ROWS, SEED).tolist())
+        assert sorted(rows) == sorted(fk.data.sample_rows(samples, ROWS, SEED).tolist())
         assert loss == pytest.approx(expected[step][1], rel=1e-9)
     for epoch in (range(1, 6), range(6, 11)):
         assert sorted(row for step in epoch for row in moved[step][0]) == list(range(ROWS))

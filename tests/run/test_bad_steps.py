@@ -149,7 +149,7 @@ def test_after_the_way_back_the_run_is_as_if_the_samples_had_never_been_there(tm
     assert int(expected.targets) == int(state.targets)
     for name, tensor in full_tensors(expected.model).items():
         assert torch.equal(full_tensors(state.model)[name], tensor), name
-    steps = [row["step"] for row in fk.read_metrics(tmp_path / "metrics.jsonl")]
+    steps = [row["step"] for row in fk.run.read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 21))
 
 

@@ -100,7 +100,7 @@ def test_a_committed_checkpoint_is_never_reported_as_failed(
     trouble(tmp_path, monkeypatch)
     path = fk.checkpoint_save(build(2), tmp_path, keep=1, blocking=blocking).wait()
     assert path == tmp_path / "step_00000002"
-    fk.wait_for_saves()
+    fk.run.wait_for_saves()
     monkeypatch.undo()
     assert any(re.search(message, text) for text in caplog.messages), caplog.messages
     assert not list(tmp_path.glob(".*"))

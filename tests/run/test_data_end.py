@@ -36,7 +36,7 @@ def train(rank, world, policy, lengths):
     model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     state = fk.TrainState.create(model, optimizer, mesh=mesh)
-    end = fk.DataEnd(policy)
+    end = fk.run.DataEnd(policy)
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), max_norm=math.inf, end=end)
     stream = iter(micro_batches(rank)[: lengths[rank]])  # without a length
     found = []
@@ -85,12 +85,12 @@ def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
 
 def stream_train(rank, world):
     documents = [[number] * 7 for number in range(1, 4)]  # three, so one rank has two
-    stream = fk.stream_documents(documents, 4, 1, eos_id=0, rank=rank, world=world, epochs=1)
+    stream = fk.data.stream_documents(documents, 4, 1, eos_id=0, rank=rank, world=world, epochs=1)
     model = fk.Transformer(SPEC).double()
     mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
     model = fk.parallelize(model, mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    end = fk.DataEnd("pad")
+    end = fk.run.DataEnd("pad")
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), end=end)
     targets = []
     for batches in fk.groups(stream, 1, end=end):
@@ -107,8 +107,8 @@ def test_document_streams_of_one_epoch_train_on_every_document_once():
 
 
 def empty_train(rank, world):
-    stream = fk.stream_documents([[1, 2, 3]], 4, 1, eos_id=0, rank=0, world=1, epochs=1)
-    end = fk.DataEnd("pad")
+    stream = fk.data.stream_documents([[1, 2, 3]], 4, 1, eos_id=0, rank=0, world=1, epochs=1)
+    end = fk.run.DataEnd("pad")
     for batch in stream:
         assert int((batch["labels"] != -100).sum()) == 3
     group = next(fk.groups(stream, 2, end=end))  # nothing is left, so padding alone
@@ -127,18 +127,18 @@ def test_a_stream_without_anything_left_knows_what_padding_looks_like():
 
 def test_each_mistake_is_named():
     with pytest.raises(ValueError, match="policy 'repeat' must be one of 'pad', 'drop', 'error'"):
-        fk.DataEnd("repeat")
+        fk.run.DataEnd("repeat")
     with pytest.raises(ValueError, match="partial 'drop' and end contradict each other"):
-        fk.groups([1], 1, partial="drop", end=fk.DataEnd())
+        fk.groups([1], 1, partial="drop", end=fk.run.DataEnd())
     with pytest.raises(RuntimeError, match=r"an end= that no data know of; .*forgekit.groups"):
-        fk.DataEnd().vote()
+        fk.run.DataEnd().vote()
     endless = iter(micro_batches(0))
-    loop = fk.groups(endless, 1, end=fk.DataEnd())
+    loop = fk.groups(endless, 1, end=fk.run.DataEnd())
     next(loop)
     with pytest.raises(RuntimeError, match=r"an end= that the step does not know of.*make_step"):
         next(loop)
     with pytest.raises(ValueError, match="stream ended before its first micro-batch"):
-        list(next(fk.groups(iter(()), 1, end=fk.DataEnd())))
-    stream = fk.stream_documents([[1, 2], [3, 4]], 4, 1, eos_id=0, rank=0, world=2, epochs=1)
+        list(next(fk.groups(iter(()), 1, end=fk.run.DataEnd())))
+    stream = fk.data.stream_documents([[1, 2], [3, 4]], 4, 1, eos_id=0, rank=0, world=2, epochs=1)
     with pytest.raises(ValueError, match=r"one of 2 and ends on its own.*DataEnd"):
         fk.groups(stream, 1)

@@ -189,7 +189,7 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
     nn.init.eye_(model[1].weight)
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
     state = attrs.evolve(state, step=120)
-    text = fk.write_sample(state, tmp_path, Letters(), "cd", temperature=0, max_new_tokens=3)
+    text = fk.run.write_sample(state, tmp_path, Letters(), "cd", temperature=0, max_new_tokens=3)
     assert text == "cdefg"
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert [str(path) for path in files] == (["samples/step_00000120.txt"] if rank == 0 else [])

@@ -35,7 +35,7 @@ def rows_of(loader, count):
 def test_a_state_goes_on_with_the_samples_that_come_next():
     skips = ((10, 4),)
     found = fk.train_loader(create(samples=6, skips=skips), ROWS, 2, workers=1)
-    order = [int(row) for row in fk.sample_rows(range(48), 24, 5)]
+    order = [int(row) for row in fk.data.sample_rows(range(48), 24, 5)]
     with found:
         assert rows_of(found, 4) == [order[6:8], order[8:10], order[14:16], order[16:18]]
         assert found.samples == 14
@@ -66,7 +66,7 @@ def _on_ranks(rank, world):
 
 
 def test_ranks_of_one_sample_read_the_same_and_others_the_next():
-    order = [int(row) for row in fk.sample_rows(range(24), 24, 5)]
+    order = [int(row) for row in fk.data.sample_rows(range(24), 24, 5)]
     first = ([order[4:6], order[8:10]], [[0, 1], [4, 5]])
     second = ([order[6:8], order[10:12]], [[2, 3], [6, 7]])
     assert run_ranks(_on_ranks, 4) == [first, first, second, second]

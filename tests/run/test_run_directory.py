@@ -386,7 +386,7 @@ def test_what_is_saved_is_not_saved_again(tmp_path, stop):
         for step in (3, 3, 5):
             state = fk.donate(state, step=step)
             run.save(state)
-        fk.wait_for_saves(state)
+        fk.run.wait_for_saves(state)
         assert saved(tmp_path) == ["step_00000003", "step_00000005"]
         before = (tmp_path / "checkpoints" / "step_00000005").stat().st_ino
         run.end(state)
@@ -455,7 +455,7 @@ def test_a_negative_number_of_steps_is_refused():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
-    fk.write_status(tmp_path, "failed", reason="an earlier run")
+    fk.run.write_status(tmp_path, "failed", reason="an earlier run")
     before = signal.getsignal(getattr(signal, name))
     with pytest.raises(SystemExit) as caught, fk.open_run(tmp_path, {}):
         signal.raise_signal(getattr(signal, name))

@@ -51,7 +51,7 @@ def gate(monkeypatch):
     monkeypatch.setattr(os, "fsync", held)
     yield opened, reached
     opened.set()
-    fk.wait_for_saves()
+    fk.run.wait_for_saves()
 
 
 def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, gate):
@@ -64,10 +64,10 @@ def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, 
         done = fk.checkpoint_save(second, tmp_path / "second").wait()
         assert done.name == f"step_{step:08d}"
         second = train(second)
-    fk.wait_for_saves(second)
+    fk.run.wait_for_saves(second)
     assert not held.done
     opened.set()
-    fk.wait_for_saves(train(first))
+    fk.run.wait_for_saves(train(first))
     assert held.done
     assert weight(fk.checkpoint_load(build(3), tmp_path / "first")).equal(expected[0])
     assert weight(fk.checkpoint_load(build(5), tmp_path / "second", step=1)).equal(expected[1])
@@ -80,7 +80,7 @@ def test_a_failed_save_is_raised_in_its_own_run_alone(tmp_path):
     fk.checkpoint_save(second, tmp_path / "good").wait()
     fk.checkpoint_save(second, tmp_path / "good", blocking=True)
     with pytest.raises(fk.CheckpointError, match=r"step 0 could not be saved to .*Not a dire"):
-        fk.wait_for_saves(train(first))
+        fk.run.wait_for_saves(train(first))
 
 
 def test_loading_waits_for_what_another_state_of_the_process_is_saving(tmp_path, gate):
@@ -103,9 +103,9 @@ def test_without_a_state_running_saves_are_waited_for_and_raise(tmp_path, gate, 
     monkeypatch.setattr(os, "fsync", fail)
     threading.Timer(0.05, opened.set).start()
     with pytest.raises(fk.CheckpointError, match="Input/output error"):
-        fk.wait_for_saves()
+        fk.run.wait_for_saves()
     assert pending.done
-    fk.wait_for_saves()
+    fk.run.wait_for_saves()
 
 
 def test_the_states_of_a_run_share_a_handle_and_other_runs_have_their_own():
@@ -125,7 +125,7 @@ def interleave(rank, world, folder):
             runs[name] = train(state)
             fk.checkpoint_save(runs[name], folder / name, keep=None)
     for state in runs.values():
-        fk.wait_for_saves(state)
+        fk.run.wait_for_saves(state)
     groups = [group.group_desc for group in dist.distributed_c10d._world.pg_map]
     return {name: weight(state) for name, state in runs.items()}, groups.count(GROUP_NAME)
 

@@ -149,7 +149,7 @@ def test_labels_that_hold_every_id_are_taken(loss_of, dtype, vocab):
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("dtype", UNSIGNED)
-@pytest.mark.parametrize("call", [fk.check_batch, fk.mask_batch])
+@pytest.mark.parametrize("call", [fk.check_batch, fk.data.mask_batch])
 def test_batches_with_unsigned_labels_are_refused(call, dtype):
     ids = torch.arange(6).reshape(2, 3)
     batch = TensorDict({"input_ids": ids, "labels": ids.to(dtype)}, batch_size=[2])

@@ -44,7 +44,7 @@ def check_batch(batch: TensorDict) -> None:
     if len(shape) != 2:
         raise ValueError(
             f'"input_ids" has shape {shape}; it must be [b s], rows by positions. '
-            "forgekit.collate stacks samples."
+            "forgekit.data.collate stacks samples."
         )
     _check_tensor(batch, "input_ids", shape, "[b s]")
     for key in ("labels", "position_ids", "doc_ids"):

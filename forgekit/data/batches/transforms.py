@@ -114,7 +114,7 @@ def pad_places(
 ) -> TensorDict:
     """Pad rows on the right. Deprecated: use ``pad_positions``."""
     warnings.warn(
-        "forgekit.pad_places is now forgekit.pad_positions, and its places= is positions=; "
+        "forgekit.pad_places is forgekit.data.pad_positions now, and its places= is positions=; "
         "fingerprints of saved runs stay the same.",
         DeprecationWarning,
         stacklevel=2,

@@ -84,7 +84,7 @@ def as_documents(documents: Documents | Iterable[Any]) -> Documents:
     if isinstance(documents, str) or not isinstance(documents, Iterable):
         raise TypeError(
             f"documents is a {type(documents).__name__}; it must be a source, such as "
-            "forgekit.text_documents(paths) returns, or a list of texts or arrays."
+            "forgekit.data.text_documents(paths) returns, or a list of texts or arrays."
         )
     if iter(documents) is documents:
         raise TypeError(

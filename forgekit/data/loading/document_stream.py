@@ -49,7 +49,7 @@ def stream_documents(
 
         @attrs.frozen(kw_only=True, slots=True, eq=False)
         class State(fk.TrainState):
-            stream: fk.DocumentStream = attrs.field(repr=False)
+            stream: fk.data.DocumentStream = attrs.field(repr=False)
 
     Args:
         documents: What ``text_documents``, ``huggingface_documents``, ``token_documents`` or
@@ -90,8 +90,9 @@ def stream_documents(
     )
     if tokenizer is not None and not hasattr(tokenizer, "encode_batch_fast"):
         raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; pass what forgekit.load_tokenizer(path) "
-            "returns, or the backend_tokenizer of one of Hugging Face."
+            f"tokenizer is a {type(tokenizer).__name__}; pass what "
+            "forgekit.data.load_tokenizer(path) returns, or the backend_tokenizer of one of "
+            "Hugging Face."
         )
     if eos_id is None:
         if tokenizer is None:

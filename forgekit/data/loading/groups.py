@@ -75,7 +75,7 @@ def groups(
     if end is None and total is None and not is_endless and world > 1:
         raise ValueError(
             f"this stream is one of {world} and ends on its own; the other ranks would wait for "
-            'ever. Pass end=forgekit.DataEnd("pad") to groups and make_step, or stream without '
+            'ever. Pass end=forgekit.run.DataEnd("pad") to groups and make_step, or stream without '
             "end: epochs=None."
         )
     if total is None and partial == "drop" and not is_endless:

@@ -87,7 +87,7 @@ def apply_context(
         raise ValueError(
             f"no module of {type(model).__name__} has an 'attend' socket, which context "
             f"parallelism (cp {context}) replaces. Let attention call self.attend(q, k, v, "
-            "doc_ids=doc_ids), at first forgekit.attend_causal, or leave cp at 1."
+            "doc_ids=doc_ids), at first forgekit.model.attend_causal, or leave cp at 1."
         )
     # Where modules differ: what divides all of them.
     heads = math.gcd(*(_local_heads(module, tensor) for module in attending))

@@ -107,7 +107,7 @@ def migrate_manifest(
         raise CheckpointError(
             f"{path} holds version {saved} of the state, and this program is at version {version}. "
             "Give checkpoint_load a migrate function that brings its names and fields to today's; "
-            "see forgekit.SavedState."
+            "see forgekit.run.SavedState."
         )
     there = [key.removeprefix(_MODEL) for key in manifest["tensors"] if key.startswith(_MODEL)]
     fields = {name: _decode(tree) for name, tree in manifest["fields"].items()}

@@ -84,15 +84,15 @@ def write_token_files(data, vocab_size):
     """Make what is not there yet: one tokenizer for all, and the token file of each source."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = {name: library / path for name, path in data.sources.items()}
-    whole = fk.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
+    whole = fk.data.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
     for name, path in paths.items():
-        fk.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
+        fk.data.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
 
 
 def build_dataset(data, phases, seed):
     """Packed rows of each source, mixed."""
-    files = {name: fk.open_tokens(data.path / name) for name in data.sources}
-    pack = partial(fk.cached_bins, data.path / "bins", capacity=data.seq_len)
+    files = {name: fk.data.open_tokens(data.path / name) for name in data.sources}
+    pack = partial(fk.data.cached_bins, data.path / "bins", capacity=data.seq_len)
     rows = {name: fk.packed_dataset(file, pack(file)) for name, file in files.items()}
     sizes = {name: len(dataset) for name, dataset in rows.items()}
     options = {"temperature": data.temperature, "seed": seed, "phases": phases}
