@@ -26,9 +26,17 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+LARGE = [
+    Cell(layout, 4, "rank_without", True, "full", "head", "fp64", steps=2)
+    for layout in ("fsdp4", "pp4-1f1b", "ep2-fsdp2")
+]
+
+
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.oracle) for cell in LARGE)], ids=str
+)
 def test_a_layout_gives_on_the_device_what_one_process_gives(cell):
-    by_rank = run_ranks(run_cells, cell.row.world, [cell], [None], NAME, setup=SETUP)
+    by_rank = run_ranks(run_cells, cell.row.world, [cell], [None], NAME, setup=SETUP, timeout_s=200)
     check(cell, merge([found for (found,) in by_rank]))
 
 

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
+from forgekit.run.checkpoints.contents import copy_to_host
 
 SETUP = "device.pretend:install"
 
@@ -231,11 +232,28 @@ def test_a_save_keeps_the_state_while_the_next_step_writes(tmp_path):
     run_ranks(save_and_go_on, 1, tmp_path, group=False, setup=SETUP)
 
 
+def copies_of(_rank, _world):
+    there = {"a": torch.arange(3.0, device=NAME), "b": torch.ones(2, 2, device=NAME)}
+    buffers = {}
+    for number in range(2):  # into fresh memory, and into that of the save before
+        expected = {key: tensor.raw.clone() for key, tensor in there.items()}
+        with watching() as ledger:
+            copied = copy_to_host(there, buffers)
+        for tensor in there.values():
+            tensor.add_(number + 1)
+        assert all(torch.equal(copied[key], expected[key]) for key in expected)
+        assert ledger.copied == {"from": 28, "pageable": 0}
+
+
+def test_a_save_waits_for_its_copies_before_training_goes_on():
+    run_ranks(copies_of, 1, group=False, setup=SETUP)
+
+
 def log_and_stop(_rank, _world, out):
     batches = list(loader())
     state, stop = new_state(NAME), fk.StopSignal(signals=())
     step, heard, waits = fk.make_step(head, schedule=SCHEDULE, stop=stop), [], []
-    with fk.MetricsLog(out, every=3, total=6) as log:
+    with fk.MetricsLog(out, every=6, total=6) as log:
         for index in range(6):
             if index == 1:
                 stop.request("enough")
@@ -244,10 +262,10 @@ def log_and_stop(_rank, _world, out):
                 heard.append(stop.requested)
                 row = log(state, metrics)
             waits.append(len(ledger.waits))
-            assert (row is not None) == (index % 3 == 2)
+            assert (row is not None) == (index == 5)
     assert heard == [False, False, False, True, True, True]
     return waits
 
 
 def test_metrics_are_read_once_in_a_row_and_a_stop_without_a_wait(tmp_path):
-    assert run_ranks(log_and_stop, 1, tmp_path, group=False, setup=SETUP) == [[0, 0, 1, 0, 0, 1]]
+    assert run_ranks(log_and_stop, 1, tmp_path, group=False, setup=SETUP) == [[0, 0, 0, 0, 0, 1]]
