@@ -158,6 +158,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "register_forward_hook(check)": WHILE,
     },
     "parallel/fsdp.py": {
+        "register_hook(lambda _, name=name: found.add(name))": WHILE,
         "parameter.grad": TORCH,
         "parameter.sharded_param.grad": TORCH,
         "parameter._unsharded_param.grad": TORCH,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,14 +51,16 @@ LET_GO = (
     "in what the module returned: FSDP sees tensors, tuples, lists, dicts and dataclasses of them. "
     "Return those from every block, not a namespace or an attribute that is read later."
 )
-EXPLAINED = {
-    "got mixed torch.Tensor and DTensor": OUTSIDE,
-    "on inputs with different meshes": OUTSIDE,
-    "in-place operations that require placement changes": OUTSIDE,
-    "'FSDPCommContext' object has no attribute": OUTSIDE,
-    "has already been lazily initialized": OUTSIDE,
-    "out of bounds for storage of size 0": LET_GO,
-}
+EXPLAINED = MappingProxyType(
+    {
+        "got mixed torch.Tensor and DTensor": OUTSIDE,
+        "on inputs with different meshes": OUTSIDE,
+        "in-place operations that require placement changes": OUTSIDE,
+        "'FSDPCommContext' object has no attribute": OUTSIDE,
+        "has already been lazily initialized": OUTSIDE,
+        "out of bounds for storage of size 0": LET_GO,
+    }
+)
 """What torch says, and what it means in a step."""
 
 

@@ -32,7 +32,7 @@ BATCHES = {
     "one dimension too many": (
         lambda: fk.check_batch(batch_of(input_ids=IDS[..., None])),
         ValueError,
-        r'^"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.collate stacks',
+        r'^"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.data\.collate st',
     ),
     "complex ids": (
         lambda: fk.check_batch(batch_of(input_ids=IDS.to(torch.complex64))),
@@ -302,12 +302,12 @@ STREAMS = {
     "a tokenizer that is a name": (
         lambda: stream(["to be"], tokenizer="gpt2"),
         TypeError,
-        r"^tokenizer is a str; pass what forgekit\.load_tokenizer\(path\) returns, or the backend_",
+        r"^tokenizer is a str; pass what forgekit\.data\.load_tokenizer\(path\) returns, or the ",
     ),
     "no documents": (
         lambda: stream(None),
         TypeError,
-        r"^documents is a NoneType; it must be a source, such as forgekit\.text_documents\(paths\)",
+        r"^documents is a NoneType; it must be a source, such as forgekit\.data\.text_documents",
     ),
     "an empty list": (
         lambda: next(iter(stream([]))),

@@ -221,7 +221,8 @@ def _refuse(func: Any, flat: list[Any], ours: list[PretendTensor]) -> None:
             f"Expected all tensors to be on the same device, but {func} got {ours[0].device} of "
             f"shape {tuple(ours[0].shape)} and {large[0].device} of {tuple(large[0].shape)}"
         )
-    if any(isinstance(x, torch.Generator) and x.device.type == "cpu" for x in flat):
+    # Compared by address: C++ hands over a generator without its Python class.
+    if any(isinstance(x, _CpuGenerator) and x._cdata not in _generators for x in flat):
         raise RuntimeError(f"Expected a {NAME!r} device type for generator but found 'cpu'")
 
 
@@ -399,7 +400,9 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Any:
         if torch.device(device).type == NAME:
-            return super().__new__(cls, "cpu")
+            made = super().__new__(cls, "cpu")
+            _generators[made._cdata] = made
+            return made
         return _CpuGenerator(device)
 
     @property
@@ -409,6 +412,7 @@ class _Generator(torch.Generator):
 
 
 _CpuGenerator = torch.Generator
+_generators: dict[int, torch.Generator] = {}  # kept, so that no address is used again
 
 
 # ---- installation

@@ -56,7 +56,7 @@ def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_p
     assert text.count(start) == text.count(end) == 1
     text = text.replace(start, "    loss = model(\n").replace(end, BREAKS)
     (tmp_path / "mine.py").write_text(text)
-    assert main(command(tokens, "mesh.cp=2", recipe=tmp_path / "mine.py")) == 1
+    assert main(command(tokens, "mesh.dp_shard=2", recipe=tmp_path / "mine.py")) == 1
     shown = capsys.readouterr()
     assert re.search(r"^different: micro-batches break; ", shown.out, re.M), shown.out
     assert re.search(r"^different +micro-batches +1 rank", shown.out, re.M)

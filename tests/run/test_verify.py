@@ -16,6 +16,7 @@ UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
 COPIES = ("forgekit.steps.consistency:_check_fingerprints", None)
 NO_MESH = ("forgekit.state:_check_parameters", None)
 GATHERED = ("forgekit.steps.vocabulary_parallel:TENSOR", "dp_shard")
+WATCHED = ("forgekit.steps.accumulate:watching_shards", verified.no_shards)
 FIRST = ("forgekit.parallel.pipeline.stage_tensors:Relay._sent", verified.first_alone)
 TERM = ("forgekit.steps.recorded_call:_PARAMETERS", ())
 READS = ("forgekit.parallel.pipeline.tracing:Trace._check_operation", None)
@@ -25,7 +26,7 @@ WRONG = {
     "a mean per micro-batch": ({"dp_shard": 2}, "micro-batches", ()),
     "opaque": ({"dp_shard": 2}, "dp_shard", (UNREDUCED, COPIES)),
     "a forgotten mesh": ({"dp_replicate": 2}, "dp_replicate", (NO_MESH,)),
-    "weight read before the call": ({"dp_shard": 2}, "dp_shard", (GATHERED,)),
+    "weight read before the call": ({"dp_shard": 2}, "dp_shard", (GATHERED, WATCHED)),
     "unnamed weight": ({"tp": 2}, "tp", (PLANNED, COPIES)),
     "own positions": ({"cp": 2}, "cp", (POSITIONS,)),
     "x0": ({"pp": 2}, "pp", (FIRST,)),
