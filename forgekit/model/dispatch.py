@@ -67,8 +67,8 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         experts: Number of experts, ``e``.
 
     Returns:
-        ``[n]`` int64 places of the tokens in order of their experts, those of one expert as they
-        were, and ``[e]`` int64 how many tokens each expert has.
+        ``[n]`` int64 positions of the tokens sorted by expert, stable within an
+        expert, and ``[e]`` int64 how many tokens each expert has.
     """
     ordered, order = torch.sort(expert_ids, stable=True)
     bounds = torch.arange(experts + 1, device=expert_ids.device)

@@ -66,7 +66,8 @@ class DataEnd:
         """
         if self._has_more is None:
             raise RuntimeError(
-                "make_step has an end= that no data know of; pass the same one to forgekit.groups."
+                "end= was passed to make_step but not to groups; pass the same one to "
+                "forgekit.groups."
             )
         return 0.0 if self._has_more() else 1.0
 
@@ -83,7 +84,7 @@ class DataEnd:
         """
         if self._heard < groups:
             raise RuntimeError(
-                "groups have an end= that the step does not know of, so ranks would wait for each "
+                "end= was passed to groups but not to make_step, so ranks would wait for each "
                 "other for ever; pass the same one to forgekit.make_step."
             )
         return not self.has_ended

@@ -49,7 +49,7 @@ def evaluate(
     Returns:
         TensorDict of ``[]`` float64, the same on every rank: ``loss`` in nats per target,
         ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is known, and the loss function's
-        own metrics. Empty if it was stopped: a part of a data set is none that one compares.
+        own metrics. Empty if it was stopped: partial results are not comparable.
 
     Raises:
         ValueError: If there is no micro-batch.

@@ -130,12 +130,12 @@ def test_each_mistake_is_named():
         fk.run.DataEnd("repeat")
     with pytest.raises(ValueError, match="partial 'drop' and end contradict each other"):
         fk.groups([1], 1, partial="drop", end=fk.run.DataEnd())
-    with pytest.raises(RuntimeError, match=r"an end= that no data know of; .*forgekit.groups"):
+    with pytest.raises(RuntimeError, match="passed to make_step but not to groups; pass the same"):
         fk.run.DataEnd().vote()
     endless = iter(micro_batches(0))
     loop = fk.groups(endless, 1, end=fk.run.DataEnd())
     next(loop)
-    with pytest.raises(RuntimeError, match=r"an end= that the step does not know of.*make_step"):
+    with pytest.raises(RuntimeError, match=r"passed to groups but not to make_step.*make_step"):
         next(loop)
     with pytest.raises(ValueError, match="stream ended before its first micro-batch"):
         list(next(fk.groups(iter(()), 1, end=fk.run.DataEnd())))
