@@ -25,7 +25,7 @@ class Attend(Protocol):
     """What a model calls for attention; ``parallelize`` puts another one in its place."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None) -> Tensor:
-        """Attend from each place to those before it in its document, itself included."""
+        """Attend from each position to those before it in its document, itself included."""
         ...
 
 
@@ -36,7 +36,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = N
         q: ``[b s h c]`` queries.
         k: ``[b s k c]`` keys; ``k`` divides ``h``.
         v: ``[b s k c]`` values.
-        doc_ids: ``[b s]`` document of each place, -1 on padding; None for one document a row.
+        doc_ids: ``[b s]`` document of each position, -1 on padding; None for one document a row.
 
     Returns:
         ``[b s h c]``.
@@ -106,6 +106,6 @@ def _document_lengths(doc_ids: Tensor) -> list[int] | None:
 
 
 def _is_cheaper(lengths: list[int], q: Tensor) -> bool:
-    rows, places, heads, _ = q.shape
+    rows, positions, heads, _ = q.shape
     one_by_one = sum(heads * length**2 + CALL_COST for length in lengths)
-    return one_by_one < rows * heads * places**2
+    return one_by_one < rows * heads * positions**2

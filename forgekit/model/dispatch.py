@@ -78,5 +78,5 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def invert(order: Tensor) -> Tensor:
     """Find the permutation that undoes another, ``[n]`` int64."""
-    places = torch.arange(order.numel(), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+    positions = torch.arange(order.numel(), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)

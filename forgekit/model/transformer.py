@@ -41,7 +41,7 @@ class TransformerSpec:
         heads: Query heads, ``h``; divides ``dim``.
         kv_heads: Key and value heads, ``k``; divides ``heads``.
         ffn_dim: Width of the feed-forward, ``f``.
-        max_seq_len: Longest sequence that is accepted, in places.
+        max_seq_len: Longest sequence that is accepted, in positions.
         dropout: Probability on the embedding and on each residual branch, in [0, 1).
         qk_norm: Whether queries and keys are normalised per head.
         tied: Whether the output projection is the embedding.
@@ -95,9 +95,9 @@ class TransformerSpec:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be finite and not negative.")
 
 
-def locate_all(places: int, device: torch.device) -> Tensor:
-    """Position ids of a rank that holds whole sequences: ``0 .. places - 1``, ``[s]`` int64."""
-    return torch.arange(places, device=device)
+def locate_all(positions: int, device: torch.device) -> Tensor:
+    """Position ids of a rank that holds whole sequences: ``0 .. positions - 1``, ``[s]`` int64."""
+    return torch.arange(positions, device=device)
 
 
 class Transformer(nn.Module):
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         Args:
             input_ids: ``[b s]`` int.
             position_ids: ``[b s]`` or ``[s]`` int rotary positions; ``locate`` gives them if None.
-            doc_ids: ``[b s]`` int document of each place, -1 on padding. Attention stays inside
+            doc_ids: ``[b s]`` int document of each position, -1 on padding. Attention stays inside
                 a document. Rotary positions are relative, so they need not restart.
             head: ``head(hidden, weight)`` in place of the output projection, with ``hidden``
                 ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss.
@@ -153,14 +153,14 @@ class Transformer(nn.Module):
         Raises:
             ValueError: If the sequence is longer than ``max_seq_len``.
         """
-        places = input_ids.shape[1]
-        if places > self.spec.max_seq_len:
+        positions = input_ids.shape[1]
+        if positions > self.spec.max_seq_len:
             raise ValueError(
-                f"input_ids has {places} places; max_seq_len is {self.spec.max_seq_len}. "
+                f"input_ids has {positions} positions; max_seq_len is {self.spec.max_seq_len}. "
                 "Shorten the sequences or build the model with a larger max_seq_len."
             )
         if position_ids is None:
-            position_ids = self.locate(places, input_ids.device)
+            position_ids = self.locate(positions, input_ids.device)
         x = self.dropout(self.embedding(input_ids))
         cos, sin = self._rotary(position_ids, x.dtype)
         for layer in self.layers:
@@ -173,8 +173,8 @@ class Transformer(nn.Module):
     def plan(self) -> dict[str, str]:
         """How ranks may share the matrices: patterns of module names to tensor-parallel styles.
 
-        The residual stream is spread over places between a block's matrices. A model with more in
-        it takes another, for example ``plan={**model.plan, "layers.*.extra": "sequence"}``.
+        The residual stream is sharded over positions between a block's matrices. A model with more
+        in it takes another, for example ``plan={**model.plan, "layers.*.extra": "sequence"}``.
         """
         plan = {"embedding": "embedding", "dropout": "sequence", "norm": "sequence"}
         for name in ("attention_norm", "feed_forward_norm", "dropout"):

@@ -110,9 +110,9 @@ def write_sample(
 
 
 def _last_logits(model: nn.Module, ids: Tensor, multiple: int) -> Tensor:
-    """Logits of the last place, ``[b v]``; padding behind it changes nothing before it."""
-    places = ids.shape[1]
-    logits = model(F.pad(ids, (0, -places % multiple)))[:, places - 1]
+    """Logits of the last position, ``[b v]``; padding behind it changes nothing before it."""
+    length = ids.shape[1]
+    logits = model(F.pad(ids, (0, -length % multiple)))[:, length - 1]
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 

@@ -200,9 +200,9 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     """
     array = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(array)
-    place = np.arange(len(array))
-    half = np.minimum(place, max(1, len(array) // (2 * WINDOWS)))
-    first, end = place - half, np.minimum(place + half + 1, len(array))
+    position = np.arange(len(array))
+    half = np.minimum(position, max(1, len(array) // (2 * WINDOWS)))
+    first, end = position - half, np.minimum(position + half + 1, len(array))
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     means = (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1)

@@ -433,12 +433,12 @@ def _fingerprint_of(loader: Any) -> Any:
 
 def _check_places(state: TrainState, dataset: Any) -> None:
     """Refuse rows that the model will not take, before the first one is read."""
-    places = getattr(dataset, "seq_len", 0)
+    seq_len = getattr(dataset, "seq_len", 0)
     limit = state.layout.longest
-    if limit is not None and places > limit:
+    if limit is not None and seq_len > limit:
         raise ValueError(
-            f"seq_len {places} of the data is above max_seq_len {limit} of the model; set "
-            f"data.seq_len={limit} or less, or model.max_seq_len={places} or more."
+            f"seq_len {seq_len} of the data is above max_seq_len {limit} of the model; set "
+            f"data.seq_len={limit} or less, or model.max_seq_len={seq_len} or more."
         )
 
 

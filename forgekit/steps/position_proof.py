@@ -78,17 +78,17 @@ def halves_of(batch: TensorDictBase, multiple: int = 1) -> list[Tensor]:
         multiple: What the size of each must be divisible by; where that leaves no half, all
             positions come in one, in another order.
     """
-    places = _positions(batch)
-    order = torch.randperm(places, generator=torch.Generator().manual_seed(places))
-    cut = places // multiple // 2 * multiple
+    length = _positions(batch)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
+    cut = length // multiple // 2 * multiple
     return [half.to(_first(batch).device) for half in (order[:cut], order[cut:]) if len(half)]
 
 
-def take_positions(value: Any, chosen: Tensor, places: int) -> Any:
+def take_positions(value: Any, chosen: Tensor, length: int) -> Any:
     """Take some of the positions of every tensor in a model's output that has them."""
 
     def take(leaf: Any) -> Any:
-        return leaf.index_select(1, chosen) if _has(leaf, places) else leaf
+        return leaf.index_select(1, chosen) if _has(leaf, length) else leaf
 
     if isinstance(value, TensorDictBase):
         return TensorDict({key: take(item) for key, item in value.items()}, value.batch_size)
@@ -130,11 +130,11 @@ def find_unequal(whole: Loss, parts: list[Loss], *, context: int, close: float) 
 
 
 def _find(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> str | None:
-    context, places = state.layout.context, _positions(batch)
+    context, length = state.layout.context, _positions(batch)
     halves = halves_of(batch, state.layout.sequence)
     given, whole = _run(state, batch, loss_fn)
     # All of them before the first comparison: ranks must run the same collectives.
-    runs = [_run(state, take_positions(batch, h, places), loss_fn, h, places) for h in halves]
+    runs = [_run(state, take_positions(batch, h, length), loss_fn, h, length) for h in halves]
     if all(name == OUTPUT for name, _ in given):
         return f"no module of {type(state.model).__name__} called its attend socket" + _remedy(
             context
@@ -162,7 +162,7 @@ def _run(
     batch: TensorDictBase,
     loss_fn: LossFn,
     chosen: Tensor | None = None,
-    places: int = 0,
+    length: int = 0,
 ) -> tuple[Seen, Loss]:
     """What attention was given and the model returned in one forward pass, and the loss."""
     seen: Seen = []
@@ -171,7 +171,7 @@ def _run(
         torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
         evaluating(state.model, state.layout),
         torch.compiler.set_stance("force_eager"),
-        _recording(state.model, chosen, places, seen),
+        _recording(state.model, chosen, length, seen),
         _outputs(state.model, _positions(batch), seen),
     ):
         loss = compute_loss(state.model, batch, loss_fn)
@@ -179,7 +179,7 @@ def _run(
 
 
 @contextmanager
-def _recording(model: nn.Module, chosen: Tensor | None, places: int, seen: Seen) -> Iterator[None]:
+def _recording(model: nn.Module, chosen: Tensor | None, length: int, seen: Seen) -> Iterator[None]:
     """Replace the sockets for a while: ``attend`` notes what it is given, ``locate`` chooses.
 
     Those of other models that the loss calls too, a teacher's, where ranks share sequences there.
@@ -197,7 +197,7 @@ def _recording(model: nn.Module, chosen: Tensor | None, places: int, seen: Seen)
                 shown = repr(names.get(module, type(module).__name__))
                 vars(module)[name] = partial(_record, seen, f"attention {shown} is given")
             elif chosen is not None:
-                vars(module)[name] = partial(_locate, socket, chosen, places)
+                vars(module)[name] = partial(_locate, socket, chosen, length)
 
     hook = register_module_forward_pre_hook(replace)
     try:
@@ -219,18 +219,18 @@ def _record(seen: Seen, what: str, q: Tensor, k: Tensor, v: Tensor, **_: Any) ->
     return q
 
 
-def _locate(socket: Any, chosen: Tensor, places: int, _s: int, device: torch.device) -> Tensor:
-    ids = socket(places, device)
+def _locate(socket: Any, chosen: Tensor, length: int, _s: int, device: torch.device) -> Tensor:
+    ids = socket(length, device)
     return ids.index_select(ids.ndim - 1, chosen)
 
 
 @contextmanager
-def _outputs(model: nn.Module, places: int, seen: Seen) -> Iterator[None]:
+def _outputs(model: nn.Module, length: int, seen: Seen) -> Iterator[None]:
     """Note the tensors that the model returns and that have positions."""
 
     def note(_module: nn.Module, _args: Any, output: Any) -> None:
         values = vars(output) if dataclasses.is_dataclass(output) else output
-        seen.extend((OUTPUT, leaf.detach()) for leaf in tree_leaves(values) if _has(leaf, places))
+        seen.extend((OUTPUT, leaf.detach()) for leaf in tree_leaves(values) if _has(leaf, length))
 
     hook = model.register_forward_hook(note)
     try:
@@ -248,8 +248,8 @@ def _first(batch: TensorDictBase) -> Tensor:
     return batch["input_ids"] if "input_ids" in batch.keys() else next(tensors)  # noqa: SIM118
 
 
-def _has(value: Any, places: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == places
+def _has(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -473,7 +473,7 @@ STEPS = {
     "more places than the model takes": (
         lambda: fk.Transformer(SPEC)(torch.zeros(1, 9, dtype=torch.int64)),
         ValueError,
-        r"^input_ids has 9 places; max_seq_len is 8\. Shorten",
+        r"^input_ids has 9 positions; max_seq_len is 8\. Shorten",
     ),
     "a prompt of three dimensions": (
         partial(generate, input_ids=IDS[None]),

@@ -255,7 +255,9 @@ def test_max_seq_len_is_the_longest_that_is_accepted(places):
     if places == 16:
         assert model(ids).shape == (1, 16, SPEC.vocab_size)
         return
-    with pytest.raises(ValueError, match=r"input_ids has 17 places; max_seq_len is 16\. Shorten"):
+    with pytest.raises(
+        ValueError, match=r"input_ids has 17 positions; max_seq_len is 16\. Shorten"
+    ):
         model(ids)
 
 

@@ -1,1 +1,1 @@
-"""Text, JSON lines, parquet and Hugging Face data sets become documents."""
+"""Text, JSON lines, parquet files and Hugging Face datasets become documents."""

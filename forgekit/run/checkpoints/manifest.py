@@ -120,7 +120,7 @@ def _check(manifest: dict[str, Any]) -> None:
     """Check the entries that are used before anything of a checkpoint is read."""
     for key, kind in _KINDS.items():
         if not isinstance(manifest.get(key), kind):
-            raise ManifestError(f"has no {key!r}, or none that is one")
+            raise ManifestError(f"has no {key!r}, or one of the wrong type")
     if not isinstance(manifest.get("metric"), int | float | None):
         raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is not a number")
     for name, entry in manifest["files"].items():
