@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,8 +37,11 @@ _found = pytest.StashKey[list[str] | None]()
 def pytest_configure(config: pytest.Config) -> None:
     """Start the pool; what is imported before, its processes need not import again.
 
-    What they write is captured with what the process of a test itself writes.
+    What they write is captured with what the process of a test itself writes. Signals that a job in
+    the background or under nohup would ignore are heard, for its children inherit that.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
         return
     import ranks

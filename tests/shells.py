@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,11 @@ class Shell:
     def __init__(self, line: str) -> None:
         command = [sys.executable, "-I", "-S", "-c", CLIENT, line]
         self._preamble = f'recipe() {{ {shlex.join(command)} "$@"; }}\nset -m +m\n'
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, command: str, **options: object) -> subprocess.Popen[str]:
         """Start a command line in a process group of its own."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", "-c", self._preamble + command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -68,21 +69,32 @@ class Shell:
             process_group=0,
             **options,  # pyright: ignore[reportArgumentType]
         )
+        self._started.append(process)
+        return process
 
     def run(self, command: str, **options: object) -> tuple[int, str]:
         """Run a command line to its end; its exit code and what it wrote."""
         process = self.start(command, **options)
-        try:
-            output, _ = process.communicate(timeout=PATIENCE_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, output
 
+    def close(self) -> None:
+        """Kill what is left of what was started, recipes that outlived their command line too."""
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        self._started.clear()
 
-def open_shell() -> Shell:
+
+@contextlib.contextmanager
+def open_shell() -> Iterator[Shell]:
     """A shell whose recipes are forked from the process that has imported everything."""
-    return Shell(server())
+    shell = Shell(server())
+    try:
+        yield shell
+    finally:
+        shell.close()
 
 
 @cache

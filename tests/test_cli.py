@@ -394,7 +394,8 @@ def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(
     program, redirection, code, shown
 ):
     """In a process that the interpreter starts, and in ones that are forked for a shell."""
-    assert open_shell().run(f"{program} -m forgekit ls {redirection}") == (code, shown)
+    with open_shell() as shell:
+        assert shell.run(f"{program} -m forgekit ls {redirection}") == (code, shown)
 
 
 def test_no_command_shows_the_help_and_is_an_error(capsys):

@@ -15,9 +15,10 @@ from forgekit.cli import recipes_folder
 STEPS = 10
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shell():
-    return open_shell()
+    with open_shell() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,11 @@ def command(recipe, tokens, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shell, recipe, tokens, tmp_path_factory):
+def undisturbed(recipe, tokens, tmp_path_factory):
     """The directory of a run that nobody disturbs."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    code, output = shell.run(command_line(recipe, tokens, out))
+    with open_shell() as shell:
+        code, output = shell.run(command_line(recipe, tokens, out))
     assert code == 0, output
     assert f"step {STEPS}/{STEPS}" in output
     assert f"\nstep {STEPS}\n" in output
