@@ -1,7 +1,9 @@
 """Configurations: what is merged, what is refused and in which words, what --help says."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ import attrs
 import pytest
 from runs import launch
 
-from forgekit.config import ConfigError, load_config, structure, to_dict
+from forgekit.config import ConfigError, key, load_config, structure, to_dict
 
 
 @attrs.frozen(kw_only=True)
@@ -410,3 +412,35 @@ def test_a_script_with_a_wrong_configuration_exits_with_2(tmp_path):
         assert job.end() == 2
     assert job.output.startswith("train.py: the configuration was refused.\n  step: unknown key; ")
     assert "Traceback" not in job.output
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("default", "said"),
+    [
+        ("abc", r'steps: expected int, read "abc" \(str\)'),
+        (7.5, r"steps: expected int, read 7\.5 \(float\)"),
+        (None, "steps: expected int, read none"),
+        (-3, "'steps' must be >= 0: -3"),
+    ],
+)
+def test_a_default_that_was_edited_in_a_copy_is_checked_like_a_value(default, said, capsys):
+    @attrs.frozen
+    class Config:
+        steps: int = key(default, "Optimizer steps.", at_least=0)
+        lr: float = 0.1
+
+    with pytest.raises(SystemExit) as refused:
+        load_config(Config, ["lr=1"])
+    assert refused.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert load_config(Config, ["steps=5"]) == Config(steps=5)
+
+
+def test_a_default_of_a_type_that_no_command_line_gives_is_left_alone():
+    @attrs.frozen
+    class Config:
+        steps: int = 3
+        activation: Callable[[float], float] = abs
+
+    assert load_config(Config, ["steps=5"]).activation is abs

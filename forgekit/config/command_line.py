@@ -10,6 +10,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forgekit.config.schema import keys_of, name_of
-from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, structure
+from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, structure, to_dict
 from forgekit.inputs import brief, too_deep, too_long
 from forgekit.terminal import printable, tell_once
 
@@ -88,6 +89,10 @@ def _load(cls: type[ConfigT], arguments: list[str]) -> ConfigT:
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
+    # A default that was edited in a copy of a recipe is checked as if it had been given. Fields of
+    # types that no command line can give are nobody's mistake.
+    with suppress(TypeError):
+        structure(cls, to_dict(config))
     return config
 
 

@@ -37,8 +37,7 @@ def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = F
     """
     rules: list[Any] = [] if inf else [_check_finite]
     if at_least is not None:
-        rule: Any = attrs.validators.min_len if isinstance(default, str) else attrs.validators.ge
-        rules.append(partial(_check_each, rule(at_least)))
+        rules.append(partial(_check_least, at_least))
     return attrs.field(default=default, validator=rules or None, metadata={"help": text})
 
 
@@ -49,11 +48,12 @@ def _check_finite(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         raise ValueError(f"{field.name!r} must be finite: {wrong[0]}.")
 
 
-def _check_each(rule: Any, config: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    """Apply a rule to a value, or to each of a table; None keeps every rule."""
+def _check_least(least: float, config: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    """Refuse a number or a length below the least, in a table as well; None is above it."""
     for one in value.values() if isinstance(value, Mapping) else [value]:
+        rule: Any = attrs.validators.min_len if isinstance(one, str) else attrs.validators.ge
         if one is not None:
-            rule(config, field, one)
+            rule(least)(config, field, one)
 
 
 def fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:

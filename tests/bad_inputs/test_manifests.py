@@ -119,7 +119,10 @@ CASES = {
     "old, no fields": (without("fields", old=True), "has no 'fields', or one of the wrong type"),
     "old, no tensors": (without("tensors", old=True), "has no 'tensors', or one of the wrong type"),
     "old, no files": (without("files", old=True), "has no 'files', or one of the wrong type"),
-    "old, no optimizer": (without("optimizer", old=True), "has no 'optimizer', or none that is"),
+    "old, no optimizer": (
+        without("optimizer", old=True),
+        "has no 'optimizer', or one of the",
+    ),
     "old, no step": (without("step", old=True), "has no 'step', or one of the wrong type"),
     "old, no class": (
         without("optimizer_class", old=True),
