@@ -97,6 +97,12 @@ def test_torchrun_dies_of_what_it_does_not_know_and_its_ranks_save(scene, start,
     survived("SIGUSR1 to torchrun that does not, and dies", outcome)
 
 
+def test_ranks_save_when_torchrun_is_killed(scene, start):
+    job = start()
+    job.process.kill()
+    survive(scene, job, lost=0, reason="launcher is gone")
+
+
 def test_torchrun_ends_when_a_rank_is_killed(scene, start, survived):
     job = start()
     (victim,) = (pid for pid in job.members() if rank_of(pid) == "1")

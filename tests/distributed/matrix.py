@@ -1,7 +1,7 @@
 """The table that the oracle walks: layouts, what varies inside each, and which cells are run.
 
 The default run takes rows in which each pair of values of any two factors occurs, of which the
-layout is one: so each layout takes each value of the others, for three steps. ``make oracle`` takes
+layout is one: so each layout takes each value of the others, for two steps. ``make oracle`` takes
 the full product for five.
 """
 
@@ -144,11 +144,11 @@ def default_cells(layouts: Sequence[str]) -> list[Cell]:
     cells = []
     for index, layout in enumerate(layouts):
         rows = _covering(factors_of(layout), seed=index + 10)  # with 0 a pair is missing
-        cells += [Cell(layout, **row, steps=3) for row in rows]
+        cells += [Cell(layout, **row, steps=2) for row in rows]
         steady = LAYOUTS[layout].steady or LAYOUTS[layout].micros
         number = index % 2
         row = rows[index % len(rows)] | {"micros": steady[number]}
-        cells.append(Cell(layout, **row, dtype=("bf16", "fp64")[number], steps=3))
+        cells.append(Cell(layout, **row, dtype=("bf16", "fp64")[number], steps=2))
     return cells
 
 

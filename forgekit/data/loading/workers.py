@@ -138,8 +138,10 @@ class _Remote:
 
 
 def _start_pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor:
-    # Not fork: it copies locks that threads of torch or of a process group hold, for ever.
-    context = multiprocessing.get_context("spawn")
+    # Not forks of this process: they copy locks that threads of torch or of a process group hold,
+    # for ever. The server that is forked has imported torch and started nothing.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forgekit"])
     return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))
 
 
