@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -357,6 +358,9 @@ def _differing_replica(rank, world, sizes, what):
     if what == "signs" and rank == world - 1:  # of the same norm
         with torch.no_grad():
             state.model.head.bias.to_local().neg_()
+    if what == "every other value" and rank == world - 1:
+        with torch.no_grad():
+            state.model.head.bias.to_local()[1] += 1e-3
     if what == "signs of gradients" and rank == world - 1:
         state.model.head.bias.grad.to_local().neg_()
     before = full_tensors(state.model)
@@ -367,7 +371,10 @@ def _differing_replica(rank, world, sizes, what):
     return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
 
 
-@pytest.mark.parametrize("what", ["values", "gradients", "signs", "signs of gradients"])
+WHATS = ["values", "every other value", "gradients", "signs", "signs of gradients"]
+
+
+@pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("name", ["dp_replicate", "tp"])
 def test_replicas_that_differ_are_refused_on_every_rank(name, what):
     sizes = {"dp_shard": 1, name: 2}
@@ -377,6 +384,19 @@ def test_replicas_that_differ_are_refused_on_every_rank(name, what):
         kind = "gradients" if "gradients" in what else "values"
         assert f"its {kind} differ (" in message
         assert f"along {name}. Likely cause: " in message
+
+
+def _not_finite(rank, world):
+    state = _state(_Model().double(), sizes={"dp_replicate": 2, "dp_shard": 1})
+    batches = _batches(rank)
+    if rank:
+        batches[0]["x"][0, 0] = math.nan
+    state, metrics = _step()(state, batches)
+    return float(metrics["skipped"])
+
+
+def test_a_first_step_that_is_not_finite_is_a_bad_step_and_no_difference():
+    assert run_ranks(_not_finite, 2) == [1.0, 1.0]
 
 
 def _drift_later(rank, world, out):
