@@ -7,7 +7,6 @@ torchrun --nproc-per-node 8 pretrain.py mesh.tp=2 mesh.cp=2 model.dim=1024 preci
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import attrs
 import torch
@@ -61,7 +60,7 @@ class Config:
     spikes: float | None = key(None, "Deviations above recent steps of a bad one.", at_least=0)
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
     patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
-    device: Literal["cpu", "cuda"] | None = key(None, "none takes an accelerator if there is one.")
+    device: str | None = key(None, "Left out: an accelerator if there is one.")
     prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()

@@ -202,6 +202,10 @@ REFUSED = {
         ["data.path=nowhere"],
         "error: nowhere is not a token file: it has no index.json. ",
     ),
+    "a device that is not there": (
+        ["device=abacus"],
+        "error: device is 'abacus' and torch finds no such device here; it finds cpu. ",
+    ),
     "rows of nothing": (["data.seq_len=0"], "data.seq_len: 'seq_len' must be >= 1: 0."),
     "rows longer than the model takes": (
         ["data.seq_len=17"],
