@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "a device that is not there": (
         ["device=abacus"],
-        "error: device is 'abacus' and torch finds no such device here; it finds cpu. ",
+        "error: device is 'abacus' and torch finds no such device here; it finds ",
     ),
     "rows of nothing": (["data.seq_len=0"], "data.seq_len: 'seq_len' must be >= 1: 0."),
     "rows longer than the model takes": (
