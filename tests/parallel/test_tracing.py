@@ -184,6 +184,27 @@ class _Inner(Form):
     forward = _loop(lambda self, n, layer, x: layer(x) if n else layer(self.inside(x)))
 
 
+def _helped(self, x):
+    return Mix.forward(self, self.helpers[0](x) if hasattr(self, "helpers") else x)
+
+
+class _Helper(form(Form.forward, block=blocks(_helped))):
+    """A part of the model that a block reaches past the list of its own modules."""
+
+    def before(self):
+        self.helper = nn.Linear(WIDTH, WIDTH)
+
+    def after(self):
+        self.layers[0].helpers = [self.helper]
+
+
+def _two_draws(self, ids):
+    x = F.dropout(self.embed(ids), 0.1)
+    for layer in self.layers:
+        x = layer(x)
+    return self.top(F.dropout(x, 0.1))
+
+
 REFUSED = {
     "a loss in an attribute": (
         form(_sum_attributes, block=blocks(_keep_in_attribute)),
@@ -278,6 +299,10 @@ REFUSED = {
         _Inner,
         r"inside is called inside of layers\.0, and both are parts|are one tensor",
     ),
+    "a part that a block calls": (
+        _Helper,
+        r"helper is called inside of layers\.0, and both are parts of the pipelined model",
+    ),
     "stages that do nothing for later ones": (
         form(_apart),
         "nothing that pipeline stages up to 0 compute reaches a later one",
@@ -301,6 +326,10 @@ def test_what_is_only_looked_at_may_be_kept():
     assert _rehearse(form(Form.forward, block=blocks(looked_at))(4)).travels == [
         [("layers.2", 0, 0)]
     ]
+
+
+def test_draws_that_one_stage_each_depends_on_are_no_common_one():
+    assert _rehearse(form(_two_draws)(4)).travels == [[("layers.2", 0, 0)]]
 
 
 def test_only_what_is_needed_travels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from functools import partial
@@ -158,13 +159,18 @@ def test_float32_gradients_are_close():
     run_ranks(_check_float32, 2, "dualpipev")
 
 
-def _check_updates(rank, world):
+def _loss_with_metric(model, batch):
+    loss = _logits_loss(model, batch)
+    return dataclasses.replace(loss, metrics={"thrice": (3 * loss.sum, loss.count)})
+
+
+def _check_updates(rank, world, schedule):
     """Whole steps: the norm and the factor are those of the whole model."""
     reference = fk.Transformer(SPECS[world]).double()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    state = _state(world, "interleaved_1f1b")
+    state = _state(world, schedule)
     state = attrs.evolve(state, optimizer=torch.optim.SGD(state.model.parameters(), lr=0.1))
-    step = fk.make_step(_logits_loss, schedule=lambda _: 0.1, max_norm=0.5)
+    step = fk.make_step(_loss_with_metric, schedule=lambda _: 0.1, max_norm=0.5)
     for number in range(3):
         batches = _batches(2, seed=number)
         optimizer.zero_grad()
@@ -176,13 +182,15 @@ def _check_updates(rank, world):
         state, metrics = step(state, batches)
         assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-9)
         assert float(metrics["loss"]) == pytest.approx(loss / targets, rel=1e-9)
+        assert float(metrics["thrice"]) == pytest.approx(3 * loss / targets, rel=1e-9)
     expected = {n: p.detach() for n, p in reference.named_parameters()}
     found = full_tensors(state.model)
     assert relative_error(found, {name: expected[name] for name in found}) < 1e-9
 
 
-def test_steps_clip_by_the_norm_of_all_stages():
-    run_ranks(_check_updates, 2)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_steps_clip_by_the_norm_of_all_stages_and_report_what_the_last_one_knows(schedule):
+    run_ranks(_check_updates, 2, schedule)
 
 
 class _Stream:
