@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ __all__ = [
     "LARGEST",
     "SHOWN",
     "brief",
+    "check_choice",
     "check_integers",
     "check_numbers",
+    "check_rank",
     "is_integer",
     "is_number",
     "nearest_multiples",
     "parse_json",
     "path_of",
     "path_problem",
+    "quoted",
     "too_deep",
     "too_long",
+    "wrong_type",
 ]
 
 LARGEST = 2**63 - 1
@@ -77,8 +82,7 @@ def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:
     """
     for name, (value, least, *most) in numbers.items():
         if not is_integer(value):
-            kind = type(value).__name__
-            raise TypeError(f"{name} is {brief(value)}, a {kind}; pass an integer.")
+            raise wrong_type(name, value, "an integer")
         if value < least:
             raise ValueError(f"{name} {brief(value)} must be at least {least}.")
         if value > (most or [LARGEST])[0]:
@@ -104,8 +108,7 @@ def check_numbers(**numbers: tuple[Any, float]) -> None:
     for name, (value, least) in numbers.items():
         number = _number(value)
         if number is None:
-            kind = type(value).__name__
-            raise TypeError(f"{name} is {brief(value)}, a {kind}; pass a number.")
+            raise wrong_type(name, value, "a number")
         if not least <= number < math.inf:
             bound = {0: "not negative", -math.inf: "a number"}.get(least, f"at least {least}")
             raise ValueError(f"{name} is {brief(value)}; it must be finite and {bound}.")
@@ -126,6 +129,48 @@ def _number(value: Any) -> float | None:
         return math.inf
     except (TypeError, ValueError, RuntimeError):  # arrays, and tensors of several numbers
         return None
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse what is none of a few words.
+
+    Examples:
+        >>> check_choice("method", "best", ["zigzag", "contiguous"])
+        Traceback (most recent call last):
+        ValueError: method is 'best'; it is one of "zigzag", "contiguous".
+    """
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name} is {brief(value)}; it is one of {quoted(known)}.")
+
+
+def check_rank(rank: Any, world: Any) -> None:
+    """Refuse a rank outside its world.
+
+    Raises:
+        TypeError: If one of them is no integer.
+        ValueError: If there is no such rank.
+    """
+    check_integers(rank=(rank, -LARGEST), world=(world, -LARGEST))
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"rank {rank} must lie in range(world={world}). "
+            "rank, world = forgekit.data_ranks(mesh) gives both."
+        )
+
+
+def wrong_type(name: str, value: Any, wanted: str) -> TypeError:
+    """Say that a value is of the wrong type, and what to pass instead."""
+    return TypeError(f"{name} is {brief(value)}, a {type(value).__name__}; pass {wanted}.")
+
+
+def quoted(names: Iterable[Any]) -> str:
+    """List names in quotes, for a message; "nothing" if there are none.
+
+    Examples:
+        >>> print(quoted(["labels", "doc_ids"]), "and", quoted([]))
+        "labels", "doc_ids" and nothing
+    """
+    return ", ".join(f'"{name}"' for name in names) or "nothing"
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
@@ -174,7 +219,7 @@ def path_of(name: str, value: Any) -> Path:
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
-        raise TypeError(f"{name} is {brief(value)}, a {type(value).__name__}; pass a path.")
+        raise wrong_type(name, value, "a path")
     if wrong := path_problem(text):
         raise ValueError(f"{name} {wrong}.")
     return Path(text)

@@ -321,7 +321,7 @@ def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given
     assert main(["prepare", "hf:saved", "train", "--out", "both"]) == 2
     assert "hf:saved is given beside other sources. Prepare each" in capsys.readouterr().err
     assert main(["prepare", "hf:saved", "--out", "c", *own, "--eos-token", "</s>"]) == 2
-    assert 'no token "</s>"; its special tokens are "<|endoftext|>"' in capsys.readouterr().err
+    assert "no token '</s>'; its special tokens are \"<|endoftext|>\"" in capsys.readouterr().err
 
 
 def test_prepare_that_is_interrupted_says_that_it_can_go_on(texts, here, monkeypatch, capsys):

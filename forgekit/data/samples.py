@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-__all__ = ["IGNORED", "apply_transforms", "collate", "read_rows"]
+from forgekit.inputs import quoted
+
+__all__ = [
+    "IGNORED",
+    "MOST_ROWS",
+    "PADDING",
+    "apply_transforms",
+    "check_alike",
+    "check_has",
+    "collate",
+    "read_rows",
+]
 
 IGNORED = -100
 """The label of a position without a loss."""
+
+MOST_ROWS = 2**31
+"""Most rows of a micro-batch, and most positions of a row: both are in memory."""
 
 PADDING = -1
 """The document id of a position that belongs to no document."""
@@ -28,7 +41,8 @@ def collate(samples: Sequence[TensorDict]) -> TensorDict:
         A TensorDict with ``batch_size=[b]``.
 
     Raises:
-        ValueError: If there are no samples, or they differ in keys or shapes.
+        ValueError: If there are no samples, or they differ in keys, shapes or dtypes: stacking
+            would cast some of them.
 
     Examples:
         >>> rows = [{"input_ids": torch.tensor([1, 2])}, {"input_ids": torch.tensor([3, 4])}]
@@ -37,15 +51,10 @@ def collate(samples: Sequence[TensorDict]) -> TensorDict:
     """
     if not samples:
         raise ValueError("there are no samples to collate; a micro-batch has at least one row.")
-    keys = list(samples[0].keys())
-    for number, sample in enumerate(samples):
-        if set(sample.keys()) != set(keys):
-            raise ValueError(
-                f"sample {number} has {list_keys(sample.keys())}, sample 0 has {list_keys(keys)}; "
-                "all rows of a micro-batch must have the same keys."
-            )
-    columns = {key: _stack([sample[key] for sample in samples], key) for key in keys}
-    return TensorDict(columns, batch_size=[len(samples)])
+    rows: list[dict[Any, Any]] = [dict(sample.items()) for sample in samples]
+    check_alike({f"sample {number}": row for number, row in enumerate(rows)})
+    columns = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    return TensorDict(columns, batch_size=[len(rows)])
 
 
 def read_rows(dataset: Any, rows: Sequence[int]) -> TensorDict:
@@ -64,24 +73,49 @@ def read_rows(dataset: Any, rows: Sequence[int]) -> TensorDict:
     return batch if isinstance(batch, TensorDict) else collate(batch)
 
 
-def _stack(tensors: list[Tensor], key: Any) -> Tensor:
-    for number, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape:
+def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
+    """Refuse parts of a batch that cannot be joined.
+
+    Args:
+        parts: Dicts of tensors, by the name of each in messages.
+        dim: Dimensions from this one on must be equal.
+
+    Raises:
+        ValueError: If they differ in keys, dtypes or shapes.
+    """
+    kinds = [_kind(part, dim) for part in parts.values()]
+    for name, kind in zip(parts, kinds, strict=True):
+        if kind != kinds[0]:
             raise ValueError(
-                f'"{key}" of sample {number} has shape {tuple(tensor.shape)}, of sample 0 '
-                f"{tuple(tensors[0].shape)}; pad rows to one length, or pack them."
+                f"{name} has {_describe(kind)}; {next(iter(parts))} has {_describe(kinds[0])}. "
+                "All must have the same keys, dtypes and shapes."
             )
-        if tensor.dtype != tensors[0].dtype:
-            raise TypeError(
-                f'"{key}" of sample {number} holds {tensor.dtype}, of sample 0 '
-                f"{tensors[0].dtype}; stacking would cast one. Give all rows one dtype."
-            )
-    return torch.stack(tensors)
 
 
-def list_keys(keys: Iterable[Any]) -> str:
-    """List keys in quotes, for a message."""
-    return ", ".join(f'"{key}"' for key in keys)
+def _kind(part: Mapping[Any, Any], dim: int) -> dict[Any, tuple[torch.dtype, torch.Size]]:
+    if not dim:  # slicing a shape takes longer than all the rest
+        return {key: (tensor.dtype, tensor.shape) for key, tensor in part.items()}
+    return {key: (tensor.dtype, tensor.shape[dim:]) for key, tensor in part.items()}
+
+
+def _describe(kind: Mapping[Any, tuple[torch.dtype, torch.Size]]) -> str:
+    return ", ".join(
+        f'"{key}" {str(dtype).removeprefix("torch.")} {list(shape)}'
+        for key, (dtype, shape) in kind.items()
+    )
+
+
+def check_has(batch: Any, *keys: str) -> None:
+    """Refuse a batch without one of some keys.
+
+    Raises:
+        ValueError: If one is missing; says how to add it.
+    """
+    remedies = {"labels": "forgekit.shift_labels adds them."}
+    for key in keys:
+        if key not in batch:
+            remedy = remedies.get(key, f'Name the token ids "{key}".')
+            raise ValueError(f'batch has no "{key}"; it has {quoted(batch.keys())}. {remedy}')
 
 
 def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict:

@@ -81,8 +81,8 @@ BATCHES = {
     ),
     "samples of two dtypes": (
         lambda: fk.data.collate([{"a": IDS}, {"a": IDS.float()}]),
-        TypeError,
-        '^"a" of sample 1 holds torch.float32, of sample 0 torch.int64; stacking would cast one. G',
+        ValueError,
+        r'^sample 1 has "a" float32 \[2, 3\]; sample 0 has "a" int64 \[2, 3\]. All must have',
     ),
     **{
         f"padding with {name} of {value!r}": (
@@ -270,12 +270,12 @@ STREAMS = {
     "a negative end": (
         lambda: stream(eos_id=-1),
         ValueError,
-        "^eos_id -1 must be a token id, an integer of at least 0",
+        "^eos_id -1 must be at least 0",
     ),
     "an end between two ids": (
         lambda: stream(eos_id=1.5),
-        ValueError,
-        "^eos_id 1.5 must be a token id, an integer of at least 0",
+        TypeError,
+        "^eos_id is 1.5, a float; pass an integer",
     ),
     **{
         f"{name} of {value!r}": (
@@ -289,11 +289,16 @@ STREAMS = {
     **{
         f"an end of {value!r}": (
             partial(stream, eos_id=value),
-            ValueError,
-            rf"^eos_id {value!r} must be a token id, an integer of at least 0",
+            TypeError,
+            rf"^eos_id is {value!r}, a {type(value).__name__}; pass an integer",
         )
-        for value in (True, "0", 2**32)
+        for value in (True, "0")
     },
+    "an end that no token file holds": (
+        lambda: stream(eos_id=2**32),
+        ValueError,
+        "^eos_id 4294967296 must be at most 4,294,967,295",
+    ),
     "rows without end": (
         lambda: stream(seq_len=2**40),
         ValueError,
@@ -302,7 +307,7 @@ STREAMS = {
     "a tokenizer that is a name": (
         lambda: stream(["to be"], tokenizer="gpt2"),
         TypeError,
-        r"^tokenizer is a str; pass what forgekit\.data\.load_tokenizer\(path\) returns, or the ",
+        r"^tokenizer is 'gpt2', a str; pass what forgekit\.data\.load_tokenizer\(path\) returns, ",
     ),
     "no documents": (
         lambda: stream(None),

@@ -60,7 +60,7 @@ COMMANDS = {
     ),
     "a vocabulary that is too small": (
         ["prepare", "a.txt", "--out", "o", "--vocab", "10"],
-        "vocab_size 10 must be at least 257: 256 bytes and <|endoftext|>.",
+        "vocab_size 10 must be at least 257.",
     ),
     "a picture": (
         ["prepare", "a.png", "--out", "o"],
@@ -91,7 +91,7 @@ COMMANDS = {
     ),
     "a negative vocabulary": (
         ["prepare", "a.txt", "--out", "o", "--vocab", "-300"],
-        "vocab_size -300 must be at least 257: 256 bytes and <|endoftext|>.",
+        "vocab_size -300 must be at least 257.",
     ),
     **{
         f"a source of {name}": (["prepare", source, "--out", "o"], message)

@@ -58,8 +58,8 @@ def test_documents_that_cannot_be_written_are_refused_and_leave_nothing(
 NUMBERS = {
     "no vocabulary": ({"vocab_size": 0}, r"^vocab_size 0 must be at least 1\.$"),
     "a negative vocabulary": ({"vocab_size": -7}, r"^vocab_size -7 must be at least 1\.$"),
-    "a negative end": ({"eos_id": -1}, "^eos_id -1 must be 0 to vocab_size - 1 = 99"),
-    "an end beyond the vocabulary": ({"eos_id": 100}, "^eos_id 100 must be 0 to vocab_size - 1 ="),
+    "a negative end": ({"eos_id": -1}, r"^eos_id -1 must be at least 0\."),
+    "an end beyond the vocabulary": ({"eos_id": 100}, r"^eos_id 100 must be at most 99\."),
     "a vocabulary of a trillion": (
         {"vocab_size": 10**12},
         r"^vocab_size 1000000000000 must be at most 4,294,967,296\.$",
@@ -68,7 +68,7 @@ NUMBERS = {
         f"{name} beyond int64": ({name: 2**63}, rf"^{name} {2**63} must be at most {most}\.$")
         for name, most in (
             ("vocab_size", "4,294,967,296"),
-            ("eos_id", r"2\*\*63 - 1"),
+            ("eos_id", "99"),
             ("shard_tokens", r"2\*\*63 - 1"),
         )
     },
@@ -98,11 +98,15 @@ def test_numbers_of_a_token_file_are_integers(tmp_path, name, value):
     assert not list(tmp_path.iterdir())
 
 
+def escaped(value):
+    return re.escape(repr(value))
+
+
 DAMAGE = {
     **{
         f"{name} {value!r}": (
             {name: value},
-            rf'index\.json has {re.escape(repr(value))} as "{name}"; it must ',
+            rf'index\.json( has {escaped(value)} as "{name}"; it|: {name} {escaped(value)}) must ',
         )
         for name, values in {
             "vocab_size": (None, "9", True, 9.5, 0, -1, 10**30),
@@ -117,16 +121,16 @@ DAMAGE = {
         }.items()
         for value in values
     },
-    "an end beyond the vocabulary": ({"eos_id": 100}, "the vocabulary has 100 ids. Write"),
-    "another kind of number": ({"dtype": "int8"}, "has dtype 'int8'; token ids are uint16 or"),
-    "a byte order": ({"dtype": ">u2"}, "has dtype '>u2'; token ids are uint16 or uint32. Write"),
-    "more tokens": ({"tokens": 8}, "names 8 tokens and shards of 7 in all. Write the token file"),
+    "an end beyond the vocabulary": ({"eos_id": 100}, "eos_id 100 is not among the 100 ids. Write"),
+    "another kind of number": ({"dtype": "int8"}, ": dtype 'int8' must be uint16 or uint32"),
+    "a byte order": ({"dtype": ">u2"}, ": dtype '>u2' must be uint16 or uint32. Write"),
+    "more tokens": ({"tokens": 8}, ": 8 tokens and shards of 7 in all cannot both be right. Write"),
     "more documents": ({"documents": 3}, r"offsets\.bin is 56 bytes; expected .* It is truncated"),
     "more of both": ({"tokens": 9, "shards": [9]}, r"shard_00000\.bin is 46 bytes; expected"),
     "no magic": ({"magic": None}, "has magic None, not "),
     "magic of escapes": ({"magic": "\x1b[2J"}, r"has magic '.x1b\[2J', not "),
-    "no version": ({"version": None}, "is version None; this forgekit reads version 1"),
-    "a version of text": ({"version": "1"}, "is version '1'; this forgekit reads version 1"),
+    "no version": ({"version": None}, "has version None, not 1"),
+    "a version of text": ({"version": "1"}, "has version '1', not 1"),
 }
 
 
@@ -139,7 +143,7 @@ def test_an_index_that_is_damaged_in_any_field_is_refused(tmp_path, changes, mes
 
 
 INDEX = {
-    "a list": (b"[]", "has magic None, not "),
+    "a list": (b"[]", r"has magic \[\], not "),
     "nothing": (b"", r"is not JSON \(Expecting value.*\)\. Write the token file again"),
     "3,000 lists": (b"[" * 3000, r"is not JSON \(brackets are nested too deeply\)\. Write"),
     "5,000 digits": (
@@ -292,7 +296,7 @@ ARRAYS = {
     "a way of errors that is none": (
         lambda: fk.data.text_documents(__file__, errors="ignore"),
         ValueError,
-        """^errors 'ignore' must be "raise" or "skip".""",
+        """^errors is 'ignore'; it is one of "raise", "skip".""",
     ),
     "paths in a dict of numbers": (
         lambda: fk.data.text_documents({3: "a"}),
@@ -310,7 +314,7 @@ ARRAYS = {
     "a split that is none": (
         lambda: fk.data.huggingface_documents("gone", split=None),
         TypeError,
-        "^split None and text_key 'text' must be text",
+        "^split is None, a NoneType; pass text",
     ),
     "no permutation": (
         lambda: fk.data.permute(0, -5, 1),
@@ -382,7 +386,7 @@ ARRAYS = {
     "no rank for a sequence": (
         lambda: fk.shard_sequence({"input_ids": torch.ones(1, 2)}, rank=0, world=0),
         ValueError,
-        "^world is 0; at least 1 rank holds a sequence",
+        r"^rank 0 must lie in range\(world=0\)",
     ),
     "bins of no documents": (
         lambda: fk.packed_dataset([], bins()),
@@ -394,15 +398,10 @@ ARRAYS = {
         ValueError,
         r"^vocab_size -9 must be at least 1\.$",
     ),
-    "a document before the first": (
-        lambda: fk.data.random_documents(9, 2)[-1],
-        IndexError,
-        r"^document -1 must lie in range\(2\)",
-    ),
     "a source of a negative number of rows": (
         lambda: order({"a": -5}),
         ValueError,
-        "^source 'a' has -5 rows; it needs at least 1. Leave it out of the sizes, or look at what",
+        r"^sizes\['a'\] -5 must be at least 1",
     ),
     "no sources": (
         lambda: order(()),
@@ -417,12 +416,12 @@ ARRAYS = {
     "a phase's negative weight": (
         lambda: order(phases=[fk.Phase(3, {"a": -1})]),
         ValueError,
-        "^weights of the phase at sample 3 give 'a' -1; a weight is finite and not negative, and 0",
+        r"^the phase at sample 3: weights\['a'\] is -1; it must be finite and not negative",
     ),
     "a phase's infinite scale": (
         lambda: fk.Phase(3, lr_scale=math.inf),
         ValueError,
-        "^lr_scale of the phase at sample 3 is inf; it must be finite and not negative, and 1.0",
+        "^lr_scale is inf; it must be finite and not negative",
     ),
     "phases that go back": (
         lambda: order(phases=[fk.Phase(9), fk.Phase(3)]),
@@ -432,7 +431,7 @@ ARRAYS = {
     "a mixture of nothing": (
         lambda: fk.mixture_dataset({}, order()),
         ValueError,
-        "the sources of the order 'a', 'b'; make the order from the lengths of these datasets",
+        'the sources of the order "a", "b"; make the order from the lengths of these datasets',
     ),
 }
 

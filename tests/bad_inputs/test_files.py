@@ -51,7 +51,7 @@ PREPARED = {
     "a vocabulary below the bytes": (
         {"vocab_size": -5},
         ValueError,
-        r"^vocab_size -5 must be at least 257: 256 bytes and <\|endoftext\|>",
+        r"^vocab_size -5 must be at least 257\.$",
     ),
     **{
         f"{name} {value!r:.12}": (
@@ -83,7 +83,7 @@ PREPARED = {
     "a list of filters": (
         {"filters": [len]},
         TypeError,
-        r"^filters is \[<built-in function len>\]; pass functions by name: \{name: keeps\}\.$",
+        r"^filters is \[<built-in function len>\], a list; pass functions by name: \{name: k",
     ),
     "a tokenizer that is a number": (
         {"tokenizer": 3},
@@ -126,11 +126,15 @@ TEXTS = {
     "an empty object": (
         "a.jsonl",
         b"{}",
-        r'a\.jsonl:1 has no string "text"; it is a dict with no keys\. Each',
+        r'a\.jsonl:1 has no string "text"; it is {}\. Each',
     ),
-    "null": ("a.jsonl", b'{"text": null}', r'a\.jsonl:1 has no string "text"; .* with "text"\. E'),
-    "a number": ("a.jsonl", b"3", r'a\.jsonl:1 has no string "text"; it is a int with no keys\. E'),
-    "a text alone": ("a.jsonl", b'"a"', r'a\.jsonl:1 has no string "text"; it is a str with no ke'),
+    "null": (
+        "a.jsonl",
+        b'{"text": null}',
+        r'a\.jsonl:1 has no string "text"; it is {.text.: None}',
+    ),
+    "a number": ("a.jsonl", b"3", r'a\.jsonl:1 has no string "text"; it is 3\. Each'),
+    "a text alone": ("a.jsonl", b'"a"', r'a\.jsonl:1 has no string "text"; it is .a.\. Each'),
     "another quote": ("a.jsonl", b"{'text': 'a'}", r"a\.jsonl:1 cannot be read as JSON: .* Each"),
     "two objects in a line": (
         "a.jsonl",
@@ -180,17 +184,17 @@ TEXTS = {
     "a key of escapes": (
         "a.jsonl",
         b'{"\\u001b[2J": "a"}',
-        r'a\.jsonl:1 has no string "text"; it is a dict with ".u001b\[2J"\. Each',
+        r'a\.jsonl:1 has no string "text"; it is {..x1b\[2J.: .a.}\. Each',
     ),
     "a hundred keys": (
         "a.jsonl",
         b'{"a0": 1' + b"".join(b', "a%d": 1' % i for i in range(1, 100)) + b"}",
-        r'a\.jsonl:1 has no string "text"; it is a dict with "a0", .*"a9", 90 more\. Each',
+        r'a\.jsonl:1 has no string "text"; it is {.a0.: 1, .*\.\.\.\. Each',
     ),
     "a text in a list": (
         "a.jsonl",
         b'{"text": ["a"]}',
-        r'a\.jsonl:1 has no string "text"; it is a ',
+        r'a\.jsonl:1 has no string "text"; it is {.text.: \[.a.\]}',
     ),
     "a mark in the middle": (
         "a.jsonl",

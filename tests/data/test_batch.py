@@ -38,7 +38,7 @@ BAD = {
         ValueError,
         'batch has no "input_ids"; it has "labels". Name the',
     ),
-    "empty": (batch_of(), ValueError, 'batch has no "input_ids"; it has no keys'),
+    "empty": (batch_of(), ValueError, 'batch has no "input_ids"; it has nothing'),
     "dict": ({"input_ids": IDS}, TypeError, "batch is a dict; a micro-batch is a TensorDict"),
     "sample": (
         TensorDict({"input_ids": IDS[0]}),
@@ -128,10 +128,13 @@ def test_samples_are_stacked(kind):
 
 BAD_SAMPLES = {
     "none": ([], "there are no samples to collate"),
-    "keys": ([{"a": IDS}, {"a": IDS, "b": IDS}], 'sample 1 has "a", "b", sample 0 has "a"; all'),
+    "keys": (
+        [{"a": IDS}, {"a": IDS, "b": IDS}],
+        '^sample 1 has "a" int64 .2, 3., "b" int64 .2, 3.; sample 0 has "a" int64 .2, 3.. All',
+    ),
     "shapes": (
         [{"a": IDS}, {"a": IDS[:1]}],
-        r'"a" of sample 1 has shape \(1, 3\), of sample 0 \(2',
+        r'^sample 1 has "a" int64 \[1, 3\]; sample 0 has "a" int64 \[2, 3\]. All must have',
     ),
 }
 

@@ -33,7 +33,7 @@ def test_bins_are_found_again_and_mapped(tmp_path):
     assert bins.fingerprint == FRESH.fingerprint
     assert not bins.lengths.flags.writeable
     before = stamp(bins.path)
-    again = cached_bins(tmp_path / "a" / "bins", np.array(LENGTHS), 8)
+    again = cached_bins(tmp_path / "a" / "bins", np.array(LENGTHS), np.int64(8), align=np.int8(1))
     assert (again.path, again.fingerprint) == (bins.path, bins.fingerprint)
     assert stamp(bins.path) == before
     assert [path.name for path in (tmp_path / "a" / "bins").iterdir()] == [bins.path.name]
@@ -115,15 +115,18 @@ def flip(place):
 
 ARRAYS = ("offsets.npy", "documents.npy", "starts.npy", "lengths.npy")
 DAMAGE = {
-    "truncated": (edit("lengths.npy", lambda b: b[:-8]), "lengths.npy is damaged .*. Pack again"),
+    "truncated": (
+        edit("lengths.npy", lambda b: b[:-8]),
+        "lengths.npy is missing or damaged .*. Pack again",
+    ),
     "empty": (
         edit("starts.npy", lambda b: b""),
-        r"starts.npy is damaged \(No data left",
+        r"starts.npy is missing or damaged \(No data left",
     ),
     "longer": (edit("documents.npy", lambda b: b + bytes(8)), None),
     "foreign": (
         edit("offsets.npy", lambda b: b"PK" + b[2:]),
-        "offsets.npy is damaged .* Pack",
+        "offsets.npy is missing or damaged .* Pack",
     ),
     "bit": (edit("lengths.npy", flip(-8)), "fingerprint .*; its index.json says .* A file is dam"),
     "start": (edit("starts.npy", flip(-8)), "fingerprint .*; its index.json says"),
@@ -134,14 +137,20 @@ DAMAGE = {
         lambda folder: np.save(folder / "starts.npy", np.zeros(8)),
         r"starts.npy holds float64 \(8,\), not int64 \[n\]. Pack again",
     ),
-    "missing": (lambda folder: (folder / "starts.npy").unlink(), "starts.npy is missing, but ind"),
+    "missing": (
+        lambda folder: (folder / "starts.npy").unlink(),
+        r"starts.npy is missing or damaged \(.*No such file",
+    ),
     "no index": (lambda folder: (folder / "index.json").unlink(), "No such file"),
     "json": (edit("index.json", lambda b: b[:20]), "index.json is not JSON .* Pack again"),
     "list": (edit("index.json", lambda b: b"[1]"), r"has magic \[1\], not 'forgekit-bins'"),
     "magic": (edit_index(magic="cats"), "has magic 'cats', not 'forgekit-bins'. Pack again"),
     "version": (edit_index(version=2), "has version 2, not 1"),
     "capacity": (edit_index(capacity=9), "fingerprint .*; its index.json says"),
-    "number": (edit_index(dropped="no"), "has dropped 'no': damaged. Pack again"),
+    "number": (
+        edit_index(dropped="no"),
+        "has 'no' as .dropped.; it must be of type int",
+    ),
     "key": (edit_index(key="another"), "has key 'another', not '"),
     "other": (other_bins, "has key 'another', not '"),
     "nothing": (lambda folder: [(folder / n).unlink() for n in (*ARRAYS, "index.json")], "No such"),

@@ -272,7 +272,7 @@ BAD = {
     "iterator": (
         {"documents": iter([[1]])},
         TypeError,
-        "list_iterator, which can be read only once",
+        "list_iterator; it must be a source, .* can be read only once",
     ),
     "text": ({"documents": "text"}, TypeError, "documents is a str; it must be a source"),
     "number": ({"documents": 3}, TypeError, "documents is a int; it must be a source"),

@@ -167,12 +167,12 @@ BAD = {
     "policy": (
         lambda: groups([], 1, partial="x"),
         ValueError,
-        'partial \'x\' must be "pad", "drop',
+        """partial is 'x'; it is one of "pad", "drop", "error".""",
     ),
     "kind": (
         lambda: list(next(groups(["a"], 2))),
         TypeError,
-        "the last group has 1 of 2 micro-batches and a str cannot be padded",
+        "batch is a str; a micro-batch is a TensorDict",
     ),
     "length": (
         lambda: [list(group) for group in groups(Overstated("a"), 2)],

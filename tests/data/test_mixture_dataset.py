@@ -143,7 +143,7 @@ BAD = {
     "row": (lambda: mixture()[-1], "^sample -1 must be at least 0"),
     "names": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 5, "b": 5}),
-        "^the datasets are 'a', the sources of the order 'a', 'b'; make the order",
+        '^the datasets are "a", the sources of the order "a", "b"; make the order',
     ),
     "length": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 6}),
@@ -157,11 +157,11 @@ BAD = {
         lambda: mixed(
             {"a": odd_rows(x=torch.ones(2)), "b": odd_rows(x=torch.ones(3))}
         ).__getitems__(range(9)),
-        "^rows of 'b' are {'x': 'float32 .3.'}, those of 'a' {'x': 'float32 .2.'}; the rows of",
+        r'^source "b" has "x" float32 \[3\]; source "a" has "x" float32 \[2\]. All must have',
     ),
     "source": (
         lambda: mixed({"a": odd_rows(source=torch.ones(()))})[0],
-        "^rows of 'a' have a \"source\" of their own, which the mixture adds",
+        '^rows have a "source", which the mixture adds; rename theirs',
     ),
     "epochs": (
         lambda: fk.make_loader(mixture(), epochs=1),

@@ -245,8 +245,11 @@ BAD = {
         "capacity 100 must be divisible by align 16; the nearest are 96 and 112",
     ),
     "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest are 16"),
-    "method": ({"method": "ffd"}, "method 'ffd' must be one of 'best_fit', 'first_fit_decreasing'"),
-    "long": ({"long": "cut"}, "long 'cut' must be one of 'split', 'error', 'drop'"),
+    "method": (
+        {"method": "ffd"},
+        'method is .ffd.; it is one of "best_fit", "first_fit_decreasing", "sequ',
+    ),
+    "long": ({"long": "cut"}, 'long is .cut.; it is one of "split", "error", "drop"'),
     "negative": ({"lengths": [1, -2]}, "document 1 has length -2; lengths are tokens, 0 or more"),
     "float": (
         {"lengths": [1.5]},

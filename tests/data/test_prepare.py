@@ -258,7 +258,6 @@ def test_ids_may_have_gaps(source, tmp_path):
 
 DAMAGE = {
     "shard cut": ("shard_00000.bin", lambda content: content[:999]),
-    "shard changed": ("shard_00000.bin", lambda content: content[:99] + b"?" + content[100:]),
     "offsets cut": ("heldout/offsets.bin", lambda content: content[:40]),
     "shard gone": ("shard_00000.bin", None),
     "journal torn": (JOURNAL, lambda content: content[:-9]),
@@ -410,7 +409,7 @@ def test_nothing_left_is_an_error_that_says_where_it_went(tmp_path):
     )
     with pytest.raises(ValueError, match=message + "ped by 'all'"):
         prepare(documents, tmp_path / "out", filters={"all": lambda text: False})
-    with pytest.raises(TypeError, match=r"random document 0 is token ids, not text. forgekit.w"):
+    with pytest.raises(TypeError, match=r"random tokens, document 0 is token ids, not text"):
         prepare(random_documents(9, 9), tmp_path / "out")
 
 
@@ -446,7 +445,7 @@ def test_a_tokenizer_that_is_given_is_used_and_kept(source, tmp_path):
         TEXTS[i] for i in (0, 1, 3, 4)
     ]
     assert not prepare(source, tmp_path / "out", **given, eos_token="<|end|>").is_new
-    message = r'no token "</s>"; its special tokens are "<|endoftext|>", "<|end|>". Name'
+    message = r'no token .</s>.; its special tokens are "<|endoftext|>", "<|end|>". Name'
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         prepare(source, tmp_path / "other", **given, eos_token="</s>")
 

@@ -107,11 +107,11 @@ BAD = {
         {"world": 10},
         r"18 positions .* 2 \* world = 20 .*; the nearest are 20\.",
     ),
-    "rank": ({"rank": 3, "world": 3}, "rank is 3; with world 3 it is one of 0 to 2."),
-    "negative": ({"rank": -1, "world": 3}, "rank is -1"),
+    "rank": ({"rank": 3, "world": 3}, r"rank 3 must lie in range\(world=3\)"),
+    "negative": ({"rank": -1, "world": 3}, "rank -1 must lie in range"),
     "method": (
         {"world": 3, "method": "striped"},
-        "method is 'striped'; it is one of 'zigzag', 'contiguous'.",
+        """method is 'striped'; it is one of "zigzag", "contiguous".""",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_slices_that_cannot_be_are_refused(options, message):
 
 
 def test_batches_without_positions_are_refused():
-    with pytest.raises(ValueError, match=r'no "input_ids"; it has "labels"\. Its'):
+    with pytest.raises(ValueError, match=r'no "input_ids"; it has "labels"\. Name'):
         shard_sequence(TensorDict({"labels": torch.ones(1, 2)}, batch_size=[1]), rank=0, world=2)
     flat = TensorDict({"input_ids": torch.ones(4)}, batch_size=[4])
     with pytest.raises(ValueError, match=r'"input_ids" has shape \(4,\); it must be \[b s\]'):
@@ -137,7 +137,13 @@ def test_slices_that_do_not_belong_together_are_refused():
         unshard_sequence([])
     with pytest.raises(ValueError, match="method is 'ring'; it is one of"):
         unshard_sequence([first, second], method="ring")
-    with pytest.raises(ValueError, match='slice 1 and slice 0 do not both have "labels"'):
+    with pytest.raises(
+        ValueError,
+        match=r'slice 1 has "input_ids".*; slice 0 has .*"labels" int64',
+    ):
         unshard_sequence([first, second.exclude("labels")])
-    with pytest.raises(ValueError, match=r'"input_ids" of slice 1 has shape \(2, 2\), of slice 0'):
+    with pytest.raises(
+        ValueError,
+        match=r'slice 1 has "input_ids" int64 \[2, 2\].* int64 \[2, 4\]',
+    ):
         unshard_sequence([first, shard_sequence(batch_of(4), rank=1, world=2)])

@@ -66,9 +66,12 @@ BAD_LINES = {
         '{"text": "a"}\n{"text": ',
         r"a.jsonl:2 cannot be read as JSON: Expecting value at column 9. Each",
     ),
-    "no text": ('{"body": "a", "id": 1}', r'a.jsonl:1 has no string "text"; .* "body", "id". Each'),
-    "number": ('{"text": 1}', r'a.jsonl:1 has no string "text"; it is a dict with "text"'),
-    "list": ("[1]", r'a.jsonl:1 has no string "text"; it is a list with no keys'),
+    "no text": (
+        '{"body": "a", "id": 1}',
+        r"no string .text.; it is {'body': 'a', 'id': 1}. Each",
+    ),
+    "number": ('{"text": 1}', r'a.jsonl:1 has no string "text"; it is {.text.: 1}\. Each'),
+    "list": ("[1]", r'a.jsonl:1 has no string "text"; it is \[1\]. Each'),
 }
 
 
@@ -143,9 +146,7 @@ def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counte
 def test_documents_may_stand_under_another_key(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "a", "text": "b"}')
     assert [text for _, text in text_documents(tmp_path, text_key="body")] == ["a"]
-    with pytest.raises(
-        ValueError, match=r'a.jsonl:1 has no string "title"; it is a dict with "bod'
-    ):
+    with pytest.raises(ValueError, match=r'a.jsonl:1 has no string "title"; it is {.body.: .a.'):
         list(text_documents(tmp_path, text_key="title"))
 
 
@@ -161,7 +162,7 @@ def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
         *("a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "b.txt", "c.parquet"),
     ]
     assert re.search(r"c.parquet cannot be read as parquet: .* Write it again", problems[-2])
-    with pytest.raises(ValueError, match='errors \'ignore\' must be "raise" or "skip"'):
+    with pytest.raises(ValueError, match="errors is 'ignore'; it is one of"):
         text_documents(tmp_path, errors="ignore")  # pyright: ignore[reportArgumentType]
 
 

@@ -122,7 +122,7 @@ BAD_WRITES = {
     "flat": ({"documents": [1, 2]}, r"document 0 is int64 of shape \(\)"),
     "text": ({"documents": [["a"]]}, "document 0 is <U1 of shape .* encode text with a tokenizer"),
     "none": ({"documents": []}, "there are no documents; a token file needs at least one"),
-    "eos": ({"eos_id": 100}, "eos_id 100 must be 0 to vocab_size - 1 = 99"),
+    "eos": ({"eos_id": 100}, r"eos_id 100 must be at most 99\."),
     "vocab": ({"vocab_size": 2**32 + 1}, "vocab_size 4294967297 must be at most 4,294,967,296"),
     "shard": ({"shard_tokens": 0}, "shard_tokens 0 must be at least 1"),
 }
@@ -153,21 +153,24 @@ DAMAGE = {
     "longer": (edit(SHARD, lambda b: b + b"0"), "59 bytes; expected"),
     "stub": (edit(SHARD, lambda b: b[:5]), "is 5 bytes; expected"),
     "offsets": (edit("offsets.bin", lambda b: b[:-8]), r"offsets.bin is 64 bytes; .* 8 \* 5 = 72"),
-    "foreign": (edit(SHARD, lambda b: b"PK" + b[2:]), r"starts with b'PKRGETOK', not b'FORGETOK'"),
-    "count": (edit(SHARD, lambda b: b[:16] + b"\7" + b[17:]), "says .* 7 numbers; index.json says"),
+    "foreign": (edit(SHARD, lambda b: b"PK" + b[2:]), r"with \(b'PKRGETOK', 1, 2, 13\) .*foreign"),
+    "count": (
+        edit(SHARD, lambda b: b[:16] + b"\7" + b[17:]),
+        r"FORGETOK', 1, 2, 7\) \(magic, version, byt",
+    ),
     "width": (
         edit(SHARD, lambda b: b[:12] + b"\4" + b[13:]),
-        "4 bytes per number, 13 numbers; ind",
+        r"1, 4, 13\) .*; expected \(b'FORGETOK', 1, 2, 13\)\. It is for",
     ),
     "dtype": (edit_index(dtype="uint32"), r"58 bytes; expected 32 \+ 4 \* 13 = 84"),
-    "version": (edit_index(version=2), "is version 2; this forgekit reads version 1"),
+    "version": (edit_index(version=2), "has version 2, not 1. Write the token file again"),
     "type": (
         edit_index(dtype="float32"),
-        "index.json has dtype 'float32'; token ids are uint1",
+        "index.json: dtype 'float32' must be uint16 or uint32",
     ),
     "no type": (edit_index(dtype=None), 'json has None as "dtype"; it must be of type str'),
-    "shards": (edit_index(shards=[7]), "index.json names 13 tokens and shards of 7 in all"),
-    "magic": (edit_index(magic="cats"), "index.json has magic 'cats', not \"forgekit-tokens\""),
+    "shards": (edit_index(shards=[7]), "index.json: 13 tokens and shards of 7 in all"),
+    "magic": (edit_index(magic="cats"), "index.json has magic 'cats', not 'forgekit-tokens'"),
     "json": (
         edit("index.json", lambda b: b[:20]),
         "index.json is not JSON .* Write the token file",
@@ -192,7 +195,7 @@ CHANGED = {
     "first": (flip(SHARD, 32), r"shard_00000.bin has crc32 .*; index.json says .*has changed"),
     "last": (flip("shard_00002.bin", 37), r"shard_00002.bin has crc32 .* restore the file"),
     "offset": (flip("offsets.bin", 41), r"offsets.bin has crc32 "),
-    "none": (edit_index(checksums={}), r"index.json has no checksum of shard_00000.bin, so it"),
+    "none": (edit_index(checksums={}), r"shard_00000.bin has crc32 .*; index.json says None"),
 }
 
 

@@ -104,8 +104,8 @@ def test_a_run_that_is_stopped_inside_a_phase_goes_on_bitwise(given, undisturbed
 BAD = {
     "unknown source": (
         "phases=[{step=3, weights={mails=1}}]",
-        f"error: weights of the phase at sample {3 * ROWS} name 'mails'; the sources are "
-        "'asyncio', 'mail', 'tables'.",
+        f'error: the phase at sample {3 * ROWS}: weights name "mails"; the sources are '
+        '"asyncio", "mail", "tables".',
     ),
     "order of phases": (
         "phases=[{step=3}, {step=3}]",
@@ -113,7 +113,7 @@ BAD = {
     ),
     "missing weight": (
         "data.sources.more={folder}",
-        "error: weights lack 'more'; give each source a weight.",
+        'error: weights lack "more"; give each source a weight.',
     ),
     "no step": ("phases=[{weights={mail=1}}]", "phases[0].step: required, but not given"),
     "unknown key": (

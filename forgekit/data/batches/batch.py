@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.samples import IGNORED, PADDING, list_keys
+from forgekit.data.samples import IGNORED, PADDING, check_has
 
-__all__ = ["check_batch", "mask_batch", "mask_rows", "shift_labels"]
-
-_REMEDY = {
-    "input_ids": 'Name the token ids "input_ids".',
-    "labels": "forgekit.shift_labels adds them.",
-}
+__all__ = ["check_batch", "ids_shape", "mask_batch", "mask_rows", "shift_labels"]
 
 
 def check_batch(batch: TensorDict) -> None:
@@ -38,14 +33,8 @@ def check_batch(batch: TensorDict) -> None:
         ValueError: batch has no "labels"; it has "input_ids". forgekit.shift_labels adds them.
     """
     _check_rows(batch)
-    for key in ("input_ids", "labels"):
-        _check_has(batch, key)
-    shape = tuple(batch["input_ids"].shape)
-    if len(shape) != 2:
-        raise ValueError(
-            f'"input_ids" has shape {shape}; it must be [b s], rows by positions. '
-            "forgekit.data.collate stacks samples."
-        )
+    shape = ids_shape(batch)
+    check_has(batch, "labels")
     _check_tensor(batch, "input_ids", shape, "[b s]")
     for key in ("labels", "position_ids", "doc_ids"):
         _check_tensor(batch, key, shape, "[b s] like input_ids")
@@ -75,7 +64,7 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         tensor([[6, 7]])
     """
     _check_rows(batch)
-    _check_has(batch, "input_ids")
+    check_has(batch, "input_ids")
     if "labels" in batch:
         raise ValueError(
             'batch has "labels" already; shifting again would train on wrong tokens. '
@@ -119,7 +108,7 @@ def mask_batch(batch: TensorDict) -> TensorDict:
 
 def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     """Copy a micro-batch, with a loss in its first ``keep`` rows only."""
-    _check_has(batch, "labels")
+    check_has(batch, "labels")
     _check_signed(batch)
     masked = batch.clone()
     masked["labels"][keep:] = IGNORED
@@ -145,10 +134,20 @@ def _check_rows(batch: Any) -> None:
         )
 
 
-def _check_has(batch: TensorDict, key: str) -> None:
-    if key not in batch:
-        found = list_keys(batch.keys()) or "no keys"
-        raise ValueError(f'batch has no "{key}"; it has {found}. {_REMEDY[key]}')
+def ids_shape(batch: Any) -> tuple[int, ...]:
+    """Return ``(b, s)``, the shape of a micro-batch's token ids.
+
+    Raises:
+        ValueError: If there are none, or they have another number of dimensions.
+    """
+    check_has(batch, "input_ids")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2:
+        raise ValueError(
+            f'"input_ids" has shape {shape}; it must be [b s], rows by positions. '
+            "forgekit.data.collate stacks samples."
+        )
+    return shape
 
 
 def _check_tensor(batch: TensorDict, key: str, shape: tuple[int, ...], rule: str) -> None:

@@ -17,8 +17,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.data.samples import list_keys
-from forgekit.inputs import nearest_multiples
+from forgekit.data.batches.batch import ids_shape
+from forgekit.data.samples import check_alike
+from forgekit.inputs import check_choice, check_rank, nearest_multiples
 
 __all__ = ["Slicing", "join_positions", "shard_sequence", "slice_positions", "unshard_sequence"]
 
@@ -55,8 +56,7 @@ def shard_sequence(
         Ring attention, https://arxiv.org/abs/2310.01889; striped, for the balance of causal
         masks, https://arxiv.org/abs/2311.09431
     """
-    shape = _shape(batch)
-    _check_slicing(shape[1], rank, world, method)
+    shape = ids_shape(batch)
     mine = partial(slice_positions, rank=rank, world=world, method=method, dim=1)
     sliced = {
         key: mine(value) if _has_positions(value, shape) else value for key, value in batch.items()
@@ -75,15 +75,14 @@ def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag"
         A new TensorDict with ``[b s]`` tensors; tensors without positions are the first rank's.
 
     Raises:
-        ValueError: If there is no slice, or they differ in keys or shapes.
+        ValueError: If there is no slice, or they differ in keys, dtypes or shapes.
     """
     slices = list(slices)
     if not slices:
         raise ValueError("there are no slices to join; give one TensorDict for each rank.")
-    _check_method(method)
-    shape = _shape(slices[0])
-    for number, part in enumerate(slices):
-        _check_alike(part, slices[0], number)
+    check_choice("method", method, get_args(Slicing))
+    shape = ids_shape(slices[0])
+    check_alike({f"slice {number}": part for number, part in enumerate(slices)})
     joined = {
         key: join_positions([part[key] for part in slices], method=method, dim=1)
         if _has_positions(value, shape)
@@ -115,7 +114,9 @@ def slice_positions(
         >>> slice_positions(torch.arange(8), rank=1, world=4)
         tensor([1, 6])
     """
-    _check_slicing(tensor.shape[dim], rank, world, method)
+    check_choice("method", method, get_args(Slicing))
+    check_rank(rank, world)
+    _check_divisible(tensor.shape[dim], world, method)
     if method == "contiguous" or world == 1:
         return tensor.chunk(world, dim)[rank]
     # world 4, chunks 0-7: rank 0 has 0 7, rank 1 has 1 6, rank 2 has 2 5, rank 3 has 3 4.
@@ -137,28 +138,11 @@ def join_positions(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: 
     return torch.cat(list(parts), dim)
 
 
-def _shape(batch: TensorDict) -> torch.Size:
-    if "input_ids" not in batch:
-        raise ValueError(
-            f'batch has no "input_ids"; it has {list_keys(batch.keys()) or "no keys"}. Its [b s] '
-            "shows which tensors have positions."
-        )
-    shape = batch["input_ids"].shape
-    if len(shape) != 2:
-        raise ValueError(f'"input_ids" has shape {tuple(shape)}; it must be [b s].')
-    return shape
-
-
-def _has_positions(value: Any, shape: torch.Size) -> TypeGuard[Tensor]:
+def _has_positions(value: Any, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.shape[:2] == shape
 
 
-def _check_slicing(positions: int, rank: int, world: int, method: str) -> None:
-    _check_method(method)
-    if world < 1:
-        raise ValueError(f"world is {world}; at least 1 rank holds a sequence.")
-    if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank}; with world {world} it is one of 0 to {world - 1}.")
+def _check_divisible(positions: int, world: int, method: str) -> None:
     chunks = 2 * world if method == "zigzag" and world > 1 else world
     if positions % chunks:
         rule = f"2 * world = {chunks}" if chunks > world else f"world = {chunks}"
@@ -166,20 +150,3 @@ def _check_slicing(positions: int, rank: int, world: int, method: str) -> None:
             f"{positions} positions must be divisible by {rule} to be sharded {method}; the "
             f"nearest are {nearest_multiples(positions, chunks)}."
         )
-
-
-def _check_method(method: str) -> None:
-    if method not in get_args(Slicing):
-        known = ", ".join(map(repr, get_args(Slicing)))
-        raise ValueError(f"method is {method!r}; it is one of {known}.")
-
-
-def _check_alike(part: TensorDict, first: TensorDict, number: int) -> None:
-    for key in dict.fromkeys([*first.keys(), *part.keys()]):
-        if key not in part or key not in first:
-            raise ValueError(f'slice {number} and slice 0 do not both have "{key}"; join equals.')
-        if part[key].shape != first[key].shape:
-            raise ValueError(
-                f'"{key}" of slice {number} has shape {tuple(part[key].shape)}, of slice 0 '
-                f"{tuple(first[key].shape)}; the slices of one batch are of one size."
-            )

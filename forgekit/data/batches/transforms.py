@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.data.samples import IGNORED, PADDING, list_keys
+from forgekit.data.samples import IGNORED, PADDING, check_has
 from forgekit.inputs import check_integers
 
 __all__ = ["mask_prompts", "pad_places", "pad_positions"]
@@ -41,7 +41,7 @@ def mask_prompts(batch: TensorDict, start: int, stop: int | None = None) -> Tens
         >>> mask_prompts(TensorDict(row), start=1, stop=2)["labels"]
         tensor([-100,    5,    2, -100])
     """
-    _check_shifted(batch, "mask_prompts")
+    check_has(batch, "input_ids", "labels")
     check_integers(start=(start, 0), stop=(0 if stop is None else stop, 0))
     if start == stop:
         raise ValueError(f"start and stop are both {start}; an answer ends with another token.")
@@ -86,7 +86,7 @@ def pad_positions(
         >>> pad_positions(row, 3)["labels"]
         tensor([   6,    7, -100])
     """
-    _check_shifted(batch, "pad_positions")
+    check_has(batch, "input_ids", "labels")
     check_integers(
         positions=(0 if positions is None else positions, 0),
         multiple=(multiple, 1),
@@ -126,12 +126,3 @@ def _last(is_marked: Tensor) -> Tensor:
     """The last marked position up to each position, ``[... s]``; -1 before the first."""
     positions = torch.arange(is_marked.shape[-1], device=is_marked.device)
     return torch.where(is_marked, positions, -1).cummax(-1).values
-
-
-def _check_shifted(batch: TensorDict, who: str) -> None:
-    for key in ("input_ids", "labels"):
-        if key not in batch:
-            raise ValueError(
-                f'{who} found no "{key}"; the batch has {list_keys(batch.keys()) or "nothing"}. '
-                "Put forgekit.shift_labels before."
-            )

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from forgekit.data.documents.filters import Account, Filters, Kept
-from forgekit.data.documents.protocol import Documents
+from forgekit.data.documents.filters import Account, Filters, read_filtered
+from forgekit.data.documents.protocol import Documents, Record
 from forgekit.data.hashing import hash_integers
 
 __all__ = ["HeldOutSplit", "Progress", "SourcePosition"]
@@ -22,7 +22,7 @@ REPORT_BYTES = 1 << 18
 
 @attrs.frozen
 class SourcePosition:
-    """Where reading stands after a document.
+    """The position of ``prepare`` after a document.
 
     Attributes:
         after: The position in the source.
@@ -51,29 +51,31 @@ class HeldOutSplit:
         """Whether this may be left out: with ``errors="raise"`` a broken document is fatal."""
         return not account.broken or getattr(self.documents, "errors", "raise") == "skip"
 
-    def keep(self, account: Account) -> Kept:
-        """Return a reader of the documents that are kept."""
-        return Kept(self.documents, self.filters, account)
-
     def texts(
-        self, task: str, kept: Kept, start: SourcePosition
-    ) -> Iterator[tuple[SourcePosition, bool, str]]:
-        """Yield texts from a position: the position after each, whether it is held out, the text.
+        self, task: str, start: SourcePosition
+    ) -> Iterator[tuple[SourcePosition, bool, str | None]]:
+        """Yield texts from a position on.
+
+        Yields:
+            The position after the text; whether it is held out; and the text, None for a document
+            that is left out.
 
         Raises:
-            ValueError: If there is none, from the start on.
+            ValueError: If there is no text, from the start on.
         """
         are_few = self._are_few()
         number, total = start.documents, self.documents.size or 0
         read, reported = 0, -REPORT_BYTES
-        for record, text, account in kept.read(start.after):
-            number, read = number + 1, read + len(text)
+        account = start.account
+        for record, text, account in self._read(start):
+            if text is not None:
+                number, read = number + 1, read + len(text)
             done = record.done if total else read
             if done - reported >= REPORT_BYTES:
                 self.report(task, done, total)
                 reported = done
             position = SourcePosition(record.after, number, account)
-            if not are_few:
+            if text is None or not are_few:
                 yield position, number % self.held_out_every == 0, text
                 continue
             split = _split_point(text, self.held_out_every)
@@ -81,7 +83,7 @@ class HeldOutSplit:
                 if part:
                     yield position, bool(is_held_out), part
         if not number:
-            raise _nothing(kept.account)
+            raise _nothing(account)
         self.report(task, total or read, total)
 
     def sample(self, task: str, limit: int) -> Iterator[str]:
@@ -89,18 +91,20 @@ class HeldOutSplit:
         size = self.documents.size or 0
         # Each document is drawn by a hash of its number, with probability limit / size.
         threshold = 2**64 * limit // max(size, limit)
-        kept = self.keep(Account())
-        for position, is_held_out, text in self.texts(task, kept, SourcePosition()):
+        for position, is_held_out, text in self.texts(task, SourcePosition()):
             is_drawn = size <= limit or int(hash_integers(position.documents)) < threshold
-            if is_drawn and not is_held_out:
+            if is_drawn and not is_held_out and text is not None:
                 yield text[:limit]
                 limit -= len(text)
                 if limit <= 0:
                     return
 
     def _are_few(self) -> bool:
-        first = islice(self.keep(Account()).read(None), self.held_out_every)
-        return sum(1 for _ in first) < self.held_out_every
+        kept = (text for _, text, _ in self._read(SourcePosition()) if text is not None)
+        return sum(1 for _ in islice(kept, self.held_out_every)) < self.held_out_every
+
+    def _read(self, start: SourcePosition) -> Iterator[tuple[Record, str | None, Account]]:
+        return read_filtered(self.documents, self.filters, start.after, start.account)
 
 
 def _split_point(text: str, every: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import attrs
 import numpy as np
@@ -14,10 +15,41 @@ from forgekit.data.documents.protocol import Record
 from forgekit.data.hashing import hash_integers
 from forgekit.inputs import LARGEST, check_integers
 
-__all__ = ["RandomDocuments", "TokenDocuments", "random_documents", "token_documents"]
+__all__ = ["NumberedDocuments", "random_documents", "token_documents"]
 
 
-def token_documents(path: str | os.PathLike[str] | TokenFile) -> TokenDocuments:
+@attrs.frozen
+class NumberedDocuments:
+    """Documents of token ids that are found by their number, which is also a reader's position.
+
+    Attributes:
+        source: Where they come from, for the names of documents.
+        fingerprint: Identifies their tokens.
+        count: How many there are.
+        ids_of: Returns the ids of a number, ``[s]`` int64.
+    """
+
+    source: str
+    fingerprint: str
+    count: int
+    ids_of: Callable[[int], NDArray[np.int64]] = attrs.field(repr=False)
+
+    size = None  # only texts have their progress shown
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        return map(self.ids_of, range(self.count))
+
+    def read(
+        self, position: int | None = None, *, part: int = 0, parts: int = 1
+    ) -> Iterator[Record]:
+        """Yield this part's documents from a number on; see ``Documents``."""
+        for number in range(position or 0, self.count):
+            if number % parts == part:
+                name = f"{self.source}, document {number}"
+                yield Record(name, self.ids_of(number), number + 1)
+
+
+def token_documents(path: str | os.PathLike[str] | TokenFile) -> NumberedDocuments:
     """Read the documents of a token file, without the ids that close them.
 
     Args:
@@ -34,47 +66,19 @@ def token_documents(path: str | os.PathLike[str] | TokenFile) -> TokenDocuments:
         ...     [ids.tolist() for ids in token_documents(f"{folder}/a")]
         [[1, 2], [3]]
     """
-    return TokenDocuments(path if isinstance(path, TokenFile) else open_tokens(path))
+    file = path if isinstance(path, TokenFile) else open_tokens(path)
+    ids_of = partial(_ids_in_file, file)
+    return NumberedDocuments(str(file.path), file.fingerprint, file.documents, ids_of)
 
 
-@attrs.frozen
-class TokenDocuments:
-    """The documents of a token file; ``token_documents`` makes one."""
-
-    file: TokenFile
-
-    @property
-    def fingerprint(self) -> str:
-        """The token file's."""
-        return self.file.fingerprint
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of tokens."""
-        return sum(shard.nbytes for shard in self.file.shards)
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return (self._ids(number) for number in range(self.file.documents))
-
-    def read(
-        self, position: int | None = None, *, part: int = 0, parts: int = 1
-    ) -> Iterator[Record]:
-        """Yield this part's documents from a number on; see ``Documents``."""
-        width = self.file.shards[0].itemsize
-        for number in range(position or 0, self.file.documents):
-            if number % parts == part:
-                done = int(self.file.offsets[number + 1]) * width
-                name = f"document {number} of {self.file.path}"
-                yield Record(name, self._ids(number), number + 1, done)
-
-    def _ids(self, number: int) -> NDArray[np.int64]:
-        start, stop = self.file.offsets[number : number + 2].tolist()
-        return self.file.read(start, stop - 1)
+def _ids_in_file(file: TokenFile, number: int) -> NDArray[np.int64]:
+    start, stop = file.offsets[number : number + 2].tolist()
+    return file.read(start, stop - 1)
 
 
 def random_documents(
     vocab_size: int, count: int, *, longest: int = 1024, shortest: int = 1, seed: int = 0
-) -> RandomDocuments:
+) -> NumberedDocuments:
     """Make documents of random tokens, to try a model or a machine without data.
 
     Args:
@@ -102,46 +106,15 @@ def random_documents(
         seed=(seed, -LARGEST),
     )
     check_integers(longest=(longest, shortest))
-    return RandomDocuments(vocab_size, count, shortest, longest, seed)
+    # Checkpoints of streams hold this text: it must not change.
+    made_of = f"RandomDocuments({vocab_size=}, {count=}, {shortest=}, {longest=}, {seed=})"
+    ids_of = partial(_random_ids, vocab_size, shortest, longest, seed)
+    return NumberedDocuments("random tokens", made_of, count, ids_of)
 
 
-@attrs.frozen
-class RandomDocuments:
-    """Documents of random tokens; ``random_documents`` makes them."""
-
-    vocab_size: int
-    count: int
-    shortest: int
-    longest: int
-    seed: int
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the tokens."""
-        return str(self)
-
-    @property
-    def size(self) -> int | None:
-        """Unknown: nothing is read."""
-        return None
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return (self[number] for number in range(self.count))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> NDArray[np.int64]:
-        if not 0 <= number < self.count:
-            raise IndexError(f"document {number} must lie in range({self.count}).")
-        key = hash_integers(number, self.seed)
-        length = self.shortest + int(key) % (self.longest - self.shortest + 1)
-        return (hash_integers(np.arange(length), key) % np.uint64(self.vocab_size)).astype(np.int64)
-
-    def read(
-        self, position: int | None = None, *, part: int = 0, parts: int = 1
-    ) -> Iterator[Record]:
-        """Yield this part's documents from a number on; see ``Documents``."""
-        for number in range(position or 0, self.count):
-            if number % parts == part:
-                yield Record(f"random document {number}", self[number], number + 1)
+def _random_ids(
+    vocab_size: int, shortest: int, longest: int, seed: int, number: int
+) -> NDArray[np.int64]:
+    key = hash_integers(number, seed)
+    length = shortest + int(key) % (longest - shortest + 1)
+    return (hash_integers(np.arange(length), key) % np.uint64(vocab_size)).astype(np.int64)

@@ -11,12 +11,12 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VERSION", "DamagedError", "NumberWriter", "check_resumed", "checksum_of", "map_numbers"]
+__all__ = ["VERSION", "append_numbers", "checksum_of", "has_numbers", "map_numbers", "write_header"]
 
 VERSION = 1
 
@@ -27,44 +27,26 @@ MAGIC = b"FORGETOK"
 CHUNK_BYTES = 4 << 20
 
 
-class DamagedError(ValueError):
-    """A half-written token file differs from what its writer recorded."""
+def append_numbers(file: Path, dtype: np.dtype[Any], count: int) -> BinaryIO:
+    """Open a file to write numbers behind the first ``count``; what followed them is deleted.
 
-
-class NumberWriter:
-    """Appends numbers to one file and keeps their checksum.
-
-    Attributes:
-        count: Numbers so far.
-        checksum: CRC-32 of their bytes.
+    A new file begins with ``count`` zeros. The header is zero until ``write_header``, so a reader
+    refuses a file whose writer was killed.
     """
+    opened = file.open("ab", buffering=2**20)
+    opened.truncate(HEADER.size + dtype.itemsize * count)
+    return opened
 
-    def __init__(self, file: Path, dtype: np.dtype[Any], *, count: int = 0, checksum: int = 0):
-        self.count = count
-        self.checksum = checksum
-        self._dtype = dtype
-        self._file = file.open("r+b" if count else "wb", buffering=2**20)
-        # The header stays zero until close(): a reader refuses a file whose writer was killed.
-        if not count:
-            self._file.write(bytes(HEADER.size))
-        self._file.truncate(HEADER.size + count * dtype.itemsize)
-        self._file.seek(0, 2)
 
-    def append(self, numbers: bytes | memoryview) -> None:
-        """Add numbers, given as their bytes."""
-        self._file.write(numbers)
-        self.count += len(numbers) // self._dtype.itemsize
-        self.checksum = zlib.crc32(numbers, self.checksum)
+def has_numbers(file: Path, dtype: np.dtype[Any], count: int) -> bool:
+    """Whether a file that is still being written holds that many numbers."""
+    return file.is_file() and file.stat().st_size >= HEADER.size + dtype.itemsize * count
 
-    def flush(self) -> None:
-        """Pass the appended numbers to the system, so that they survive a kill of the process."""
-        self._file.flush()
 
-    def close(self) -> None:
-        """Write the header."""
-        self._file.seek(0)
-        self._file.write(HEADER.pack(MAGIC, VERSION, self._dtype.itemsize, self.count))
-        self._file.close()
+def write_header(file: Path, dtype: np.dtype[Any], count: int) -> None:
+    """Complete a file whose numbers are all written."""
+    with file.open("r+b") as opened:
+        opened.write(HEADER.pack(MAGIC, VERSION, dtype.itemsize, count))
 
 
 def map_numbers(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -80,16 +62,12 @@ def map_numbers(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
             f"{expected:,}. It is truncated or foreign: write the token file again."
         )
     with file.open("rb") as opened:
-        magic, *found = HEADER.unpack(opened.read(HEADER.size))
-    if magic != MAGIC:
+        found = HEADER.unpack(opened.read(HEADER.size))
+    wanted = (MAGIC, VERSION, dtype.itemsize, count)
+    if found != wanted:
         raise ValueError(
-            f"{file} starts with {magic!r}, not {MAGIC!r}: it is a foreign file. "
-            "Write the token file again."
-        )
-    if found != [VERSION, dtype.itemsize, count]:
-        raise ValueError(
-            "{} says version {}, {} bytes per number, {} numbers; ".format(file, *found)
-            + f"index.json says {VERSION}, {dtype.itemsize}, {count}. Write the token file again."
+            f"{file} begins with {found} (magic, version, bytes per number, numbers); expected "
+            f"{wanted}. It is foreign or damaged: write the token file again."
         )
     numbers = np.memmap(file, dtype=dtype, mode="r", offset=HEADER.size, shape=(count,))
     return numbers.view(np.ndarray)
@@ -111,19 +89,3 @@ def checksum_of(
             if use is not None:
                 use(piece)
     return checksum
-
-
-def check_resumed(
-    file: Path,
-    dtype: np.dtype[Any],
-    count: int,
-    checksum: int,
-    use: Callable[[bytes], None] | None = None,
-) -> None:
-    """Raise ``DamagedError`` unless a killed writer's file holds what its position recorded."""
-    try:
-        found = checksum_of(file, dtype, count, use)
-    except OSError as error:
-        raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
-    if found != checksum:
-        raise DamagedError(f"{file} differs from what its writer recorded")

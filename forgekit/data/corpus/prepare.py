@@ -16,7 +16,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,9 +25,8 @@ import attrs
 
 from forgekit.data.atomic_directory import atomic_directory, sync
 from forgekit.data.corpus.encode import encode_texts
-from forgekit.data.corpus.held_out import HeldOutSplit, Progress, SourcePosition
+from forgekit.data.corpus.held_out import HeldOutSplit, Progress
 from forgekit.data.corpus.journal import JOURNAL, Entry, clear, read_entry, write_entry
-from forgekit.data.corpus.number_files import DamagedError
 from forgekit.data.corpus.prepared_corpus import (
     TOKENIZER,
     Prepared,
@@ -36,19 +35,20 @@ from forgekit.data.corpus.prepared_corpus import (
     open_prepared,
 )
 from forgekit.data.corpus.token_files import HELD_OUT
-from forgekit.data.corpus.token_writer import TokenWriter
+from forgekit.data.corpus.token_writer import DamagedError, TokenWriter
 from forgekit.data.corpus.tokenizer import (
     END_OF_TEXT,
-    check_vocab_size,
+    LARGEST_VOCAB,
+    SMALLEST_VOCAB,
     load_tokenizer,
     token_id,
     train_tokenizer,
     vocabulary_size,
 )
-from forgekit.data.documents.filters import Filters, Kept, describe_filters
+from forgekit.data.documents.filters import Filters, describe_filters
 from forgekit.data.documents.protocol import Documents
 from forgekit.data.documents.text_files import Paths, stdlib_documents, text_documents
-from forgekit.inputs import brief, check_integers, path_of
+from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.terminal import printable
 
 __all__ = ["Prepared", "Progress", "prepare"]
@@ -56,8 +56,8 @@ __all__ = ["Prepared", "Progress", "prepare"]
 ASKED = "vocab_size_asked"
 """Key of the metadata: the requested size; None if a tokenizer was given."""
 
-ENTRY_BYTES = 4 << 20
-"""Text between two entries in the journal, about a second's work: the most that a kill costs."""
+ENTRY_BYTES = 16 << 20
+"""Text between two entries in the journal, a few seconds' work: the most that a kill costs."""
 
 log = logging.getLogger("forgekit")
 
@@ -115,9 +115,15 @@ def prepare(
             making it.
         ValueError: If a text cannot be read, a number is out of range, or there is too little text.
     """
-    _check_arguments(
-        vocab_size, held_out_every, sample_bytes, shard_tokens, filters, tokenizer, eos_token
+    check_integers(
+        held_out_every=(held_out_every, 2),
+        sample_bytes=(sample_bytes, 1),
+        shard_tokens=(shard_tokens, 1),
     )
+    if tokenizer is None:
+        _check_training(vocab_size, eos_token)
+    if not isinstance(filters or {}, Mapping):
+        raise wrong_type("filters", filters, "functions by name: {name: keeps}")
     out = path_of("out", out)
     if re.search("[\ud800-\udfff]", str(out)):
         raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
@@ -144,29 +150,13 @@ def prepare(
     return prepared
 
 
-def _check_arguments(
-    vocab_size: int,
-    held_out_every: int,
-    sample_bytes: int,
-    shard_tokens: int,
-    filters: Filters | None,
-    tokenizer: Any,
-    eos_token: str,
-) -> None:
-    check_integers(
-        held_out_every=(held_out_every, 2),
-        sample_bytes=(sample_bytes, 1),
-        shard_tokens=(shard_tokens, 1),
-    )
-    if tokenizer is None:
-        check_vocab_size(vocab_size)
-        if eos_token != END_OF_TEXT:
-            raise ValueError(
-                f"eos_token is {brief(eos_token)}; a tokenizer that is trained here closes "
-                f'documents with "{END_OF_TEXT}" alone. Leave eos_token out, or pass a tokenizer.'
-            )
-    if not isinstance(filters or {}, Mapping):
-        raise TypeError(f"filters is {brief(filters)}; pass functions by name: {{name: keeps}}.")
+def _check_training(vocab_size: int, eos_token: str) -> None:
+    check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
+    if eos_token != END_OF_TEXT:
+        raise ValueError(
+            f"eos_token is {brief(eos_token)}; a tokenizer that is trained here closes "
+            f'documents with "{END_OF_TEXT}" alone. Leave eos_token out, or pass a tokenizer.'
+        )
 
 
 def _warn_of_few(prepared: Prepared) -> None:
@@ -228,36 +218,33 @@ class _Writing:
         return self._write(Entry())
 
     def _write(self, entry: Entry) -> None:
-        kept = self.split.keep(entry.position.account)
         text_bytes = list(entry.text_bytes)
         with ExitStack() as stack:
             writers = [stack.enter_context(self._writer(number, entry)) for number in (0, 1)]
-            # An entry is written only between two documents: `last` is the position after the
-            # last one whose texts are all written.
+            # `last` is the position after the last document that is written or left out. A document
+            # may give two texts, and an entry is written only between two documents.
             last, unsaved = entry.position, 0
-            for (position, number, size), ids in encode_texts(
-                self.tokenizer, self._texts(kept, entry)
-            ):
+            texts = self.split.texts("tokens", entry.position)
+            labelled = ((each, each[-1] or "") for each in texts)
+            for (position, is_held_out, text), ids in encode_texts(self.tokenizer, labelled):
                 if unsaved >= ENTRY_BYTES and position is not last:
                     positions = [writer.position() for writer in writers]
                     write_entry(self.folder, Entry(last, tuple(text_bytes), positions))
                     unsaved = 0
-                writers[number].append(ids)
-                text_bytes[number] += size
-                last, unsaved = position, unsaved + size
-        for problem in kept.account.first_broken:
+                if text is not None:
+                    size = len(text.encode())
+                    writers[is_held_out].append(ids)
+                    text_bytes[is_held_out] += size
+                    unsaved += size
+                last = position
+        account = last.account
+        for problem in account.first_broken:
             log.warning("left out: %s", printable(problem))
         for writer, size in zip(writers, text_bytes, strict=True):
-            dropped = {name: kept.account.dropped.get(name, 0) for name in self.split.filters}
-            left_out = attrs.asdict(attrs.evolve(kept.account, dropped=dropped))
+            dropped = {name: account.dropped.get(name, 0) for name in self.split.filters}
+            left_out = attrs.asdict(attrs.evolve(account, dropped=dropped))
             writer.finish({"text_bytes": size, **self.metadata, **left_out})
         (self.folder / JOURNAL).unlink(missing_ok=True)
-
-    def _texts(
-        self, kept: Kept, entry: Entry
-    ) -> Iterator[tuple[tuple[SourcePosition, int, int], str]]:
-        for position, is_held_out, text in self.split.texts("tokens", kept, entry.position):
-            yield (position, int(is_held_out), len(text.encode())), text
 
     def _writer(self, number: int, entry: Entry) -> TokenWriter:
         folder = self.folder / HELD_OUT if number else self.folder

@@ -25,19 +25,16 @@ from numpy.typing import ArrayLike, NDArray
 from forgekit.data.atomic_directory import atomic_directory
 from forgekit.data.corpus.number_files import checksum_of, map_numbers
 from forgekit.data.corpus.token_index import INDEX, read_index
-from forgekit.data.corpus.token_writer import (
-    OFFSET,
-    OFFSETS_NAME,
-    TokenWriter,
-    check_sizes,
-    shard_name,
-)
+from forgekit.data.corpus.token_writer import TokenWriter, files_of
 from forgekit.inputs import path_of
 
 __all__ = ["HELD_OUT", "TokenFile", "is_token_file", "open_tokens", "write_tokens"]
 
 HELD_OUT = "heldout"
 """The folder of held-out documents inside the token file that ``prepare`` writes."""
+
+FACTS = ("vocab_size", "eos_id", "tokens", "fingerprint", "metadata")
+"""Entries of the index that a ``TokenFile`` has as they are."""
 
 
 def write_tokens(
@@ -52,7 +49,7 @@ def write_tokens(
     """Write documents as a token file, each closed by ``eos_id``.
 
     Documents are pulled one at a time. The directory appears under its name only when it is
-    complete, and replaces an older token file at that moment and not before.
+    complete; until that moment an older token file stays.
 
     Args:
         path: The directory to write.
@@ -78,7 +75,6 @@ def write_tokens(
         ...     file.read(0, 5).tolist(), file.offsets.tolist()
         ([1, 2, 0, 3, 0], [0, 3, 5])
     """
-    check_sizes(vocab_size, eos_id, shard_tokens)
     with atomic_directory(path, is_replaceable=is_token_file) as folder:
         with TokenWriter(folder, vocab_size, eos_id, shard_tokens) as writer:
             for document in documents:
@@ -179,20 +175,12 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
     """
     folder = path_of("the token file", path)
     index = read_index(folder)
+    counts, maps = index["shards"], [map_numbers(*part) for part in _parts(folder, index)]
     if verify:
         _verify(folder, index)
-    counts, maps = index["shards"], [map_numbers(*part) for part in _parts(folder, index)]
-    return TokenFile(
-        path=folder,
-        vocab_size=index["vocab_size"],
-        eos_id=index["eos_id"],
-        tokens=index["tokens"],
-        fingerprint=index["fingerprint"],
-        metadata=index["metadata"],
-        offsets=maps.pop(),
-        shards=maps,
-        starts=[0, *np.cumsum(counts).tolist()[:-1]],
-    )
+    facts = {name: index[name] for name in FACTS}
+    starts = [0, *np.cumsum(counts).tolist()[:-1]]
+    return TokenFile(path=folder, **facts, offsets=maps.pop(), shards=maps, starts=starts)
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
@@ -205,28 +193,21 @@ def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) 
         index = read_index(folder)
     except (OSError, ValueError):
         return False
-    own = {INDEX, OFFSETS_NAME, *besides, *(shard_name(i) for i in range(len(index["shards"])))}
+    own = {INDEX, *besides, *(file.name for file, _, _ in _parts(folder, index))}
     return own >= {entry.name for entry in folder.iterdir()}
 
 
 def _parts(folder: Path, index: dict[str, Any]) -> list[tuple[Path, np.dtype[Any], int]]:
     """List file, dtype and count of each shard and, last, of the offsets."""
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
-    shards = [(folder / shard_name(i), dtype, count) for i, count in enumerate(index["shards"])]
-    return [*shards, (folder / OFFSETS_NAME, OFFSET, index["documents"] + 1)]
+    return files_of(folder, dtype, index["shards"], index["documents"])
 
 
 def _verify(folder: Path, index: dict[str, Any]) -> None:
     for part in _parts(folder, index):
-        file, expected = part[0], index["checksums"].get(part[0].name)
-        if expected is None:
-            raise ValueError(
-                f"{folder / INDEX} has no checksum of {file.name}, so it cannot be verified. "
-                "Write the token file again."
-            )
-        map_numbers(*part)  # raises what is wrong with its size and header
+        expected = index["checksums"].get(part[0].name)
         if (found := f"{checksum_of(*part):08x}") != expected:
             raise ValueError(
-                f"{file} has crc32 {found}; index.json says {expected}. Its content has changed "
+                f"{part[0]} has crc32 {found}; index.json says {expected}. Its content has changed "
                 "since it was written: write the token file again, or restore the file."
             )

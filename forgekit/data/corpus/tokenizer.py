@@ -12,20 +12,28 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from forgekit.data.optional_packages import require
-from forgekit.inputs import SHOWN, brief, check_integers, path_of
+from forgekit.inputs import brief, check_integers, path_of, quoted, wrong_type
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END_OF_TEXT", "load_tokenizer", "token_id", "train_tokenizer", "without_limits"]
+__all__ = [
+    "END_OF_TEXT",
+    "LARGEST_VOCAB",
+    "SMALLEST_VOCAB",
+    "load_tokenizer",
+    "token_id",
+    "train_tokenizer",
+    "without_limits",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes each document; its id is 0 in tokenizers trained here."""
 
-SMALLEST = 257
+SMALLEST_VOCAB = 257
 """One token for each byte and one for the end of a text."""
 
-LARGEST = 2**22
+LARGEST_VOCAB = 2**22
 """The trainer allocates memory for all tokens at once, and aborts the process if there is none."""
 
 RUN = 1024
@@ -63,7 +71,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise TypeError(
             "texts is one str, read letter by letter; pass an iterable of texts: [text]."
         )
-    check_vocab_size(vocab_size)
+    check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
     tokenizers = require("tokenizers", extra="text")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,23 +87,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    """Refuse a size that no tokenizer trained here can have."""
-    check_integers(vocab_size=(vocab_size, -(2**63), LARGEST))
-    if vocab_size < SMALLEST:
-        raise ValueError(
-            f"vocab_size {vocab_size} must be at least {SMALLEST}: 256 bytes and {END_OF_TEXT}."
-        )
-
-
 def split_long_words(texts: Iterable[str]) -> Iterator[str]:
     """Split texts inside words that are far longer than those of any language."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TypeError(
-                f"text {number} is {brief(text)}, a {type(text).__name__}; pass an iterable of "
-                "texts."
-            )
+            raise wrong_type(f"text {number}", text, "an iterable of texts")
         start = 0
         for end in range(RUN, len(text), RUN):
             if _ONE_RUN.fullmatch(text, end - RUN // 2, end + RUN // 2):
@@ -167,13 +163,11 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
             token would end documents in their middle.
     """
     if not isinstance(token, str):
-        raise TypeError(f"eos_token is {brief(token)}, a {type(token).__name__}; pass its text.")
+        raise wrong_type("eos_token", token, "its text")
     added = {entry.content: id for id, entry in tokenizer.get_added_tokens_decoder().items()}
     if token in added:
         return added[token]
-    shown = token if len(token) <= SHOWN else f"{token[:SHOWN]}..."
-    special = ", ".join(f'"{content}"' for content in added) or "none"
     raise ValueError(
-        f'the tokenizer has no token "{shown}"; its special tokens are {special}. '
+        f"the tokenizer has no token {brief(token)}; its special tokens are {quoted(added)}. "
         "Name the one that closes a document: eos_token."
     )

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from forgekit.data.documents.protocol import check_column
 from forgekit.data.optional_packages import require
-from forgekit.data.samples import list_keys
-from forgekit.inputs import SHOWN, parse_json
+from forgekit.inputs import brief, parse_json
 
 __all__ = ["Raw", "Reader", "reader_of"]
 
@@ -24,7 +24,6 @@ ROWS_AT_ONCE = 256
 """Rows of parquet in memory; a larger row group is read in pieces."""
 
 _NEVER = 2**62  # a position behind every row
-_JSON = json.JSONDecoder()  # faster than parse_json, which also finds duplicate keys
 
 
 @attrs.define  # made for each line, and twice as fast as a frozen class
@@ -96,7 +95,7 @@ def _lines(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
 def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
     text = _utf8(line.rstrip(), name)
     try:
-        record = _record(text, key)
+        record = parse_json(text)
         if isinstance(record, dict) and isinstance(record.get(key), str):
             record[key].encode()  # half a surrogate pair is valid JSON but no text
             return record[key]
@@ -108,31 +107,11 @@ def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
             f"{name()} cannot be read as JSON: {what}. "
             "Each line must be one JSON object; mend the line or remove it."
         ) from None
-    found = f"a {type(record).__name__} with {_keys(record) or 'no keys'}"
+    quoted = json.dumps(key, ensure_ascii=False)
     raise ValueError(
-        f"{name()} has no string {_quoted(key)}; it is {found}. "
-        f'Each line must look like {{{_quoted(key)}: "..."}}.'
+        f"{name()} has no string {quoted}; it is {brief(record)}. "
+        f'Each line must look like {{{quoted}: "..."}}.'
     )
-
-
-def _record(text: str, key: str) -> Any:
-    try:
-        if text.count(_quoted(key)) < 2:
-            return _JSON.decode(text)
-    except (ValueError, RecursionError):
-        pass  # parse_json names the problem
-    return parse_json(text)
-
-
-def _keys(record: Any) -> str:
-    """List the first ten keys of an object."""
-    names = list(record) if isinstance(record, dict) else []
-    shown = [_quoted(name if len(name) < SHOWN else f"{name[:SHOWN]}...") for name in names[:10]]
-    return ", ".join([*shown, f"{len(names) - 10} more"] if len(names) > 10 else shown)
-
-
-def _quoted(key: str) -> str:
-    return json.dumps(key, ensure_ascii=False)
 
 
 def _rows(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
@@ -140,7 +119,7 @@ def _rows(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
     size = file.stat().st_size
     try:
         with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
-            _check_column(opened.schema_arrow, file, key)
+            _check_strings(opened.schema_arrow, file, key)
             rows = opened.metadata.num_rows
             for number, value in _values(opened, position, key):
                 name = partial("{}[{}]".format, file, number)
@@ -167,12 +146,8 @@ def _values(opened: Any, position: int, key: str) -> Iterator[tuple[int, Any]]:
         first = last
 
 
-def _check_column(schema: Any, file: Path, key: str) -> None:
-    if key not in schema.names:
-        raise ValueError(
-            f'{file} has no column "{key}"; it has {list_keys(schema.names)}. Name one with '
-            "text_key."
-        )
+def _check_strings(schema: Any, file: Path, key: str) -> None:
+    check_column(str(file), key, schema.names)
     kind = schema.field(key).type
     if str(getattr(kind, "value_type", kind)) not in ("string", "large_string", "string_view"):
         raise ValueError(

@@ -15,7 +15,7 @@ import attrs
 
 from forgekit.data.documents.protocol import Documents, Record
 
-__all__ = ["Account", "Filters", "Kept", "describe_filters"]
+__all__ = ["Account", "Filters", "describe_filters", "read_filtered"]
 
 Filters: TypeAlias = Mapping[str, Callable[[str], bool]]
 """Functions that return False for a document to drop, by the name that counts it."""
@@ -47,49 +47,46 @@ class Account:
         return attrs.evolve(self, dropped=self.dropped | {name: self.dropped.get(name, 0) + 1})
 
 
-@attrs.define
-class Kept:
-    """Reads the documents that every filter keeps.
+def read_filtered(
+    documents: Documents, filters: Filters, position: Any, account: Account
+) -> Iterator[tuple[Record, str | None, Account]]:
+    """Yield each document from a position on, its text, and the account up to it.
 
-    Attributes:
+    Args:
         documents: The source.
         filters: By name.
-        account: What was left out so far.
+        position: The source's.
+        account: What was left out before.
+
+    Yields:
+        The record; its text, or None if it is left out; and the account, with this document.
+
+    Raises:
+        TypeError: If a document consists of token ids.
     """
+    for record in documents.read(position):
+        text = record.content
+        if record.problem is not None:
+            text, account = None, account.with_broken(record.problem)
+        elif not isinstance(text, str):
+            raise TypeError(
+                f"{record.name} is token ids, not text. forgekit.write_tokens writes a token file "
+                "of ids."
+            )
+        elif (name := _dropped_by(filters, record.name, text)) is not None:
+            text, account = None, account.with_dropped(name)
+        yield record, text, account
 
-    documents: Documents
-    filters: Filters
-    account: Account
 
-    def read(self, position: Any) -> Iterator[tuple[Record, str, Account]]:
-        """Yield each document, its text, and the account up to it.
-
-        Raises:
-            TypeError: If a document consists of token ids.
-        """
-        for record in self.documents.read(position):
-            text = record.content
-            if record.problem is not None:
-                self.account = self.account.with_broken(record.problem)
-            elif not isinstance(text, str):
-                raise TypeError(
-                    f"{record.name} is token ids, not text. forgekit.write_tokens writes a token "
-                    "file of ids."
-                )
-            elif (name := self._dropped_by(record.name, text)) is not None:
-                self.account = self.account.with_dropped(name)
-            else:
-                yield record, text, self.account
-
-    def _dropped_by(self, document: str, text: str) -> str | None:
-        for name, keeps in self.filters.items():
-            try:
-                if not keeps(text):
-                    return name
-            except Exception as error:
-                error.add_note(f"raised by the filter {name!r} on {document}")
-                raise
-        return None
+def _dropped_by(filters: Filters, document: str, text: str) -> str | None:
+    for name, keeps in filters.items():
+        try:
+            if not keeps(text):
+                return name
+        except Exception as error:
+            error.add_note(f"raised by the filter {name!r} on {document}")
+            raise
+    return None
 
 
 def describe_filters(filters: Filters) -> str:

@@ -7,17 +7,17 @@ resuming may read it again from its start, which is exact and slow.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from forgekit.data.documents.protocol import Errors, Record, check_errors
+from forgekit.data.documents.protocol import Errors, Record, check_column, check_reading
 from forgekit.data.optional_packages import require
-from forgekit.data.samples import list_keys
-from forgekit.inputs import brief, path_of
+from forgekit.inputs import path_of, quoted, wrong_type
 
 __all__ = ["HuggingFaceDocuments", "huggingface_documents"]
 
@@ -74,19 +74,17 @@ def huggingface_documents(
         [('row 0', 'once'), ('row 1', 'upon')]
     """
     require("datasets", extra="hf")
-    check_errors(errors)
+    check_reading(text_key, errors)
+    if not isinstance(split, str):
+        raise wrong_type("split", split, "text")
     identity = ""
-    if not isinstance(split, str) or not isinstance(text_key, str):
-        raise TypeError(f"split {brief(split)} and text_key {brief(text_key)} must be text.")
     if isinstance(dataset, str | os.PathLike):
         path_of("the dataset's name", dataset)
         identity = f"{dataset} {config} {split}"
         dataset = _load(os.fspath(dataset), config, split, streaming=streaming)
     elif not isinstance(dataset, dict) and not hasattr(dataset, "column_names"):
-        raise TypeError(
-            f"dataset is {brief(dataset)}, a {type(dataset).__name__}; pass a Dataset, an "
-            "IterableDataset, a folder or a name."
-        )
+        wanted = "a Dataset, an IterableDataset, a folder or a name"
+        raise wrong_type("dataset", dataset, wanted)
     dataset = _column_of(_split_of(dataset, split), text_key)
     is_streamed = not hasattr(dataset, "__len__")
     if is_streamed:
@@ -124,10 +122,7 @@ class HuggingFaceDocuments:
         name, version = self.dataset.info.dataset_name, self.dataset.info.version
         return f"{own or name} {version} {self.dataset.split} {self.text_key} {self.identity}"
 
-    @property
-    def size(self) -> int | None:
-        """Unknown."""
-        return None
+    size = None  # bytes are unknown before the dataset is read
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
@@ -170,7 +165,7 @@ class HuggingFaceDocuments:
         row, since = row - read, 0
         # Not iter(own): in a worker of torch's DataLoader it would divide the files again.
         for batch in own.iter(ROWS_AT_ONCE):
-            _check_column(self.text_key, batch)
+            check_column("the dataset", self.text_key, batch)
             for text in batch[self.text_key]:
                 row, since = row + 1, since + 1
                 if since > read:
@@ -211,28 +206,25 @@ def _check_folder(name: str) -> None:
                 "OWNER/NAME; files are read without hf:."
             )
         return
-    found, has_data = 0, False
-    for _, folders, files in os.walk(name):
-        found += len(folders) + len(files)
-        has_data = has_data or any(os.path.splitext(file)[1].lower() in _DATA for file in files)
-        if found > LARGEST_FOLDER:
-            raise ValueError(
-                f"{name} holds more than {LARGEST_FOLDER:,} files and folders, which is more than "
-                "a data set's. Name the folder of the data files itself; text and code are read "
-                "without hf:."
-            )
-    if not has_data:
-        raise ValueError(
-            f"{name} holds no data file among {found:,} files and folders; those end in {DATA}. "
-            "Name the folder that holds them; text and code are read without hf:."
-        )
+    below = (entry for _, *both in os.walk(name) for entry in itertools.chain(*both))
+    entries = list(itertools.islice(below, LARGEST_FOLDER + 1))
+    if len(entries) > LARGEST_FOLDER:
+        found = f"more than {LARGEST_FOLDER:,} files and folders, which is more than a data set's"
+    elif _DATA.isdisjoint(os.path.splitext(entry)[1].lower() for entry in entries):
+        found = f"no data file among {len(entries):,} files and folders; those end in {DATA}"
+    else:
+        return
+    raise ValueError(
+        f"{name} holds {found}. Name the folder of the data files itself; text and code are read "
+        "without hf:."
+    )
 
 
 def _split_of(dataset: Any, split: str) -> Any:
     if not isinstance(dataset, dict):
         return dataset
     if split not in dataset:
-        raise ValueError(f'the dataset has no split "{split}"; it has {list_keys(dataset)}.')
+        raise ValueError(f'the dataset has no split "{split}"; it has {quoted(dataset)}.')
     return dataset[split]
 
 
@@ -240,16 +232,8 @@ def _column_of(dataset: Any, text_key: str) -> Any:
     """Drop the other columns, so that they are never decoded."""
     if dataset.column_names is None:  # known only on reading
         return dataset.with_format(None)
-    _check_column(text_key, dataset.column_names)
+    check_column("the dataset", text_key, dataset.column_names)
     return dataset.with_format(None).select_columns([text_key])
-
-
-def _check_column(text_key: str, names: Iterable[str]) -> None:
-    if text_key not in names:
-        raise ValueError(
-            f'the dataset has no column "{text_key}"; it has {list_keys(names)}. Name one with '
-            "text_key."
-        )
 
 
 def _check_stream(dataset: Any, *, reread: bool) -> None:

@@ -9,13 +9,24 @@ documents: reader ``part`` of ``parts`` gets every ``parts``-th.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Content", "Documents", "Errors", "Record", "as_documents", "check_errors", "check_ids"]
+from forgekit.inputs import check_choice, quoted, wrong_type
+
+__all__ = [
+    "Content",
+    "Documents",
+    "Errors",
+    "Record",
+    "as_documents",
+    "check_column",
+    "check_ids",
+    "check_reading",
+]
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
@@ -81,15 +92,12 @@ def as_documents(documents: Documents | Iterable[Any]) -> Documents:
     """
     if hasattr(documents, "read") and hasattr(documents, "fingerprint"):
         return cast(Documents, documents)
-    if isinstance(documents, str) or not isinstance(documents, Iterable):
+    is_text = isinstance(documents, str)
+    if is_text or not isinstance(documents, Iterable) or iter(documents) is documents:
         raise TypeError(
             f"documents is a {type(documents).__name__}; it must be a source, such as "
-            "forgekit.data.text_documents(paths) returns, or a list of texts or arrays."
-        )
-    if iter(documents) is documents:
-        raise TypeError(
-            f"documents is a {type(documents).__name__}, which can be read only once, so it can "
-            "neither repeat nor resume. Pass a list, or an object whose __iter__ starts again."
+            "forgekit.data.text_documents(paths) returns, or a list of texts or arrays. An "
+            "iterator can be read only once, so it can neither repeat nor resume."
         )
     return _Collection(documents)
 
@@ -100,13 +108,8 @@ class _Collection:
 
     items: Iterable[Any]
 
-    @property
-    def fingerprint(self) -> str:
-        return "collection"
-
-    @property
-    def size(self) -> int | None:
-        return None
+    fingerprint = "collection"
+    size = None
 
     def read(
         self, position: int | None = None, *, part: int = 0, parts: int = 1
@@ -119,10 +122,19 @@ class _Collection:
                 yield Record(name, ids, number + 1)
 
 
-def check_errors(errors: str) -> None:
-    """Refuse a value of ``errors`` that is neither of the two."""
-    if errors not in ("raise", "skip"):
-        raise ValueError(f'errors {errors!r} must be "raise" or "skip".')
+def check_reading(text_key: str, errors: str) -> None:
+    """Refuse arguments that no source of texts has."""
+    check_choice("errors", errors, get_args(Errors))
+    if not isinstance(text_key, str):
+        raise wrong_type("text_key", text_key, "text")
+
+
+def check_column(data: str, key: str, names: Iterable[str]) -> None:
+    """Refuse a column that some data do not have."""
+    if key not in names:
+        raise ValueError(
+            f'{data} has no column "{key}"; it has {quoted(names)}. Name one with text_key.'
+        )
 
 
 def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArray[Any]:

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import attrs
 
 from forgekit.data.documents.file_formats import Raw, reader_of
-from forgekit.data.documents.protocol import Errors, Record, check_errors
-from forgekit.inputs import brief, path_of
+from forgekit.data.documents.protocol import Errors, Record, check_reading
+from forgekit.inputs import path_of
 
 __all__ = ["TextDocuments", "stdlib_documents", "text_documents"]
 
@@ -65,9 +65,7 @@ def text_documents(
         ...     [text for name, text in text_documents(folder)]
         ['once upon a time']
     """
-    check_errors(errors)
-    if not isinstance(text_key, str):
-        raise TypeError(f"text_key is {brief(text_key)}, a {type(text_key).__name__}; pass text.")
+    check_reading(text_key, errors)
     return TextDocuments(tuple(_text_files(paths)), text_key, errors)
 
 

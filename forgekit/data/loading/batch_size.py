@@ -1,15 +1,10 @@
-"""The ranks that share the data, and how many of their micro-batches make a global batch."""
+"""How many micro-batches of all ranks make a global batch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from forgekit.inputs import LARGEST, check_integers, nearest_multiples
 
-__all__ = ["MOST_ROWS", "check_reader", "count_micro_batches"]
-
-MOST_ROWS = 2**31
-"""Most rows of a micro-batch, and most positions of a row: both are in memory."""
+__all__ = ["count_micro_batches"]
 
 
 def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> int:
@@ -39,19 +34,3 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
             f"{world} data-parallel ranks = {rows}; the nearest are {nearest}."
         )
     return global_batch_size // rows
-
-
-def check_reader(rank: int, world: int, **numbers: Any) -> None:
-    """Refuse a rank outside its world, and other numbers out of range as ``check_integers`` does.
-
-    Raises:
-        TypeError: If a number is no integer.
-        ValueError: If it is out of range.
-    """
-    check_integers(rank=(rank, -LARGEST), world=(world, -LARGEST))
-    if not 0 <= rank < world:
-        raise ValueError(
-            f"rank {rank} must lie in range(world={world}). "
-            "rank, world = forgekit.data_ranks(mesh) gives both."
-        )
-    check_integers(**numbers)

@@ -1,4 +1,4 @@
-"""Streamed documents as micro-batches; each comes with the position of the next one.
+"""Streamed documents as micro-batches, each with the position of the next one.
 
 Tokens fill rows in their order; a document continues in the next row. Rows overlap by one token, so
 every token that follows another one of its document is a target once. The position between two
@@ -12,10 +12,9 @@ row begins in, and how many tokens of this document are used::
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import attrs
@@ -57,16 +56,6 @@ class Cursor:
     broken: int = 0
 
 
-@attrs.frozen
-class _Document:
-    """A document's tokens, with the closing one, and the position before it."""
-
-    ids: NDArray[Any]
-    position: Any
-    epoch: int
-    broken: int
-
-
 @attrs.frozen(kw_only=True)
 class DocumentRows:
     """How documents become micro-batches; reads them from any cursor."""
@@ -81,15 +70,11 @@ class DocumentRows:
 
     def read(self, cursor: Cursor, part: int, parts: int) -> Iterator[tuple[TensorDict, Cursor]]:
         """Yield micro-batches, each with the cursor after it, as one reader of several."""
-        ahead = _Ahead(self._documents(cursor, part, parts), cursor)
-        while True:
-            rows = []
-            while len(rows) < self.batch_size and ahead.fill(self.seq_len + 1):
-                rows.append(ahead.take(self.seq_len))
-            if not rows:
-                return
-            cursor = attrs.evolve(ahead.cursor(), rows=cursor.rows + len(rows))
-            yield self._batch(rows), cursor
+        rows, count = self._rows(cursor, part, parts), cursor.rows
+        while batch := list(itertools.islice(rows, self.batch_size)):
+            count += len(batch)
+            _, after = batch[-1]
+            yield self._batch([pieces for pieces, _ in batch]), attrs.evolve(after, rows=count)
 
     def padding(self) -> TensorDict:
         """Make a micro-batch that holds no document."""
@@ -114,99 +99,64 @@ class DocumentRows:
         batch = shift_labels(TensorDict(tensors, batch_size=[self.batch_size]))
         return apply_transforms(batch, self.transforms)
 
-    def _documents(self, cursor: Cursor, part: int, parts: int) -> Iterator[_Document]:
-        """Read documents from a cursor, epoch after epoch."""
-        position, epoch, broken = cursor.position, cursor.epoch, cursor.broken
+    def _rows(
+        self, cursor: Cursor, part: int, parts: int
+    ) -> Iterator[tuple[list[NDArray[Any]], Cursor]]:
+        """Yield the pieces of each row, ``seq_len + 1`` tokens in all, and the cursor after it."""
+        pieces, left, start = [], self.seq_len + 1, cursor.inside
+        after = cursor
+        for ids, before, after in self._documents(cursor, part, parts):
+            while len(ids) - start > 1:  # a closing token has no target, so it begins no row
+                pieces.append(ids[start : start + left])
+                left -= len(pieces[-1])
+                start += len(pieces[-1])
+                if not left:
+                    start -= 1  # the next row begins with the last token of this one
+                    has_more = len(ids) - start > 1
+                    yield pieces, attrs.evolve(before, inside=start) if has_more else after
+                    pieces, left = [], self.seq_len + 1
+            start = 0
+        if pieces:  # the data end inside a row
+            yield pieces, Cursor(epoch=after.epoch + 1, broken=after.broken)
 
-        def intact(records: Iterable[Record]) -> Iterator[tuple[tuple[Any, int], Any]]:
-            """Yield the position after a document, the broken ones up to it, and its content."""
-            nonlocal broken
-            for record in records:
-                if record.problem is not None:
-                    broken += 1
-                    if broken <= BROKEN_NAMED:
-                        log.warning("left out: %s", printable(record.problem))
-                    continue
-                content: Any = record.content
-                if not isinstance(content, str):
-                    content = check_ids(record.name, content)
-                yield (record.after, broken), content
-
-        while self.epochs is None or epoch < self.epochs:
-            found, is_whole = 0, position is None
-            contents = intact(self.documents.read(position, part=part, parts=parts))
-            # Encoding reads ahead, so `broken` may count more than what comes before `ids`.
-            for (after, broken_before), ids in self._encode(contents):
+    def _documents(
+        self, cursor: Cursor, part: int, parts: int
+    ) -> Iterator[tuple[NDArray[Any], Cursor, Cursor]]:
+        """Yield documents with their closing token, and the cursors before and after each."""
+        before = attrs.evolve(cursor, inside=0)
+        while self.epochs is None or before.epoch < self.epochs:
+            is_empty = before.position is None
+            records = self.documents.read(before.position, part=part, parts=parts)
+            contents = self._contents(records, before)
+            if self.tokenizer is not None:
+                contents = encode_texts(self.tokenizer, contents)
+            for after, ids in contents:
                 if len(ids):
-                    found += 1
-                    closed = np.append(ids, ids.dtype.type(self.eos_id))
-                    yield _Document(closed, position, epoch, broken_before)
-                position = after
-            if is_whole and not found:
+                    is_empty = False
+                    yield np.append(ids, ids.dtype.type(self.eos_id)), before, after
+                before = after
+            if is_empty:
                 raise ValueError(
-                    f"reader {part} of {parts} found no document ({broken} are broken). "
+                    f"reader {part} of {parts} found no document ({before.broken} are broken). "
                     "Stream at least as many documents as there are readers."
                 )
-            position, epoch = None, epoch + 1
+            before = Cursor(epoch=before.epoch + 1, broken=before.broken)
 
-    def _encode(
-        self, contents: Iterator[tuple[tuple[Any, int], Any]]
-    ) -> Iterator[tuple[tuple[Any, int], NDArray[Any]]]:
-        first = next(contents, None)
-        if first is None:
-            return iter(())
-        is_text = isinstance(first[1], str)
-        if is_text == (self.tokenizer is None):
-            has, needs = ("text", "a tokenizer") if is_text else ("token ids", "no tokenizer")
-            raise TypeError(f"these documents are {has}, so the stream needs {needs}; pass it so.")
-        contents = chain([first], contents)
-        return encode_texts(self.tokenizer, contents) if is_text else contents
-
-
-class _Ahead:
-    """The documents that were read and not used up, and the position in the first of them."""
-
-    def __init__(self, documents: Iterator[_Document], cursor: Cursor) -> None:
-        self._documents = documents
-        self._pending: deque[_Document] = deque()
-        self._start = cursor.inside
-        self._tokens = -cursor.inside
-        self._end = cursor
-
-    def fill(self, tokens: int) -> bool:
-        """Read until there are this many tokens, or no more; False if no target is left."""
-        while self._tokens < tokens and (document := next(self._documents, None)) is not None:
-            self._pending.append(document)
-            self._tokens += len(document.ids)
-            self._end = Cursor(epoch=document.epoch + 1, broken=document.broken)
-        return self._tokens >= 2
-
-    def take(self, seq_len: int) -> list[NDArray[Any]]:
-        """Take the ``seq_len + 1`` tokens of a row; the next row begins with the last one."""
-        pieces, left, start = [], seq_len + 1, self._start
-        for document in self._pending:
-            pieces.append(document.ids[start : start + left])
-            left, start = left - len(pieces[-1]), 0
-            if not left:
-                break
-        self._pass(seq_len if not left else seq_len + 1 - left)
-        if self._pending and len(self._pending[0].ids) - self._start == 1:
-            self._pass(1)  # a closing token has no target, so it begins no row
-        return pieces
-
-    def cursor(self) -> Cursor:
-        """Return the position at which the next row begins."""
-        if not self.fill(1):
-            return self._end
-        first = self._pending[0]
-        return Cursor(first.position, self._start, first.epoch, broken=first.broken)
-
-    def _pass(self, tokens: int) -> None:
-        self._tokens -= tokens
-        while tokens:
-            rest = len(self._pending[0].ids) - self._start
-            if tokens < rest:
-                self._start += tokens
-                return
-            self._pending.popleft()
-            self._start, tokens = 0, tokens - rest
+    def _contents(self, records: Iterable[Record], cursor: Cursor) -> Iterator[tuple[Cursor, Any]]:
+        """Yield the cursor after each document and its content; a broken one counts as empty."""
+        broken = cursor.broken
+        for record in records:
+            content: Any = record.content
+            if record.problem is not None:
+                broken += 1
+                content = () if self.tokenizer is None else ""
+                if broken <= BROKEN_NAMED:
+                    log.warning("left out: %s", printable(record.problem))
+            is_text = isinstance(content, str)
+            if is_text == (self.tokenizer is None):
+                has, needs = ("text", "a tokenizer") if is_text else ("token ids", "no tokenizer")
+                raise TypeError(
+                    f"these documents are {has}, so the stream needs {needs}; pass it so."
+                )
+            ids = content if is_text else check_ids(record.name, content)
+            yield Cursor(record.after, epoch=cursor.epoch, broken=broken), ids

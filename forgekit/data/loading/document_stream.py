@@ -8,7 +8,7 @@ is better prepared: token files shuffle, pack, and resume on any number of ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -17,10 +17,11 @@ from torch.utils.data import get_worker_info
 
 from forgekit.data.corpus.tokenizer import END_OF_TEXT, token_id
 from forgekit.data.documents.protocol import Documents, as_documents
-from forgekit.data.loading.batch_size import MOST_ROWS, check_reader, count_micro_batches
+from forgekit.data.loading.batch_size import count_micro_batches
 from forgekit.data.loading.document_rows import Cursor, DocumentRows
-from forgekit.data.loading.workers import Reader, Stream
-from forgekit.inputs import brief, is_integer
+from forgekit.data.loading.workers import Reader, compute_ahead
+from forgekit.data.samples import MOST_ROWS
+from forgekit.inputs import check_integers, check_rank, wrong_type
 
 __all__ = ["DocumentStream", "stream_documents"]
 
@@ -80,26 +81,21 @@ def stream_documents(
         [[1, 2, 3, 0]] [[2, 3, 0, -100]]
         [[4, 5, 0, 0]] [[5, 0, -100, -100]]
     """
-    check_reader(
-        rank,
-        world,
+    check_rank(rank, world)
+    check_integers(
         workers=(workers, 0, 1),  # documents are read in order
         seq_len=(seq_len, 1, MOST_ROWS),
         batch_size=(batch_size, 1, MOST_ROWS),
         epochs=(1 if epochs is None else epochs, 1),
     )
     if tokenizer is not None and not hasattr(tokenizer, "encode_batch_fast"):
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; pass what "
-            "forgekit.data.load_tokenizer(path) returns, or the backend_tokenizer of one of "
-            "Hugging Face."
-        )
+        wanted = "what forgekit.data.load_tokenizer(path) returns, or a backend_tokenizer"
+        raise wrong_type("tokenizer", tokenizer, wanted)
     if eos_id is None:
         if tokenizer is None:
             raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
-    if not is_integer(eos_id) or not 0 <= eos_id < 2**32:
-        raise ValueError(f"eos_id {brief(eos_id)} must be a token id, an integer of at least 0.")
+    check_integers(eos_id=(eos_id, 0, 2**32 - 1))
     rows = DocumentRows(
         documents=as_documents(documents),
         tokenizer=tokenizer,
@@ -154,7 +150,7 @@ class DocumentStream:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it repeats its epochs for ever."""
+        """Whether it repeats its epochs without end."""
         return self._rows.epochs is None
 
     def micro_batches(self, global_batch_size: int) -> int:
@@ -216,11 +212,13 @@ class DocumentStream:
         """Stop the thread. Iterating again continues from the same position."""
         self._reader.close()
 
-    def _open(self) -> Stream:
+    def _open(self) -> Generator[Any]:
         worker, workers = _torch_worker()
         part, parts = self._rank * workers + worker, self.world * workers
         batches = self._rows.read(self._cursor, part, parts)
-        return Stream(lambda _: next(batches, None), itertools.count(), workers=self._workers)
+        return compute_ahead(
+            lambda _: next(batches, None), itertools.count(), workers=self._workers
+        )
 
 
 def _torch_worker() -> tuple[int, int]:

@@ -6,13 +6,14 @@ has to be in memory. So a group has a length and holds no micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from tensordict import TensorDict
 
 from forgekit.data.batches.batch import mask_batch
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_choice, check_integers
 
 __all__ = ["Group", "groups"]
 
@@ -65,29 +66,27 @@ def groups(
         [['a', 'b'], ['c', 'd']]
     """
     check_integers(micro_batches=(micro_batches, 1))
-    if partial not in ("pad", "drop", "error"):
-        raise ValueError(f'partial {partial!r} must be "pad", "drop" or "error".')
+    check_choice("partial", partial, ("pad", "drop", "error"))
     if end is not None and partial != "pad":
         raise ValueError(f"partial {partial!r} and end contradict each other; pass one of them.")
-    total = _length(loader)
-    is_endless = getattr(loader, "is_endless", False)
-    world = getattr(loader, "world", 1)
-    if end is None and total is None and not is_endless and world > 1:
+    total, world = _length(loader), getattr(loader, "world", 1)
+    if total is None and end is None and world > 1:
         raise ValueError(
-            f"this stream is one of {world} and ends on its own; the other ranks would wait for "
-            'ever. Pass end=forgekit.run.DataEnd("pad") to groups and make_step, or stream without '
-            "end: epochs=None."
+            f"this stream is one of {world} and ends on its own; the others would wait forever. "
+            'Pass end=forgekit.run.DataEnd("pad") to groups and make_step, or stream without end: '
+            "epochs=None."
         )
-    if total is None and partial == "drop" and not is_endless:
+    if total is None and partial == "drop":
         raise ValueError(
             'partial="drop" needs a stream with a length: of this one a group is used before its '
             'end is known. Use partial="pad" or "error", or pass a list.'
         )
-    if total is not None and partial == "error" and total % micro_batches:
-        raise _partial_error(total, micro_batches)
-    if total is not None and partial == "drop":
-        total -= total % micro_batches
-    return _groups(_Source(loader, total, is_endless), micro_batches, partial, end)
+    if isinstance(total, int) and (rest := total % micro_batches):
+        if partial == "error":
+            raise _partial_error(total, micro_batches)
+        if partial == "drop":
+            total -= rest
+    return _groups(_Source(loader, total), micro_batches, partial, end)
 
 
 class Group:
@@ -129,23 +128,22 @@ class Group:
             elif self._partial == "error":
                 raise _partial_error(number, len(self))
             else:
-                yield self._source.padding(number % len(self), len(self))
+                yield self._source.padding()
 
 
 class _Source:
     """The shared stream: its micro-batches by number, each pulled once and in order."""
 
-    def __init__(self, stream: Iterable[Any], total: int | None, is_endless: bool) -> None:
+    def __init__(self, stream: Iterable[Any], total: float | None) -> None:
         self.counts_samples = isinstance(getattr(stream, "samples", None), int)
         self._stream = stream
         self._iterator = iter(stream)
         self._total = total
-        self._is_endless = is_endless
         self._pulled = 0
         self._ahead: tuple[Any, int] | None = None  # pulled to find the end, and not yet used
         self._last: Any = None
 
-    def padding(self, found: int, micro_batches: int) -> TensorDict:
+    def padding(self) -> TensorDict:
         """Make a micro-batch without a loss, of the last one or of the stream's ``padding()``.
 
         Raises:
@@ -156,22 +154,14 @@ class _Source:
             self._last = padding()
         if self._last is None:
             raise ValueError(
-                "this rank's stream ended before its first micro-batch, so nothing says what "
-                "padding looks like. Give each rank at least one, or the stream a padding()."
-            )
-        if not isinstance(self._last, TensorDict):
-            raise TypeError(
-                f"the last group has {found} of {micro_batches} micro-batches and a "
-                f"{type(self._last).__name__} cannot be padded; yield TensorDicts, or pass "
-                'partial="drop" or "error".'
+                "this rank's stream ended before its first micro-batch, so there is no padding to "
+                "copy. Give each rank at least one, or the stream a padding()."
             )
         return mask_batch(self._last)
 
     def has(self, number: int) -> bool:
         """Whether this micro-batch exists; pulls it only if the stream has no length."""
-        if self._total is not None:
-            return number < self._total
-        return self._is_endless or self._look(number)
+        return self._look(number) if self._total is None else number < self._total
 
     def pull(self, number: int) -> tuple[Any, int]:
         """Return a micro-batch and the rows that all ranks consumed with it."""
@@ -214,7 +204,10 @@ def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) 
         first += micro_batches
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: Any) -> float | None:
+    """Count a loader's micro-batches: ``inf`` if it never ends, None if it does not say."""
+    if getattr(loader, "is_endless", False):
+        return math.inf
     try:
         return len(loader)
     except TypeError:

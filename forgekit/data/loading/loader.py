@@ -8,7 +8,7 @@ other state of the loader is stored.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 from tensordict import TensorDict
 
 from forgekit.data.batches.batch import mask_rows
-from forgekit.data.loading.batch_size import MOST_ROWS, check_reader, count_micro_batches
+from forgekit.data.loading.batch_size import count_micro_batches
 from forgekit.data.loading.device_prefetch import DeviceCopies
 from forgekit.data.loading.skipped_samples import Skips, check_skips, positions
-from forgekit.data.loading.workers import Reader, Stream
+from forgekit.data.loading.workers import Reader, compute_ahead
 from forgekit.data.mixture.permutation import recall_rows, sample_rows
-from forgekit.data.samples import apply_transforms, read_rows
-from forgekit.inputs import LARGEST, check_integers
+from forgekit.data.samples import MOST_ROWS, apply_transforms, read_rows
+from forgekit.inputs import LARGEST, check_integers, check_rank
 
 __all__ = ["Loader", "make_loader"]
 
@@ -99,9 +99,8 @@ def make_loader(
         ([[[0], [1]], [[2], [3]]], 4)
     """
     _check_dataset(dataset, epochs)
-    check_reader(
-        rank,
-        world,
+    check_rank(rank, world)
+    check_integers(
         seed=(seed, -LARGEST),
         batch_size=(batch_size, 1, MOST_ROWS),
         start=(start, 0, LAST_SAMPLE),
@@ -125,7 +124,8 @@ def make_loader(
     )
     target = torch.device(device or "cpu")
     copies = None if target.type == "cpu" else DeviceCopies(target, ahead)
-    return Loader(batches, partial(Stream, workers=workers, processes=processes, copies=copies))
+    compute = partial(compute_ahead, workers=workers, processes=processes, copies=copies)
+    return Loader(batches, compute)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -192,9 +192,9 @@ class Loader:
     continues where it stopped. Close it, or use it in ``with``, to stop its workers early.
     """
 
-    def __init__(self, batches: MicroBatches, stream: Callable[..., Stream]) -> None:
+    def __init__(self, batches: MicroBatches, compute: Callable[..., Generator[Any]]) -> None:
         self._batches = batches
-        self._stream = stream
+        self._compute = compute
         self._reader = Reader()
         self._position = 0  # micro-batches taken since batches.start
         self._loops = 0
@@ -216,7 +216,7 @@ class Loader:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it repeats its epochs for ever, and so has no length."""
+        """Whether it repeats its epochs without end, and so has no length."""
         return self._batches.stop is None
 
     def micro_batches(self, global_batch_size: int) -> int:
@@ -295,10 +295,10 @@ class Loader:
                 )
         self.close()
 
-    def _open(self) -> Stream:
+    def _open(self) -> Generator[Any]:
         at = self._position
         numbers = itertools.count(at) if self.is_endless else range(at, len(self))
-        return self._stream(self._batches, numbers)
+        return self._compute(self._batches, numbers)
 
 
 def _is_endless(dataset: Any) -> bool:

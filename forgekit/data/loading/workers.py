@@ -10,7 +10,7 @@ import multiprocessing
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, P
 
 from forgekit.data.loading.device_prefetch import DeviceCopies
 
-__all__ = ["Reader", "Stream"]
+__all__ = ["Reader", "compute_ahead"]
 
 
 class Reader:
@@ -32,17 +32,17 @@ class Reader:
 
     def __init__(self) -> None:
         self.wait_seconds = 0.0
-        self._stream: Stream | None = None
+        self._results: Generator[Any] | None = None
 
-    def take(self, open_stream: Callable[[], Stream]) -> Any:
+    def take(self, open_results: Callable[[], Generator[Any]]) -> Any:
         """Wait for the next result; after an exception the stream is closed."""
         began = time.perf_counter()
         try:
-            if self._stream is None:
-                self._stream = open_stream()
+            if self._results is None:
+                self._results = open_results()
                 # Also at exit: threads must end before the interpreter clears the modules.
-                self._close = weakref.finalize(self, self._stream.close)
-            return self._stream.take()
+                self._close = weakref.finalize(self, self._results.close)
+            return next(self._results)
         except BaseException:
             self.close()
             raise
@@ -51,64 +51,53 @@ class Reader:
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
-        if self._stream is not None:
+        if self._results is not None:
             self._close()
-            self._stream = None
+            self._results = None
 
 
-class Stream:
-    """``work(number)`` for each number, in order, computed ahead by workers.
+def compute_ahead(
+    work: Callable[[int], Any],
+    numbers: Iterable[int],
+    *,
+    workers: int,
+    processes: bool = False,
+    copies: DeviceCopies | None = None,
+) -> Generator[Any]:
+    """Yield ``work(number)`` for each number, in order, computed ahead by workers.
+
+    Closing the generator stops the workers and waits for them.
 
     Args:
         work: A function of a number; must pickle for processes.
         numbers: Its arguments; may be endless.
-        workers: Number of threads; with 0 ``take`` computes.
+        workers: Number of threads; with 0 each result is computed on request.
         processes: Give each thread a process that computes for it.
         copies: Copies the results to a device, ahead of their use.
     """
-
-    def __init__(
-        self,
-        work: Callable[[int], Any],
-        numbers: Iterable[int],
-        *,
-        workers: int,
-        processes: bool = False,
-        copies: DeviceCopies | None = None,
-    ) -> None:
-        self._copies = copies
-        self._pool = _start_pool(work, workers) if processes else None
-        # torchdata's threads set torch's number of threads to 1, and with it that of every thread
-        # that has not read its own number yet. Reading it here keeps it for this thread.
-        torch.get_num_threads()
-        results: BaseNode[Any] = ParallelMapper(
-            IterableWrapper(numbers),
-            _Guarded(work if self._pool is None else _Remote(self._pool)),
-            num_workers=workers,
-            snapshot_frequency=0,
-        )
-        if copies is not None:
-            results = Mapper(results, _Guarded(copies.start))
-            if copies.ahead:
-                results = Prefetcher(results, copies.ahead, snapshot_frequency=0)
-        self._results: BaseNode[Any] | None = results
-
-    def take(self) -> Any:
-        """Wait for the next result, or raise what its worker raised."""
-        if self._results is None:
-            raise RuntimeError("this stream was closed; open another one.")
-        result = next(self._results)
-        if isinstance(result, _Raised):
-            raise result.error
-        return result if self._copies is None else self._copies.finish(result)
-
-    def close(self) -> None:
-        """Stop the workers and wait for them."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._results = None  # the last reference: the nodes join their threads when deleted
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+    pool = _start_pool(work, workers) if processes else None
+    # torchdata's threads set torch's number of threads to 1, and with it that of every thread that
+    # has not read its own number yet. Reading it here keeps it for this thread.
+    torch.get_num_threads()
+    compute = _Guarded(work if pool is None else _Remote(pool))
+    results: BaseNode[Any] = ParallelMapper(
+        IterableWrapper(numbers), compute, num_workers=workers, snapshot_frequency=0
+    )
+    if copies is not None:
+        results = Mapper(results, _Guarded(copies.start))
+        if copies.ahead:
+            results = Prefetcher(results, copies.ahead, snapshot_frequency=0)
+    try:
+        for result in results:
+            if isinstance(result, _Raised):
+                raise result.error
+            yield result if copies is None else copies.finish(result)
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        del results  # the last reference: the nodes join their threads when deleted
+        if pool is not None:
+            pool.shutdown(wait=True)
 
 
 @attrs.frozen
@@ -138,8 +127,9 @@ class _Remote:
 
 
 def _start_pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor:
-    # Not forks of this process: they copy locks that threads of torch or of a process group hold,
-    # for ever. The server that is forked has imported torch and started nothing.
+    # Not forks of this process: they would wait forever for locks that threads of torch or of a
+    # process group held at that moment. The server that is forked has imported torch and started
+    # nothing.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit"])
     return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 from forgekit.data.fingerprint import facts_of, hash_of, state_facts
 from forgekit.data.mixture.order import Order
-from forgekit.data.samples import read_rows
+from forgekit.data.samples import check_alike, read_rows
+from forgekit.inputs import quoted
 
 __all__ = ["Mixture", "mixture_dataset"]
 
@@ -47,8 +48,8 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     """
     if set(datasets) != set(order.sources):
         raise ValueError(
-            f"the datasets are {_names(datasets)}, the sources of the order "
-            f"{_names(order.sources)}; make the order from the lengths of these datasets."
+            f"the datasets are {quoted(datasets)}, the sources of the order "
+            f"{quoted(order.sources)}; make the order from the lengths of these datasets."
         )
     for name, size in zip(order.sources, order.sizes, strict=True):
         if len(datasets[name]) != size:
@@ -103,9 +104,11 @@ class Mixture:
             self.order.sources[source]: read_rows(self.datasets[source], share.tolist())
             for source, share in zip(present.tolist(), shares, strict=True)
         }
-        _check_alike(parts)
+        check_alike({f'source "{name}"': part for name, part in parts.items()}, dim=1)
         back = torch.from_numpy(np.argsort(by_source))
         first, *others = parts.values()
+        if "source" in first:
+            raise ValueError('rows have a "source", which the mixture adds; rename theirs.')
         keys: list[Any] = list(first.keys())
         joined = {key: torch.cat([first[key], *(part[key] for part in others)]) for key in keys}
         batch = {key: rows.index_select(0, back) for key, rows in joined.items()}
@@ -117,30 +120,3 @@ class Mixture:
         sources = zip(self.order.sources, rows, strict=True)
         facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
         return state_facts(hashlib.sha256(hashed).hexdigest(), order=order, sources=facts)
-
-
-def _check_alike(parts: Mapping[str, TensorDict]) -> None:
-    kinds = {name: _kind(part) for name, part in parts.items()}
-    first = next(iter(kinds))
-    for name, kind in kinds.items():
-        if kind != kinds[first]:
-            raise ValueError(
-                f"rows of {name!r} are {kind}, those of {first!r} {kinds[first]}; the rows of a "
-                "micro-batch must have the same keys, shapes and dtypes."
-            )
-        if "source" in kind:
-            raise ValueError(
-                f'rows of {name!r} have a "source" of their own, which the mixture adds; '
-                "rename theirs."
-            )
-
-
-def _kind(part: TensorDict) -> dict[str, str]:
-    return {
-        key: f"{tensor.dtype} {list(tensor.shape[1:])}".removeprefix("torch.")
-        for key, tensor in sorted(part.items())
-    }
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

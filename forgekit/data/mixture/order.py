@@ -23,6 +23,7 @@ from forgekit.data.hashing import hash_integers
 from forgekit.data.mixture.interleave import BLOCK, Stretch, split_interval
 from forgekit.data.mixture.permutation import sample_rows
 from forgekit.data.mixture.phases import Phase, check_sizes, mixed_weights
+from forgekit.inputs import check_integers
 
 __all__ = ["Order", "make_order"]
 
@@ -125,7 +126,8 @@ class Order:
             >>> make_order({"a": 3, "b": 3}, seed=1).span(10**12, 4)
             (array([0, 0, 1, 1]), array([2, 1, 1, 0]))
         """
-        _check_count("count", count)
+        if count < 0:
+            raise ValueError(f"count {count} must be at least 0.")
         return self.find(np.arange(start, start + count))
 
     def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
@@ -141,8 +143,8 @@ class Order:
             ValueError: If a number is negative.
         """
         samples = np.asarray(samples, dtype=np.int64)
-        if samples.size:
-            _check_count("sample", samples.min())
+        if samples.size and samples.min() < 0:
+            raise ValueError(f"sample {samples.min()} must be at least 0.")
         flat = samples.ravel()
         sources, rows = np.empty_like(flat), np.empty_like(flat)
         for part, stretch, block in self._runs(flat):
@@ -164,7 +166,7 @@ class Order:
         Raises:
             ValueError: If ``samples`` is negative.
         """
-        _check_count("samples", samples)
+        check_integers(samples=(samples, 0))
         which = bisect_right(self._stretches, samples, key=lambda stretch: stretch.start) - 1
         return self._stretches[which].taken(samples)
 
@@ -185,7 +187,7 @@ class Order:
             >>> make_order({"a": 30, "b": 10}).shares(0, 1024)
             array([0.75, 0.25])
         """
-        _check_count("count", count, least=1)
+        check_integers(count=(count, 1))
         return (self.taken(start + count) - self.taken(start)) / count
 
     @property
@@ -199,14 +201,11 @@ class Order:
         Phases that start later are not included, so they may be moved, changed or added during a
         run. The scale of the learning rate is never included.
         """
-        parts = [
-            [
-                stretch.start,
-                *zip(self.sources, self.sizes, stretch.bounds.tolist()[1:], strict=True),
-            ]
-            for stretch in self._stretches
-            if stretch.start < max(samples, 1)
-        ]
+        parts = []
+        for stretch in self._stretches:
+            if stretch.start < max(samples, 1):
+                shares = zip(self.sources, self.sizes, stretch.bounds.tolist()[1:], strict=True)
+                parts.append([stretch.start, *shares])
         return hashlib.sha256(json.dumps(["order 1", self.seed, parts]).encode()).hexdigest()
 
     def _runs(self, samples: Integers) -> Iterator[tuple[slice, Stretch, int]]:
@@ -233,8 +232,3 @@ def _block(order: Order, stretch: Stretch, block: int) -> tuple[Integers, Intege
 
 def _key(text: str, seed: int) -> NDArray[np.uint64]:
     return hash_integers(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]), seed)
-
-
-def _check_count(name: str, value: int, least: int = 0) -> None:
-    if value < least:
-        raise ValueError(f"{name} {value} must be at least {least}; the first sample is number 0.")

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from forgekit.inputs import check_integers, check_numbers, quoted
+
 __all__ = ["Phase", "check_sizes", "mixed_weights"]
 
 
@@ -41,18 +43,10 @@ class Phase:
     lr_scale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
+        check_integers(start=(self.start, 0))
+        check_numbers(lr_scale=(self.lr_scale, 0))
         # Not a converter: type checkers would treat the attribute as a descriptor.
         object.__setattr__(self, "start", operator.index(self.start))
-        if self.start < 0:
-            raise ValueError(
-                f"a phase starts at sample {self.start}; samples are counted from 0 since the "
-                "start of training."
-            )
-        if not 0 <= self.lr_scale < math.inf:
-            raise ValueError(
-                f"lr_scale of the phase at sample {self.start} is {self.lr_scale}; "
-                "it must be finite and not negative, and 1.0 changes nothing."
-            )
 
 
 def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -64,21 +58,8 @@ def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """
     if not sizes:
         raise ValueError('sizes are empty; name each source and its rows: {"code": 1000}.')
-    counts = {}
-    for name, size in sizes.items():
-        try:
-            counts[name] = operator.index(size)
-        except TypeError:
-            raise TypeError(
-                f"source {name!r} has {size!r} rows, a {type(size).__name__}; rows are counted by "
-                "an integer: len(dataset)."
-            ) from None
-        if counts[name] < 1:
-            raise ValueError(
-                f"source {name!r} has {size} rows; it needs at least 1. Leave it out of the sizes, "
-                "or look at what it was made from."
-            )
-    return counts
+    check_integers(**{f"sizes[{name!r}]": (size, 1) for name, size in sizes.items()})
+    return {name: operator.index(size) for name, size in sizes.items()}
 
 
 def mixed_weights(
@@ -116,11 +97,11 @@ def mixed_weights(
     _check_weights(weights, sizes, "weights")
     if missing := [name for name in sizes if name not in weights]:
         raise ValueError(
-            f"weights lack {_names(missing)}; give each source a weight. 0 leaves one out."
+            f"weights lack {quoted(missing)}; give each source a weight. 0 leaves one out."
         )
     starts_at_once = bool(phases) and phases[0].start == 0
     for phase in phases if starts_at_once else (Phase(start=0), *phases):
-        what = f"weights of the phase at sample {phase.start}" if phase.weights else "weights"
+        what = f"the phase at sample {phase.start}: weights" if phase.weights else "weights"
         _check_weights(phase.weights, sizes, what)
         mixed = {**weights, **phase.weights}
         if not any(mixed.values()):
@@ -141,13 +122,8 @@ def _tempered(weights: list[float], temperature: float) -> list[float]:
 
 def _check_weights(weights: Mapping[str, float], sizes: Mapping[str, int], what: str) -> None:
     if unknown := [name for name in weights if name not in sizes]:
-        raise ValueError(f"{what} name {_names(unknown)}; the sources are {_names(sizes)}.")
-    for name, weight in weights.items():
-        if not 0 <= weight < math.inf:
-            raise ValueError(
-                f"{what} give {name!r} {weight}; a weight is finite and not negative, and 0 leaves "
-                "a source out."
-            )
+        raise ValueError(f"{what} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
+    check_numbers(**{f"{what}[{name!r}]": (weight, 0) for name, weight in weights.items()})
 
 
 def _check_increasing(phases: Sequence[Phase]) -> None:
@@ -157,7 +133,3 @@ def _check_increasing(phases: Sequence[Phase]) -> None:
                 f"a phase at sample {after.start} follows one at sample {before.start}; "
                 "put phases in increasing order, one per sample."
             )
-
-
-def _names(names: Mapping[str, object] | Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names)

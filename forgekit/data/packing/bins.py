@@ -10,7 +10,6 @@ directory of four numpy arrays and an index::
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +19,10 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.inputs import brief, parse_json
+from forgekit.data.index_files import INDEX, read_index_file, write_index_file
 
 __all__ = ["Bins", "bins_files", "open_bins", "pad_lengths", "save_bins"]
 
-INDEX = "index.json"
 MAGIC = "forgekit-bins"
 VERSION = 1
 ARRAYS = ("offsets", "documents", "starts", "lengths")
@@ -136,9 +134,9 @@ def save_bins(bins: Bins, folder: Path, metadata: Mapping[str, Any]) -> None:
     """
     for name in ARRAYS:
         np.save(folder / f"{name}.npy", getattr(bins, name))
-    own = {"magic": MAGIC, "version": VERSION, "fingerprint": bins.fingerprint}
     numbers = {name: int(getattr(bins, name)) for name in NUMBERS}
-    (folder / INDEX).write_text(json.dumps({**own, **numbers, **metadata}, indent=2) + "\n")
+    entries = {"fingerprint": bins.fingerprint, **numbers, **metadata}
+    write_index_file(folder, MAGIC, VERSION, entries)
 
 
 def open_bins(path: str | os.PathLike[str], **metadata: Any) -> Bins:
@@ -152,11 +150,13 @@ def open_bins(path: str | os.PathLike[str], **metadata: Any) -> Bins:
         The bins; pieces are read from disk on use.
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a file is damaged, of another version, or was made from something else.
+        FileNotFoundError: If there is no index.
+        ValueError: If a file is missing, damaged, of another version, or of something else.
     """
     folder = Path(path)
-    index = _read_index(folder / INDEX, metadata)
+    wanted = {"magic": MAGIC, "version": VERSION, **metadata}
+    kinds = {"fingerprint": str, **dict.fromkeys(NUMBERS, int)}
+    index = read_index_file(folder / INDEX, wanted, kinds, "Pack again")
     arrays = [_map_array(folder / f"{name}.npy") for name in ARRAYS]
     bins = Bins(*arrays, **{name: index[name] for name in NUMBERS}, path=folder)
     if bins.fingerprint != index["fingerprint"]:
@@ -172,28 +172,11 @@ def bins_files() -> set[str]:
     return {INDEX, *(f"{name}.npy" for name in ARRAYS)}
 
 
-def _read_index(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        index = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Pack again.") from None
-    for name, value in {"magic": MAGIC, "version": VERSION, **metadata}.items():
-        found = index.get(name) if isinstance(index, dict) else index
-        if found != value:
-            raise ValueError(f"{file} has {name} {brief(found)}, not {value!r}. Pack again.")
-    for name, kind in {"fingerprint": str, **dict.fromkeys(NUMBERS, int)}.items():
-        if type(index.get(name)) is not kind:
-            raise ValueError(f"{file} has {name} {brief(index.get(name))}: damaged. Pack again.")
-    return index
-
-
 def _map_array(file: Path) -> NDArray[np.int64]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing, but {INDEX} is there. Pack again.")
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header can raise anything
-        raise ValueError(f"{file} is damaged ({error}). Pack again.") from None
+        raise ValueError(f"{file} is missing or damaged ({error}). Pack again.") from None
     if array.dtype != np.dtype("<i8") or array.ndim != 1:
         raise ValueError(f"{file} holds {array.dtype} {array.shape}, not int64 [n]. Pack again.")
     return array.view(np.ndarray)

@@ -70,6 +70,7 @@ def cached_bins(
         (3, True)
     """
     check_integers(capacity=(capacity, 1), align=(align, 1))
+    capacity, align = int(capacity), int(align)  # of numpy or torch JSON takes none
     options: dict[str, Any] = {"method": method, "align": align, "long": long}
     key = _key(documents, capacity, group, options)
     path = path_of("folder", folder) / f"bins-{key[:16]}"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.packing.bins import Bins, pad_lengths
-from forgekit.inputs import check_integers, nearest_multiples
+from forgekit.inputs import check_choice, check_integers, nearest_multiples
 
 __all__ = ["LongDocuments", "PackingMethod", "pack"]
 
@@ -139,40 +139,32 @@ def _sequential(lengths: Ints, capacity: int) -> Ints:
     One vectorised search finds, for every piece, the bin that would begin with it: the piece after
     its end. Following these links from piece 0 gives the bins.
     """
-    if not len(lengths):
-        return lengths
     ends = np.concatenate([[0], np.cumsum(lengths)])
     following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
     next_first = array("q", following.tobytes())  # far cheaper to index one by one than numpy's
-    firsts, at = array("q"), next_first[0]
+    firsts, at = [], 0
     while at < len(lengths):
         firsts.append(at)
         at = next_first[at]
-    begins = np.zeros(len(lengths), dtype=np.int64)
-    begins[np.frombuffer(firsts, np.int64)] = 1
-    return np.cumsum(begins)
+    sizes = np.diff(np.array(firsts, dtype=np.int64), append=len(lengths))
+    return np.repeat(np.arange(len(firsts)), sizes)
 
 
 def _first_fit_decreasing(lengths: Ints, capacity: int) -> Ints:
     """Place all pieces of one length at once, into the first bins with room: O(lengths * bins)."""
     order, counted = _decreasing(lengths)
     # Two bins that are at most half full never coexist, so twice the tokens bounds their number.
-    free = np.empty(2 * (int(lengths.sum()) // capacity + 1), dtype=np.int64)
+    free = np.full(2 * (int(lengths.sum()) // capacity + 1), capacity)
     opened, bins, takes = 0, [], []
     for length, number in counted:
-        with_room = np.flatnonzero(free[:opened] >= length)
+        enough = opened + -(-number // (capacity // length))  # even if no open bin has room
+        with_room = np.flatnonzero(free[:enough] >= length)
         holds = free[with_room] // length
         used = int(np.searchsorted(np.cumsum(holds), number)) + 1
         with_room, holds = with_room[:used], holds[:used]
-        more = number - int(holds.sum())
-        if more > 0:
-            fresh = -(-more // (capacity // length))
-            free[opened : opened + fresh] = capacity
-            with_room = np.append(with_room, np.arange(opened, opened + fresh))
-            holds = np.append(holds, np.full(fresh, capacity // length))
-            opened += fresh
         holds[-1] -= holds.sum() - number
         free[with_room] -= holds * length
+        opened = max(opened, int(with_room[-1]) + 1)
         bins.append(with_room)
         takes.append(holds)
     return _assign(order, np.concatenate(bins), np.concatenate(takes)) if bins else lengths
@@ -264,12 +256,8 @@ def _check_options(capacity: int, align: int, method: str, long: str) -> None:
         raise ValueError(
             f"capacity {capacity} must be divisible by align {align}; the nearest are {nearest}."
         )
-    for name, value, known in (
-        ("method", method, get_args(PackingMethod)),
-        ("long", long, get_args(LongDocuments)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} must be one of {', '.join(map(repr, known))}.")
+    check_choice("method", method, _METHODS)
+    check_choice("long", long, get_args(LongDocuments))
 
 
 def _long_error(tokens: Ints, is_long: NDArray[np.bool_], capacity: int) -> ValueError:

@@ -104,13 +104,15 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
-        return self.documents.vocab_size
+        """Every id is below it; of documents in memory one more than the highest id."""
+        if self.file is not None:
+            return self.file.vocab_size
+        return 1 + max((int(ids.max()) for ids in self.documents.shards if len(ids)), default=0)
 
     @property
     def eos_id(self) -> int:
         """The id on padding: the one that closes each document of a token file, else 0."""
-        return self.documents.eos_id
+        return 0 if self.file is None else self.file.eos_id
 
     @property
     def bytes_per_token(self) -> float | None:

@@ -74,18 +74,6 @@ class PieceReader:
         return PieceReader.of, (self.file or self.shards,)
 
     @property
-    def vocab_size(self) -> int:
-        """Every id is below it; in memory one more than the highest id."""
-        if self.file is not None:
-            return self.file.vocab_size
-        return 1 + max((int(ids.max()) for ids in self.shards if len(ids)), default=0)
-
-    @property
-    def eos_id(self) -> int:
-        """The id that closes each document of a token file, else 0."""
-        return 0 if self.file is None else self.file.eos_id
-
-    @property
     def fingerprint(self) -> str:
         """Identifies the tokens."""
         if self.file is not None:

@@ -14,13 +14,10 @@ from tensordict import TensorDict
 
 from forgekit.data.corpus.token_files import TokenFile, open_tokens
 from forgekit.data.fingerprint import state_facts, tokenizer_of
-from forgekit.data.samples import IGNORED, PADDING
+from forgekit.data.samples import IGNORED, MOST_ROWS, PADDING
 from forgekit.inputs import check_integers
 
 __all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
-
-LONGEST = 2**31
-"""Most positions in a row: a row is an array in memory."""
 
 
 def token_dataset(
@@ -54,7 +51,7 @@ def token_dataset(
         ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
         [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
     """
-    check_integers(seq_len=(seq_len, 1, LONGEST))
+    check_integers(seq_len=(seq_len, 1, MOST_ROWS))
     file = path if isinstance(path, TokenFile) else open_tokens(path)
     if file.tokens < 2:
         raise ValueError(
