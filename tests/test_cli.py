@@ -271,7 +271,7 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     assert shown.err.splitlines() == [f"{stage}: {read}" for stage in stages]
 
     assert main(["prepare", str(texts), *arguments]) == 0
-    again = "tokens was made from the same files before and is left as it is."
+    again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again
 
 
@@ -336,7 +336,7 @@ def test_prepare_that_is_interrupted_says_that_it_can_go_on(texts, here, monkeyp
         patched.setattr(sys, "stderr", shown := Interrupted())
         assert main(arguments) == 1
     assert shown.getvalue().splitlines()[-1] == (
-        "forgekit: interrupted; the same command goes on from here."
+        "forgekit: interrupted; the same command continues from here."
     )
     assert main(arguments) == 0
     assert capsys.readouterr().err.splitlines()[0].startswith("tokens: reading")

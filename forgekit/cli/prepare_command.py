@@ -25,39 +25,23 @@ __all__ = ["add_prepare"]
 def add_prepare(commands: Any) -> None:
     """Declare ``forgekit prepare`` and its arguments."""
     prepare = commands.add_parser("prepare", help="make token files and a tokenizer from text")
-    prepare.add_argument(
+    option = prepare.add_argument
+    option(
         "sources",
         metavar="SOURCE",
         nargs="+",
         help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet), "
         "or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
     )
-    prepare.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
-    prepare.add_argument(
-        "--vocab", metavar="SIZE", type=integer, default=4096, help="size of the vocabulary (4096)"
-    )
-    prepare.add_argument(
-        "--held-out-every",
-        metavar="N",
-        type=integer,
-        default=20,
-        help="keep every N-th document for evaluation (20)",
-    )
-    prepare.add_argument(
-        "--text-key", metavar="KEY", default="text", help="key of the text, or its column (text)"
-    )
-    prepare.add_argument(
-        "--split", metavar="NAME", default="train", help="split of a Hugging Face dataset (train)"
-    )
-    prepare.add_argument(
-        "--skip-broken", action="store_true", help="leave out what cannot be read, and count it"
-    )
-    prepare.add_argument(
-        "--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none"
-    )
-    prepare.add_argument(
-        "--eos-token", metavar="TOKEN", default="<|endoftext|>", help="what closes a document"
-    )
+    option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    option("--vocab", metavar="SIZE", type=integer, default=4096, help="vocabulary size (4096)")
+    every = "keep every N-th document for evaluation (20)"
+    option("--held-out-every", metavar="N", type=integer, default=20, help=every)
+    option("--text-key", metavar="KEY", default="text", help="key or column of the text (text)")
+    option("--split", metavar="NAME", default="train", help="split of a dataset (train)")
+    option("--skip-broken", action="store_true", help="leave out and count what cannot be read")
+    option("--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none")
+    option("--eos-token", metavar="TOKEN", default="<|endoftext|>", help="closes a document")
     prepare.set_defaults(command=_prepare)
 
 
@@ -78,11 +62,11 @@ def _prepare(options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from None
     except KeyboardInterrupt:
-        print("forgekit: interrupted; the same command goes on from here.", file=sys.stderr)
+        print("forgekit: interrupted; the same command continues from here.", file=sys.stderr)
         return 1
     if not prepared.is_new:
         path = printable(prepared.path)
-        print(f"{path} was made from the same files before and is left as it is.")
+        print(f"{path} was made from the same files before and stays unchanged.")
     for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
         size = f"{file.documents:,} documents, {file.tokens:,} tokens"
         ratio = file.metadata["text_bytes"] / file.tokens

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments; what argparse says of wrong ones repeats them, so it is made printable."""
+    """Parse arguments; an error of argparse repeats wrong ones, so its text is made printable."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):

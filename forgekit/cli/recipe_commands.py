@@ -51,7 +51,7 @@ def add_cp(commands: Any) -> None:
     cp = commands.add_parser("cp", help="copy a recipe and its settings, to edit")
     cp.add_argument("name", metavar="NAME", help="a recipe that `forgekit ls` shows")
     cp.add_argument("target", metavar="TARGET", nargs="?", help="a folder or a .py file")
-    cp.add_argument("--force", action="store_true", help="overwrite what is there")
+    cp.add_argument("--force", action="store_true", help="overwrite existing files")
     cp.set_defaults(command=_cp)
 
 
@@ -87,7 +87,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _replace(copies: Mapping[Path, bytes]) -> None:
-    """Write files, all or none: each is complete beside its place before the first takes it."""
+    """Write files, all or none: each is complete under another name before the first is renamed."""
     with ExitStack() as stack:
         complete = {}
         for target, content in copies.items():

@@ -1,4 +1,4 @@
-"""Where the recipes are, and what is in one: its settings, its names, what its set-up returns."""
+"""Finds recipes and their settings, and reads what a recipe defines and its setup returns."""
 
 from __future__ import annotations
 
@@ -50,14 +50,18 @@ def recipe_file(folder: Path, name: str) -> Path:
     raise UsageError(f"no recipe {name!r}{nearest}. There are: {', '.join(recipes)}.")
 
 
-def names_of(script: Path, run_name: str) -> dict[str, Any]:
-    """The names of a recipe that can be set up; modules beside it are found."""
+def names_of(script: Path, *wanted: str) -> dict[str, Any]:
+    """Run a recipe without its main part and return its names; modules beside it are found.
+
+    Raises:
+        UsageError: If it lacks one of the wanted names.
+    """
     sys.path.insert(0, str(script.resolve().parent))
-    recipe = runpy.run_path(str(script), run_name=run_name)
-    if missing := [name for name in ("Config", "setup") if name not in recipe]:
+    recipe = runpy.run_path(str(script), run_name="set_up")
+    if missing := [name for name in wanted if name not in recipe]:
         raise UsageError(
-            f"{script} has no {', '.join(missing)}; a recipe that can be set up from outside has "
-            "Config and setup(config), as pretrain.py does. In a script of its own: fk.verify."
+            f"{script} has no {', '.join(missing)}; a recipe that this command can set up has "
+            f"{', '.join(wanted)}, as pretrain.py does."
         )
     return recipe
 

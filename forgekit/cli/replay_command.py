@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import shlex
 import tempfile
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from forgekit.cli.recipe_files import named
+from forgekit.cli.recipe_files import named, names_of
 from forgekit.cli.usage import UsageError, file_path, script_file
 from forgekit.terminal import printable
 
@@ -27,16 +26,11 @@ __all__ = ["add_replay"]
 def add_replay(commands: Any) -> None:
     """Declare ``forgekit replay`` and its arguments."""
     replay = commands.add_parser("replay", help="look at a bad step of a run again")
-    replay.add_argument("run", metavar="RUN", type=file_path, help="a run directory")
-    replay.add_argument(
-        "--step", metavar="N", type=int, help="the step, as in metrics.jsonl (the last bad one)"
-    )
-    replay.add_argument(
-        "--script",
-        metavar="FILE",
-        type=file_path,
-        help="the recipe to run; the error names the run's",
-    )
+    option = replay.add_argument
+    option("run", metavar="RUN", type=file_path, help="a run directory")
+    option("--step", metavar="N", type=int, help="as in metrics.jsonl (the last bad one)")
+    script = "the recipe to run; the error names the run's"
+    option("--script", metavar="FILE", type=file_path, help=script)
     replay.set_defaults(command=_replay)
 
 
@@ -124,12 +118,7 @@ def _configured(options: argparse.Namespace, bad: dict[str, Any]) -> tuple[dict[
     if script is None:
         raise UsageError(_ask_for_script(options, bad.get("script")))
     script_file(script, "--script FILE names the recipe.")
-    recipe = runpy.run_path(str(script), run_name="replayed")
-    if missing := [name for name in ("Config", "setup", "loss_fn") if name not in recipe]:
-        raise UsageError(
-            f"{script} has no {', '.join(missing)}; a recipe that can be replayed has Config, "
-            "setup(config) and loss_fn, as pretrain.py does."
-        )
+    recipe = names_of(script, "Config", "setup", "loss_fn")
     path = options.run / "config.json"
     try:
         tree = json.loads(path.read_text("utf-8")) | {"mesh": {}}

@@ -29,36 +29,27 @@ def add_verify(commands: Any) -> None:
         help="compare a recipe's layout with one process, in float64 on this machine",
         usage="forgekit verify [OPTIONS] RECIPE [--config FILE] [KEY=VALUE ...] [mesh.tp=2 ...]",
     )
-    verify.add_argument(
-        "recipe", metavar="RECIPE", type=file_path, help="a .py file, or a name of `forgekit ls`"
-    )
-    verify.add_argument(
-        "--tolerance", metavar="E", type=float, default=1e-8, help="relative error allowed (1e-8)"
-    )
-    verify.add_argument(
-        "--timeout", metavar="S", type=float, default=300.0, help="seconds for each run (300)"
-    )
-    verify.add_argument(
-        "--keep-labels", action="store_true", help="mask no labels (a part is, in each batch)"
-    )
-    verify.add_argument(
-        "--keep-split",
-        action="store_true",
-        help="let the gradient depend on the split into micro-batches",
-    )
-    verify.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    option = verify.add_argument
+    recipe = "a .py file, or a name of `forgekit ls`"
+    option("recipe", metavar="RECIPE", type=file_path, help=recipe)
+    option("--tolerance", metavar="E", type=float, default=1e-8, help="relative error (1e-8)")
+    option("--timeout", metavar="S", type=float, default=300.0, help="seconds for each run (300)")
+    option("--keep-labels", action="store_true", help="mask no labels; else some in each batch")
+    split = "let the gradient depend on the split into micro-batches"
+    option("--keep-split", action="store_true", help=split)
+    option("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
     verify.set_defaults(command=_verify)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from forgekit.config import load_config
+    from forgekit.config import load_config, to_dict
     from forgekit.run.verification.result import show_report
     from forgekit.run.verification.verify import VerifyOptions, verify_setup
 
     given = options.recipe
     script = given if given.suffix == ".py" else recipe_file(options.recipes, str(given))
     script_file(script, "name a recipe's file, or one of `forgekit ls`.")
-    recipe = names_of(script, "verified")
+    recipe = names_of(script, "Config", "setup")
     try:
         config = load_config(recipe["Config"], options.settings, program=f"verify {script}")
     except SystemExit as stop:
@@ -83,7 +74,7 @@ def _verify(options: argparse.Namespace) -> int:
                 timeout_s=options.timeout,
                 progress=partial(progress.print, "[dim]...[/]"),
             )
-            setup = partial(_set_up, str(script.resolve()), _tree(config, settings))
+            setup = partial(_set_up, str(script.resolve()), to_dict(config) | settings)
             report = verify_setup(setup, config.mesh, chosen)
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -115,18 +106,11 @@ def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
     return {"global_batch_size": max(2, least) * rows * ranks, "batch_size": rows}
 
 
-def _tree(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as plain values, with some of them replaced."""
-    from forgekit.config import to_dict
-
-    return to_dict(config) | settings
-
-
 def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
     """Run a recipe's setup with another mesh; what each rank of a layout calls."""
     from forgekit.config.strict import structure
 
-    recipe = names_of(Path(script), "verified")
+    recipe = names_of(Path(script), "Config", "setup")
     config = structure(recipe["Config"], tree | {"mesh": attrs.asdict(mesh)})
     built = named(recipe, recipe["setup"](config))
     if (count := _micro_batches(built, config)) is None:
@@ -137,7 +121,7 @@ def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
 
 
 def _micro_batches(built: Any, config: Any) -> int | None:
-    """How many micro-batches make a step; None if the record says it, or nothing does."""
+    """Count the micro-batches of a step; None if ``built`` has the number, or nothing does."""
     if hasattr(built, "micro_batches"):
         return None
     count = getattr(getattr(built, "loader", None), "micro_batches", None)

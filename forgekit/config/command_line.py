@@ -79,7 +79,8 @@ def _load(cls: type[ConfigT], arguments: list[str]) -> ConfigT:
     try:
         config = structure(cls, tree)
     except ConfigError as error:
-        # Without the file, a missing key says nothing; what the command line gave still does.
+        # Keys may be missing only because the file could not be read; mistakes in what the command
+        # line gave are mistakes in any case.
         given = {key for key, _ in overrides}
         problems += [
             (path, text)

@@ -1,4 +1,4 @@
-"""What a configuration class says about its keys: names, types, defaults and descriptions."""
+"""The keys of a configuration class: names, types, defaults and descriptions."""
 
 from __future__ import annotations
 

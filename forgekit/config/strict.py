@@ -328,13 +328,13 @@ def _mismatch(kind: Any, value: Any) -> ConfigError:
 
 
 def _read_as(value: Any) -> str:
-    """Write a value and its kind as a user would in TOML; what is long is cut."""
+    """Write a value as in TOML, shortened, and its type."""
     kind = "table" if isinstance(value, Mapping) else type(value).__name__
     return f"{shown(value)} ({kind})"
 
 
 def shown(value: Any) -> str:
-    """Write a value as a user would in TOML; what is long is cut."""
+    """Write a value as in TOML, shortened."""
     try:
         text = show(value)
     except (RecursionError, ValueError):  # too deep, or an integer that Python does not write

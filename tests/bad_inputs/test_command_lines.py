@@ -224,7 +224,7 @@ COMMANDS = {
     ),
     "a recipe without a set-up": (
         ["verify", "minimal"],
-        "minimal.py has no Config, setup; a recipe that can be set up from outside has Config",
+        "minimal.py has no Config, setup; a recipe that this command can set up has Config",
     ),
     "an unknown dimension": (
         ["verify", "pretrain", "mesh.tq=2"],

@@ -164,7 +164,7 @@ REFUSED = {
     ),
     "not a recipe": (
         ["--step", "2", "--script", "minimal.py"],
-        "minimal.py has no Config, setup; a recipe that can be replayed has Config, setup",
+        "minimal.py has no Config, setup; a recipe that this command can set up has Config",
     ),
     "another recipe": (
         ["--step", "2", "--script", "curriculum.py"],
