@@ -205,6 +205,22 @@ def _two_draws(self, ids):
     return self.top(F.dropout(x, 0.1))
 
 
+def _early_weight(self, ids):
+    weight, x = self.top.weight, self.embed(ids)
+    for layer in self.layers:
+        x = layer(x)
+    return F.linear(x, weight)
+
+
+def _by_foreach(self, ids):
+    x = self.embed(ids)
+    for layer in self.layers:
+        sums = [torch.zeros(x.shape)]
+        torch._foreach_add_(sums, [layer(x)])  # returns nothing
+        (x,) = sums
+    return self.top(x)
+
+
 REFUSED = {
     "a loss in an attribute": (
         form(_sum_attributes, block=blocks(_keep_in_attribute)),
@@ -303,6 +319,10 @@ REFUSED = {
         _Helper,
         r"helper is called inside of layers\.0, and both are parts of the pipelined model",
     ),
+    "a forward that calls the first stage's parts only": (
+        form(lambda self, ids: self.layers[0](self.embed(ids))),
+        r"forward ended in pipeline stage 0 without a call of a later stage's part\. Call each",
+    ),
     "stages that do nothing for later ones": (
         form(_apart),
         "nothing that pipeline stages up to 0 compute reaches a later one",
@@ -328,8 +348,10 @@ def test_what_is_only_looked_at_may_be_kept():
     ]
 
 
-def test_draws_that_one_stage_each_depends_on_are_no_common_one():
-    assert _rehearse(form(_two_draws)(4)).travels == [[("layers.2", 0, 0)]]
+@pytest.mark.parametrize("forward", [_two_draws, _early_weight, _by_foreach])
+def test_what_one_stage_alone_depends_on_is_no_matter_of_the_others(forward):
+    """Draws of its own, a weight that another stage reads and does not use, sums in place."""
+    assert _rehearse(form(forward)(4)).travels == [[("layers.2", 0, 0)]]
 
 
 def test_only_what_is_needed_travels():
