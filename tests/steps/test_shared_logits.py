@@ -6,7 +6,7 @@ logits as they would on one device; each gradient is held to plain torch in floa
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -242,11 +242,23 @@ def test_a_teacher_may_be_plain_or_shared(layout, shares):
 # A plain output beside shared logits
 
 
+@dataclasses.dataclass
+class Judged:
+    """A model's output that is no tuple."""
+
+    logits: Tensor
+    value: Tensor
+
+    def __iter__(self) -> Any:
+        return iter((self.logits, self.value))
+
+
 class Critic(nn.Module):
     """A value for each position beside the logits."""
 
-    def __init__(self):
+    def __init__(self, kind: Any = lambda *both: both):
         super().__init__()
+        self.kind = kind
         self.body = build()
         torch.manual_seed(3)
         self.value = nn.Linear(WIDE.dim, 1).double()
@@ -256,14 +268,14 @@ class Critic(nn.Module):
         inner = {f"body.{name}": style for name, style in self.body.plan.items()}
         return {**inner, "value": "replicate"}
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor) -> Any:
         kept: list[Any] = []
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             kept.append(self.value(hidden)[..., 0])
             return F.linear(hidden, weight)
 
-        return self.body(ids, head=head), kept[0]
+        return self.kind(self.body(ids, head=head), kept[0])
 
 
 def _actor_critic(model: Any, batch: Any) -> Tensor:
@@ -274,9 +286,9 @@ def _actor_critic(model: Any, batch: Any) -> Tensor:
     return ((0.5 * advantage.square() - 0.7 * advantage * log_p) * is_target).sum()
 
 
-def _criticised(rank, world):
+def _criticised(rank, world, kinds):
     mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
-    model = fk.parallelize(copy.deepcopy(Critic()), mesh)
+    model = fk.parallelize(Critic(*kinds), mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
 
     def loss_fn(model: Any, batch: Any) -> fk.Loss:
@@ -288,10 +300,11 @@ def _criticised(rank, world):
     return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
 
 
-def test_a_plain_output_may_meet_shared_logits():
-    model, batch = Critic(), draw_batch(0)
+@pytest.mark.parametrize("kinds", [(), (Judged,)], ids=["tuple", "dataclass"])
+def test_a_plain_output_may_meet_shared_logits(kinds):
+    model, batch = Critic(*kinds), draw_batch(0)
     (_actor_critic(model, batch) / (batch["labels"] != -100).sum()).backward()
-    for found in run_ranks(_criticised, 2):
+    for found in run_ranks(_criticised, 2, kinds):
         assert relative_error(found, full_tensors(model, gradients=True)) < 1e-10
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from covering import first_of
-from forms import FORMS, WORDS, loss_fn
+from forms import FORMS, WORDS, Form, loss_fn
 from oracle import full_tensors, relative_error
 from ranks import RankError, run_ranks
 from tensordict import TensorDict
@@ -288,6 +288,32 @@ def _drop(rank, world):
 def test_a_block_that_is_left_out_later_is_refused():
     with pytest.raises(RankError, match=r"pipeline stage 0 ran without layers\.1, call 0, whose"):
         run_ranks(_drop, 2)
+
+
+class _Shortening(Form):
+    """A stage that sends fewer positions now and then."""
+
+    seen = 0
+
+    def forward(self, ids):
+        self.seen += 1
+        x = self.embed(ids)
+        for n, layer in enumerate(self.layers):
+            x = layer(x[:, 1:] if n == 1 and self.seen > 2 else x)
+        return self.top(x)
+
+
+def _shorten(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = fk.parallelize(_Shortening(4).double(), mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    fk.accumulate(state, _batches(4), loss_fn)
+
+
+def test_a_stage_that_sends_another_shape_later_is_refused():
+    message = r"stage 0 returned \(2, 4, 6\) of torch.float64 .*awaits \(2, 5, 6\) of torch.float64"
+    with pytest.raises(RankError, match=message):
+        run_ranks(_shorten, 2)
 
 
 def _count_compiled(rank, world, kind):

@@ -115,3 +115,12 @@ def test_frozen_parameters_have_no_gradient_and_a_norm_of_zero():
     totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
     assert "embedding.weight" not in fk.gradients(state, totals)
     assert float(fk.grad_norms(state, totals)["embedding.weight"]) == 0.0
+
+
+def test_without_targets_gradients_and_norms_are_zero():
+    state = build_state({}, 1)
+    (batch,) = (row[0] for row in global_batch(1)[:1])
+    batch["labels"].fill_(-100)
+    totals = fk.reduce_totals(fk.accumulate(state, [batch], logits_loss), state)
+    assert all(float(norm) == 0.0 for norm in fk.grad_norms(state, totals).values())
+    assert all(not gradient.any() for gradient in fk.gradients(state, totals).values())
