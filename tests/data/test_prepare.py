@@ -357,6 +357,15 @@ def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, capl
         prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
 
 
+def test_broken_documents_after_the_last_text_count_too(tmp_path):
+    lines = [json.dumps({"text": f"line {number}"}) for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{", "[1]"]))
+    documents = text_documents(tmp_path / "a.jsonl", errors="skip")
+    account = prepare(documents, tmp_path / "out", vocab_size=300).account
+    assert account.broken == len(account.first_broken) == 2
+    assert ":32 has no string" in account.first_broken[1]
+
+
 def test_a_fatal_line_costs_nothing_of_what_came_before_it(tmp_path, small_steps):
     write_lines(tmp_path / "a.jsonl", broken=390)
     (tmp_path / "b.txt").write_text("more")

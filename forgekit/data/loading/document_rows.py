@@ -104,25 +104,24 @@ class DocumentRows:
     ) -> Iterator[tuple[list[NDArray[Any]], Cursor]]:
         """Yield the pieces of each row, ``seq_len + 1`` tokens in all, and the cursor after it."""
         pieces, left, start = [], self.seq_len + 1, cursor.inside
-        after = cursor
-        for ids, before, after in self._documents(cursor, part, parts):
+        before = cursor
+        for ids, before in self._documents(cursor, part, parts):
             while len(ids) - start > 1:  # a closing token has no target, so it begins no row
                 pieces.append(ids[start : start + left])
                 left -= len(pieces[-1])
                 start += len(pieces[-1])
                 if not left:
                     start -= 1  # the next row begins with the last token of this one
-                    has_more = len(ids) - start > 1
-                    yield pieces, attrs.evolve(before, inside=start) if has_more else after
+                    yield pieces, attrs.evolve(before, inside=start)
                     pieces, left = [], self.seq_len + 1
             start = 0
         if pieces:  # the data end inside a row
-            yield pieces, Cursor(epoch=after.epoch + 1, broken=after.broken)
+            yield pieces, Cursor(epoch=before.epoch + 1, broken=before.broken)
 
     def _documents(
         self, cursor: Cursor, part: int, parts: int
-    ) -> Iterator[tuple[NDArray[Any], Cursor, Cursor]]:
-        """Yield documents with their closing token, and the cursors before and after each."""
+    ) -> Iterator[tuple[NDArray[Any], Cursor]]:
+        """Yield documents with their closing token, and the cursor before each."""
         before = attrs.evolve(cursor, inside=0)
         while self.epochs is None or before.epoch < self.epochs:
             is_empty = before.position is None
@@ -133,7 +132,7 @@ class DocumentRows:
             for after, ids in contents:
                 if len(ids):
                     is_empty = False
-                    yield np.append(ids, ids.dtype.type(self.eos_id)), before, after
+                    yield np.append(ids, ids.dtype.type(self.eos_id)), before
                 before = after
             if is_empty:
                 raise ValueError(
