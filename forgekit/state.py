@@ -384,10 +384,6 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _ranks_of(parameter: nn.Parameter) -> int:
-    return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-
-
 def check_dense(model: nn.Module) -> None:
     """Raise if a parameter, or the gradient that it will get, is complex or sparse.
 
@@ -438,11 +434,6 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh |
             f"there are {world} ranks and the state got no mesh, so each rank would divide by its "
             "own count and train a model of its own. Pass mesh=mesh, what build_mesh returned, "
             "and the model through forgekit.parallelize(model, mesh)."
-        )
-    if mesh is None and (ranks := max(map(_ranks_of, names), default=1)) > 1:
-        raise ValueError(
-            f"the model is sharded over {ranks} ranks and the state got no mesh, so nothing would "
-            "be added up over them. Use TrainState.create(model, optimizer, mesh=mesh)."
         )
     plain = [name for parameter, name in names.items() if not isinstance(parameter, DTensor)]
     if mesh is not None and mesh.size() > 1 and plain:

@@ -70,12 +70,6 @@ class Chained(Optimizer):
             self.state.update({key: entry for key, entry in member.state.items() if entry})
         self._share()
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether every member takes ``found_inf`` and ``grad_scale``."""
-        marks = [getattr(member, "_step_supports_amp_scaling", False) for member in self.members]
-        return all(marks)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each member.

@@ -549,6 +549,26 @@ def test_a_forgotten_mesh_beside_a_plain_model_is_refused():
     assert run_ranks(_forgotten, 2) == [True, True]
 
 
+def _forgotten_beside_shards(rank, world):
+    model = fk.parallelize(_Model().double(), fk.build_mesh(device="cpu"))
+    with pytest.raises(ValueError, match=r"2 ranks and the state got no mesh.*mesh=mesh"):
+        fk.TrainState.create(model, fk.adamw(model))
+    return True
+
+
+def _not_parallelized(rank, world):
+    model = _Model().double()
+    with pytest.raises(ValueError, match=r"4 parameters \(first: 'body.weight'\) are not sharded"):
+        fk.TrainState.create(model, fk.adamw(model), mesh=fk.build_mesh(device="cpu"))
+    return True
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", [_forgotten_beside_shards, _not_parallelized])
+def test_a_mesh_and_a_model_that_do_not_belong_together_are_refused(case):
+    assert run_ranks(case, 2) == [True, True]
+
+
 def test_a_metric_lets_its_graph_go():
     """The graph of a micro-batch is freed by its backward; a metric with a graph keeps it."""
     model = _Model().double()
