@@ -6,13 +6,26 @@ variable is checked before anything starts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
-__all__ = ["first_host", "identity", "local_world", "rendezvous"]
+__all__ = [
+    "PACKAGE",
+    "RECIPES",
+    "first_host",
+    "identity",
+    "is_library",
+    "local_world",
+    "rendezvous",
+]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+PACKAGE = str(Path(__file__).parent) + os.sep
+RECIPES = PACKAGE + "recipes" + os.sep
 
 
 def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -112,3 +125,8 @@ def _refusal(name: str, environment: Mapping[str, str], rule: str) -> ValueError
         f"the environment variable {name} is {read}; {rule}. torchrun and srun set it: start the "
         f"run with one of them, or unset {name}."
     )
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file is forgekit's own; recipes count as the user's, who edits them."""
+    return file.startswith(PACKAGE) and not file.startswith(RECIPES)

@@ -13,7 +13,6 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
@@ -22,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from forgekit.environment import is_library
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,10 +40,6 @@ DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
 
 CONTAINERS = (list, tuple, dict)
-
-_PACKAGE = str(Path(__file__).parent) + os.sep
-_RECIPES = _PACKAGE + "recipes" + os.sep
-
 
 _ATTRIBUTE = "_forgekit_layout"
 """Where ``parallelize`` leaves a layout on a model, the only mark that forgekit makes."""
@@ -370,7 +367,7 @@ def _caller() -> str:
     innermost = frame
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_PACKAGE) or path.startswith(_RECIPES):
+        if not is_library(path):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from forgekit.inputs import path_of
 
-__all__ = ["UNSUPPORTED", "atomic_directory", "is_locked", "locked", "sync"]
+__all__ = ["UNSUPPORTED", "atomic_directory", "is_locked", "locked", "replace", "sync"]
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems that cannot lock, or cannot sync a directory."""
@@ -69,7 +69,8 @@ def atomic_directory(
         try:
             yield new
             _sync_tree(new)
-            _replace(path, new, old)
+            replace(path, new, old)
+            sync(path.parent)
         finally:
             if key is None or not (new.is_dir() and any(new.iterdir())):
                 shutil.rmtree(new, ignore_errors=True)
@@ -125,6 +126,19 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def replace(path: Path, new: Path, old: Path) -> None:
+    """Rename ``new`` to ``path``, after renaming an existing directory to ``old``."""
+    had_one = path.exists()
+    if had_one:
+        path.rename(old)  # rename cannot replace a directory that is not empty
+    try:
+        new.rename(path)
+    except OSError:
+        if had_one:
+            old.rename(path)
+        raise
+
+
 def _clear_leftovers(path: Path, *, but: Path) -> None:
     """Delete what killed writers of ``path`` left, after restoring a directory one had renamed."""
     name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
@@ -150,20 +164,6 @@ def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> No
             f"{path} holds files that were not written here ({entries}) and would be deleted. "
             "Name another directory, or empty this one."
         )
-
-
-def _replace(path: Path, new: Path, old: Path) -> None:
-    """Rename ``new`` to ``path``, after renaming an existing directory to ``old``."""
-    had_one = path.exists()
-    if had_one:
-        path.rename(old)
-    try:
-        new.rename(path)
-    except OSError:
-        if had_one:
-            old.rename(path)
-        raise
-    sync(path.parent)
 
 
 def _sync_tree(root: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -22,14 +21,6 @@ from forgekit.state import TrainState
 __all__ = ["BadStepRecords", "read_bad_steps"]
 
 KEPT = ("loss", "grad_norm", "skipped", "spikes")
-
-
-class Locates(Protocol):
-    """A loader that knows which rows samples are."""
-
-    def locate(self, first: int, stop: int) -> Sequence[tuple[str | None, int]]:
-        """Say of each sample which source it is from, if there are several, and which row."""
-        ...
 
 
 @attrs.frozen
@@ -49,12 +40,13 @@ class BadStepRecords:
     Args:
         path: The file to append to; None writes nothing.
         samples: Rows consumed before the first step; None if nobody knows.
-        loader: Says which rows samples are, if it can.
+        loader: Its ``locate(first, stop)``, if it has one, gives the source, None if there is only
+            one, and the row of each sample.
     """
 
     def __init__(self, path: Path | None, samples: int | None, loader: Any = None) -> None:
         self._path, self._samples = path, samples
-        self._loader: Locates | None = loader if hasattr(loader, "locate") else None
+        self._loader = loader if hasattr(loader, "locate") else None
         self._steps: list[_Step] = []
 
     def add(self, state: TrainState, metrics: TensorDictBase) -> None:

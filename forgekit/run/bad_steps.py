@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
+from forgekit.inputs import check_choice, check_integers
 from forgekit.run.checkpoints.contents import saved_fields
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
@@ -30,7 +32,7 @@ _log = logging.getLogger("forgekit")
 
 
 class BadStepError(RuntimeError):
-    """There were more bad steps, or more ways back from them were taken, than a run tolerates."""
+    """There were more bad steps, or more rollbacks, than a run tolerates."""
 
 
 def bad_step_policy(
@@ -43,7 +45,7 @@ def bad_step_policy(
     on why, and that is this policy.
 
     Args:
-        policy: "raise" stops the run, "warn" logs a warning, "skip" goes on in silence,
+        policy: "raise" stops the run, "warn" logs a warning, "skip" goes on silently,
             "roll_back" asks for ``roll_back``.
         patience: For "raise": bad steps to reach. They are counted over rows; a row without bad
             steps starts the count again. For "roll_back": bad steps one after another, up to the
@@ -54,7 +56,8 @@ def bad_step_policy(
         ``roll_back`` is due.
 
     Raises:
-        ValueError: If the policy is not known or patience is less than 1.
+        TypeError: If ``patience`` is not an integer.
+        ValueError: If the policy is not known or ``patience`` is less than 1.
 
     Examples:
         >>> check = bad_step_policy("raise", patience=3)
@@ -69,13 +72,8 @@ def bad_step_policy(
         state is good: lower the learning rate, look at the data of these steps, or use policy
         "roll_back" or "warn".
     """
-    if policy not in get_args(BadSteps):
-        raise ValueError(
-            f"bad-step policy {policy!r} is not known; it is one of "
-            f"{', '.join(get_args(BadSteps))}."
-        )
-    if not patience >= 1:
-        raise ValueError(f"patience {patience} must be at least 1 bad step.")
+    check_choice("policy", policy, get_args(BadSteps))
+    check_integers(patience=(patience, 1))
     streak = 0
 
     def check(row: Mapping[str, Any] | None) -> bool:
@@ -108,10 +106,10 @@ def roll_back(
 ) -> StateT:
     """Load the last checkpoint before the bad steps, and leave out the samples that broke them.
 
-    The samples between that checkpoint and the first bad step come again, those of the bad steps
-    never: ``state.skips`` names them. Checkpoints that were saved in between are deleted, for a
-    resumed run would start from them. Every rank calls it. A recipe then lets the data and the log
-    follow, and saves, so that the way back is not lost itself::
+    The samples between that checkpoint and the first bad step are read again, those of the bad
+    steps never: ``state.skips`` names them. Checkpoints saved in between are deleted, because a
+    resumed run would start from them. Every rank calls it. A recipe then moves the data and the
+    log back too, and saves, so that a resumed run leaves out the same samples::
 
         if check(log(state, metrics)):
             state = fk.run.roll_back(state, run.checkpoints)
@@ -132,14 +130,13 @@ def roll_back(
     Raises:
         ValueError: If the last step was not bad, or ``times`` is less than 1; if the state has a
             stream, of which no samples can be left out by number. Nothing is deleted then.
-        BadStepError: If there is no good checkpoint of before the bad steps, or the run has been
-            rolled back so often already. The state is as it was.
+        BadStepError: If there is no good checkpoint from before the bad steps, or the run was
+            rolled back ``times`` times already. The state is unchanged.
 
     References:
         PaLM, section 5.1, https://arxiv.org/abs/2204.02311
     """
-    if times < 1:
-        raise ValueError(f"times is {times}; a run that may not be rolled back has another policy.")
+    check_integers(times=(times, 1))
     bad, step, samples, skips = int(state.skipped), state.step, state.samples, state.skips
     if bad == 0:
         raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
@@ -147,8 +144,8 @@ def roll_back(
     for name, field in saved_fields(state).items():
         if is_per_rank(state, field) and hasattr(getattr(state, name), "__iter__"):
             raise ValueError(
-                f"the state has the stream {name!r}, and what a stream brings has no numbers by "
-                "which a way back could leave it out: the same rows would break the run again. "
+                f"the state has the stream {name!r}, whose rows have no numbers by which they "
+                "could be left out: the same rows would break the run again. "
                 'Use bad_step_policy("skip"), or train on a dataset of numbered rows.'
             )
     since = int(state.bad_since)
@@ -158,15 +155,16 @@ def roll_back(
             "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
     wait_for_saves(state)
-    state = _load_before(state, directory, step - bad, which, version, migrate)
-    if since < 0:  # a checkpoint of before it was kept: all steps since count alike
+    load = partial(checkpoint_load, version=version, migrate=migrate)
+    state = _load_before(state, directory, step - bad, which, load)
+    if since < 0:  # the checkpoint is older than this field: steps since then count alike
         since = samples - bad * ((samples - state.samples) // (step - state.step))
     skip = since, samples - since
     _log.warning(
         "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
         *(step, state.step, skip[0], samples - 1, len(skips) + 1, times),
     )
-    # Not those of the checkpoint: an old one may know less of what was left out since.
+    # Not the checkpoint's skips: it may be older than the last rollback.
     return donate(state, skips=(*skips, skip))
 
 
@@ -175,8 +173,7 @@ def _load_before(
     directory: str | os.PathLike[str],
     step: int,
     which: str,
-    version: int,
-    migrate: Migration | None,
+    load: Callable[..., StateT],
 ) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
     ranks, storage = ranks_of(state), storage_of(directory)
@@ -184,9 +181,7 @@ def _load_before(
     damaged = []
     for candidate in [known for known in reversed(found) if known <= step]:
         try:
-            state = checkpoint_load(
-                state, directory, step=candidate, version=version, migrate=migrate
-            )
+            state = load(state, directory, step=candidate)
         except CheckpointError as error:
             damaged.append(str(error))
             continue

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from forgekit.inputs import check_choice
 from forgekit.run.stop_signal import HostCopy
 
 __all__ = ["DataEnd", "EndPolicy"]
@@ -33,7 +34,7 @@ class DataEnd:
             ``stream_documents(..., epochs=None)``.
 
     Raises:
-        ValueError: If the policy is none of the three.
+        ValueError: If the policy is not one of the three.
 
     Examples:
         Streams of one epoch, as many documents as there happen to be on each rank::
@@ -45,10 +46,7 @@ class DataEnd:
     """
 
     def __init__(self, policy: EndPolicy = "pad") -> None:
-        if policy not in get_args(EndPolicy):
-            raise ValueError(
-                f"policy {policy!r} must be one of {', '.join(map(repr, get_args(EndPolicy)))}."
-            )
+        check_choice("policy", policy, get_args(EndPolicy))
         self.policy = policy
         self._has_more: Callable[[], bool] | None = None
         self._heard = 0
@@ -85,7 +83,7 @@ class DataEnd:
         if self._heard < groups:
             raise RuntimeError(
                 "end= was passed to groups but not to make_step, so ranks would wait for each "
-                "other for ever; pass the same one to forgekit.make_step."
+                "other forever; pass the same one to forgekit.make_step."
             )
         return not self.has_ended
 

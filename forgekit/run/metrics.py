@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.inputs import parse_json
+from forgekit.inputs import check_integers, parse_json
 from forgekit.run.bad_step_records import BadStepRecords
 from forgekit.run.durable_files import overwrite, write_atomic
 from forgekit.run.strict_json import finite
@@ -35,6 +35,8 @@ from forgekit.terminal import Steady, printable
 __all__ = ["MetricsLog", "read_metrics"]
 
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
+SUMMED = frozenset({"targets", "skipped", "spikes"})
+"""Metrics that are added up over the steps of a row."""
 GIB = 2.0**30
 
 
@@ -68,7 +70,7 @@ class MetricsLog:
 
     Attributes:
         step: The last step that was logged.
-        samples: Rows consumed up to it; None before the first.
+        samples: Rows consumed up to it; None before the first step if ``start_samples`` is.
 
     Args:
         out: The run directory; made if it does not exist.
@@ -104,13 +106,12 @@ class MetricsLog:
         loader: Waits | None = None,
         start_samples: int | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every {every} must be at least 1 step per row.")
+        check_integers(every=(every, 1))
         self._every, self._start, self._total = every, start_step, total
-        self.step, self.samples = start_step, None
+        self.step, self.samples = start_step, start_samples
         self._loader = loader
         self._out = Path(out)
-        self._file = self._open_file(start_step) if is_writer else None
+        self._file = _RowFile(self._out, start_step) if is_writer else None
         bad = self._out / "bad_steps.jsonl" if is_writer else None
         self._bad = BadStepRecords(bad, start_samples, loader)
         self._display: _Lines | _Bar | None = None
@@ -150,10 +151,8 @@ class MetricsLog:
         """
         self.step, self.samples = state.step, state.samples
         self._steps += 1
-        self._targets = self._targets + metrics["targets"]
-        self._skipped = self._skipped + metrics["skipped"]
-        if "spikes" in metrics.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-            self._spikes = self._spikes + metrics["spikes"]
+        for name in metrics.keys() & SUMMED:
+            self._sums[name] = self._sums[name] + metrics[name]
         self._bad.add(state, metrics)
         row = None
         if state.step % self._every == 0 or state.step == self._total:
@@ -170,7 +169,7 @@ class MetricsLog:
         self.step, self.samples = state.step, state.samples
         if self._file is not None:
             self._file.close()
-            self._file = self._open_file(state.step)
+            self._file = _RowFile(self._out, state.step)
         self._bad.restart(state.samples)
         self._restart()
         if self._display is not None:
@@ -213,9 +212,8 @@ class MetricsLog:
 
     def _row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
         named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        sums: dict[str, Any] = {"train/skipped": self._skipped, "targets": self._targets}
-        if "train/spikes" in named:
-            sums["train/spikes"] = self._spikes
+        sums = {f"train/{name}": self._sums[name] for name in metrics.keys() & SUMMED}
+        sums["targets"] = sums.pop("train/targets")
         sums["train/skipped_in_a_row"] = state.skipped.to(metrics["skipped"].device)
         numbers = _to_host(named | sums)
         # Only now: the copy has waited for the device, so the clock has seen the steps end.
@@ -235,9 +233,6 @@ class MetricsLog:
             row["perf/data_wait_seconds"] = waited / self._steps
         return row
 
-    def _open_file(self, start_step: int) -> _RowFile:
-        return _RowFile(self._out / "metrics.jsonl", start_step)
-
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(row)
@@ -246,7 +241,7 @@ class MetricsLog:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
         if self._file is None or self._steps == 0:
             return
-        skipped = int(self._skipped)
+        skipped = int(self._sums["skipped"])
         self._bad.end_row(skipped)
         if skipped:
             many = f"{skipped} bad step{'s' if skipped > 1 else ''}"
@@ -256,9 +251,7 @@ class MetricsLog:
     def _restart(self) -> None:
         """Begin the sums of the next row."""
         self._steps = 0
-        self._targets: Tensor | float = 0.0
-        self._skipped: Tensor | float = 0.0
-        self._spikes: Tensor | float = 0.0
+        self._sums: dict[str, Any] = dict.fromkeys(SUMMED, 0.0)
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
         self._clock = time.perf_counter()
 
@@ -289,8 +282,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class _RowFile:
     """The open ``metrics.jsonl``; a second row for the last step is merged into the first."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, out: Path, start_step: int) -> None:
+        path = out / "metrics.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
         rows = read_metrics(path) if path.exists() else []
         lines = [_line(row) for row in rows if row["step"] <= start_step]
         write_atomic(path, b"".join(lines))

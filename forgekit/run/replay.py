@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
+from forgekit.steps.forward import evaluating
 from forgekit.steps.totals import with_gradient_square
 
 __all__ = ["Replay", "find_bad_layers", "replay_step"]
@@ -64,7 +65,7 @@ def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: L
         What was found.
 
     Raises:
-        ValueError: If the state is spread over several ranks.
+        ValueError: If the state is sharded over several ranks.
     """
     if state.mesh is not None and state.mesh.size() > 1:
         raise ValueError(
@@ -72,7 +73,7 @@ def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: L
             "start `forgekit replay` without torchrun."
         )
     batches = list(batches)
-    rows = _losses(state.model, loss_fn, batches)
+    rows = _losses(state, loss_fn, batches)
     with find_bad_layers(state.model) as bad:
         totals = accumulate(state, batches, loss_fn)
     totals = with_gradient_square(totals, state)
@@ -137,15 +138,12 @@ def _look(bad: BadLayers, name: str, _module: nn.Module, _inputs: Any, outputs: 
         if bad.output is None and not _is_finite(tensor):
             bad.output = name
         if tensor.requires_grad:
-            tensor.register_hook(_watch_gradient(bad, name))
+            tensor.register_hook(partial(_look_at_gradient, bad, name))
 
 
-def _watch_gradient(bad: BadLayers, name: str) -> Callable[[Tensor], None]:
-    def look(gradient: Tensor) -> None:
-        if bad.gradient is None and not _is_finite(gradient):
-            bad.gradient = name
-
-    return look
+def _look_at_gradient(bad: BadLayers, name: str, gradient: Tensor) -> None:
+    if bad.gradient is None and not _is_finite(gradient):
+        bad.gradient = name
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -154,13 +152,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _losses(
-    model: nn.Module, loss_fn: LossFn, batches: list[TensorDictBase]
+    state: TrainState, loss_fn: LossFn, batches: list[TensorDictBase]
 ) -> list[tuple[float, float]]:
     """Sum and count of each row, without dropout."""
-    was_training = model.training
-    model.eval()
-    try:
-        losses = [loss_fn(model, row) for batch in batches for row in batch.split(1)]
-    finally:
-        model.train(was_training)
+    with evaluating(state.model, state.layout):
+        losses = [loss_fn(state.model, row) for batch in batches for row in batch.split(1)]
     return [(float(loss.sum), float(loss.count)) for loss in losses]

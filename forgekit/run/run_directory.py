@@ -7,6 +7,7 @@ that goes away.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -15,19 +16,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import attrs
 
-from forgekit.inputs import brief, is_integer
+from forgekit.environment import is_library
+from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.retention import Keep
-from forgekit.run.checkpoints.save import PendingSave, checkpoint_save, wait_for_saves
-from forgekit.run.checkpoints.storage import latest_checkpoint
+from forgekit.run.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
+from forgekit.run.checkpoints.storage import committed, storage_of
 from forgekit.run.health.rendezvous import barrier
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.recipe_parts import Setup
@@ -47,12 +48,7 @@ StateT = TypeVar("StateT", bound=TrainState)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-SETUP_TIMEOUT_S = 1800.0
-"""Between the first rank that has set up and the last: reading data and models may differ."""
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_RECIPES = _PACKAGE + "recipes" + os.sep
-_STDLIB = str(Path(os.__file__).parent) + os.sep
+STDLIB = str(Path(os.__file__).parent) + os.sep
 
 
 @attrs.define
@@ -70,16 +66,13 @@ class Run:
     config: Mapping[str, Any]
     is_writer: bool
     _opened: float = attrs.field(factory=time.monotonic)
-    _status: dict[str, Any] | None = None
     _has_ended: bool = False
     _log: MetricsLog | None = None
     _loader: Any = None
     _saves: SaveHandle | None = None
-    _total: int | None = None
+    _total: float = math.inf
     _stop: StopSignal | None = None
-    _keep: int | Keep | None = 3
-    _fingerprint: Any = None
-    _version: int = 1
+    _options: dict[str, Any] = attrs.field(factory=dict)  # of checkpoint_save
     _saved: int | None = None
 
     @property
@@ -98,7 +91,7 @@ class Run:
         fingerprint: Any = None,
         version: int = 1,
     ) -> MetricsLog:
-        """Say that set-up is over and open the run's log, which continues that of a resumed run.
+        """End set-up and open the run's log, which continues that of a resumed run.
 
         What goes wrong from here on is a failure, not a usage error.
 
@@ -108,12 +101,10 @@ class Run:
                 stops and saves by itself.
             every: Steps per row of metrics.
             total: The last step, which always gets a row.
-            loader: Measures how long the loop waits for data; ``roll_back`` moves it. Given beside
-                a state.
-            keep: For ``save``, as for ``checkpoint_save``.
-            fingerprint: For ``save``, as for ``checkpoint_save``; None is that of the loader's
-                dataset.
-            version: For ``save``, as for ``checkpoint_save``.
+            loader: Given beside a state; it measures waits for data, and ``roll_back`` moves it.
+            keep: As for ``checkpoint_save``.
+            fingerprint: As for ``checkpoint_save``; None is that of the loader's dataset.
+            version: As for ``checkpoint_save``.
 
         Returns:
             The log, to be used in ``with``.
@@ -123,9 +114,11 @@ class Run:
                 is longer than the ``spec.max_seq_len`` of the model.
             HangError: If another rank does not come.
         """
-        state, loader, self._stop = _parts(state, loader)
-        _check_places(state, getattr(loader, "dataset", None))
-        barrier("set-up is done", timeout_s=SETUP_TIMEOUT_S)
+        if not isinstance(state, TrainState):
+            state, loader, self._stop = state.state, state.loader, state.stop
+        dataset = getattr(loader, "dataset", None)
+        _check_length(state, dataset)
+        barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -137,43 +130,38 @@ class Run:
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
-        log.message(self._greeting(state))
+        self._log, self._loader = log, loader
+        self._total = math.inf if total is None else total
+        self._say(self._greeting(state))
         if changed:
-            log.message(f"{self.out}: configuration changed: {changed}")
-        if total is not None and state.step >= total:
-            log.message(f"{self.out}: all {total} steps are done already; more steps would go on")
-        self._log, self._loader, self._total = log, loader, total
-        self._keep, self._version, self._saves = keep, version, state.saves
-        self._fingerprint = _fingerprint_of(loader) if fingerprint is None else fingerprint
+            self._say(f"configuration changed: {changed}")
+        if state.step >= self._total:
+            self._say(f"all {total} steps are done already; set more steps to go on")
+        if fingerprint is None:  # of a mixture only that of the samples consumed, if it has one
+            fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
+        self._options = {"keep": keep, "fingerprint": fingerprint, "version": version}
+        self._saves = state.saves
         self._saved = state.step  # it was loaded, or there is nothing to save yet
         return log
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether no further step is due: all are done, or the ranks agreed to stop.
-
-        Ask between two steps, on every rank.
-
-        Args:
-            state: The state after the last step.
-        """
-        return self._has_all_steps(state) or self._is_stopped
+        """Whether all steps are done or the ranks agreed to stop; for all ranks, between steps."""
+        return state.step >= self._total or (self._stop is not None and self._stop.requested)
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint in the background, unless the run has this state saved already.
-
-        Args:
-            state: The state to save; ``start`` was told what to keep.
 
         Raises:
             CheckpointError: If the save before this one failed.
         """
         if self._saved != state.step:
-            self._write_checkpoint(state)
+            checkpoint_save(state, self.checkpoints, **self._options)
+            self._saved = state.step
 
     def roll_back(
         self,
         state: StateT,
-        save: Callable[[StateT, Path], PendingSave] | None = None,
+        save: Callable[[StateT, Path], Any] | None = None,
         *,
         times: int = 3,
         version: int | None = None,
@@ -201,15 +189,20 @@ class Run:
                 f"a {type(self._loader).__name__} has no seek, so it cannot go back and leave "
                 "samples out. Roll back on a loader of numbered rows, of forgekit.make_loader."
             )
-        version = self._version if version is None else version
+        if version is None:
+            version = int(self._options.get("version", 1))
         state = roll_back(state, self.checkpoints, times=times, version=version, migrate=migrate)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
         if self._log is not None:
             self._log.rewind(state)
         self._say(f"rolled back to step {state.step}")
-        pending = self._write_checkpoint(state) if save is None else save(state, self.checkpoints)
-        pending.wait()
+        self._saved = None  # a checkpoint of this step does not know what is left out
+        if save is None:
+            self.save(state)
+        else:
+            save(state, self.checkpoints)
+        wait_for_saves(state)
         return state
 
     def end(self, state: TrainState, stopped: str | None = None) -> bool:
@@ -231,54 +224,31 @@ class Run:
         """
         if self._stop is not None:
             self.save(state)
-            stopped = self._stop.reason if self._is_stopped else None
+            stopped = self._stop.reason if self._stop.requested else None
         wait_for_saves(state)
         self._note(state, "stopped" if stopped else "finished", reason=stopped)
         self._has_ended = True
+        after = f"after step {state.step}"
         if stopped:
-            self._say(
-                f"stopped after step {state.step} ({stopped}), saved; the same command goes on "
-                "from there"
-            )
-        elif self._total is not None and state.step < self._total:
-            self._say(f"the data ended after step {state.step} of {self._total}")
+            self._say(f"stopped {after} ({stopped}), saved; the same command goes on")
+        elif state.step < self._total < math.inf:
+            self._say(f"the data ended {after} of {self._total}")
         return not stopped
 
     def _say(self, text: str) -> None:
         if self._log is not None:
             self._log.message(f"{self.out}: {text}")
 
-    @property
-    def _is_stopped(self) -> bool:
-        return self._stop is not None and self._stop.requested
-
-    def _has_all_steps(self, state: TrainState) -> bool:
-        return self._total is not None and state.step >= self._total
-
-    def _write_checkpoint(self, state: TrainState) -> PendingSave:
-        pending = checkpoint_save(
-            state,
-            self.checkpoints,
-            keep=self._keep,
-            fingerprint=self._fingerprint,
-            version=self._version,
-        )
-        self._saved = state.step
-        return pending
-
     def _fail(self, reason: str) -> None:
-        """Say why the run failed, and after which step; what comes after its end is no failure."""
-        if self._has_ended:
-            return
-        fields = {**(self._status or {}), "reason": reason}
-        if self._log is not None and self._log.samples is not None:
-            fields |= {"step": self._log.step, "samples": self._log.samples}
-        self._write_last("failed", **fields)
+        """Write why the run failed, and after which step; errors after its end do not count."""
+        if not self._has_ended:
+            log = self._log
+            at = {} if log is None else {"step": log.step, "samples": log.samples}
+            self._write_last("failed", **at, reason=reason)
 
     def _give_up(self, reason: str) -> None:
-        """Say that the run was stopped in the midst of a step, and where it will go on."""
-        good = latest_checkpoint(self.checkpoints)
-        saved = None if good is None else int(Path(good).name.removeprefix("step_"))
+        """Write that the run was stopped during a step, and where it will go on."""
+        saved = max(committed(storage_of(self.checkpoints)), default=None)
         self._write_last("stopped", reason=reason, step=saved)
         at = "the start" if saved is None else f"step {saved}"
         self._say(f"stopped ({reason}); the same command goes on from {at}")
@@ -295,21 +265,21 @@ class Run:
         parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
         ranks = 1 if state.mesh is None else state.mesh.size()
         return (
-            f"{self.out}: step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "
+            f"step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "
             f"on {ranks} rank{'s' if ranks > 1 else ''}, set up in {seconds:.1f} s"
         )
 
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
-        self._status = {"step": state.step, "samples": state.samples, **fields}
-        write_status(self.out, status, is_writer=self.is_writer, **self._status)
+        at = {"step": state.step, "samples": state.samples}
+        write_status(self.out, status, is_writer=self.is_writer, **at, **fields)
 
 
 @contextmanager
 def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     """Hold a run directory for one run, and leave it in order.
 
-    What is written to stdout and stderr meanwhile cannot fail: a display that goes away (`| head`,
-    a closed terminal, a full disk) is missed by nobody, and the run goes on.
+    Writing to stdout and stderr cannot fail meanwhile: if the display goes away (`| head`, a closed
+    terminal, a full disk), the run goes on.
 
     Args:
         out: The run directory; made if it does not exist. A second run into it is refused.
@@ -320,48 +290,38 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
 
     Raises:
         SystemExit: With code 2 if the library refused what set-up asked for (its message, without
-            a traceback), with code 1 if the directory is in use. Everything else goes on as it
-            is, after ``status.json`` says "failed" and why, unless the run had its ``end`` before.
-            With code 0 if SIGTERM, SIGUSR1 or SIGHUP came before ``start``, after ``status.json``
-            says "stopped": nothing was done, so there is nothing to save. With code 1 if a stop
-            could not wait for the step's end, also after "stopped".
+            a traceback), with code 1 if the directory is in use. With code 0 if SIGTERM, SIGUSR1 or
+            SIGHUP came before ``start``, when there is nothing to save, and with code 1 if a stop
+            could not wait for the step's end; ``status.json`` says "stopped" then. All other errors
+            are raised again after ``status.json`` says "failed" and why, unless ``end`` was called.
     """
     with ExitStack() as stack:
         stack.enter_context(steady_streams())
-        run = _claim(out, config, stack)
+        is_writer = True
+        try:
+            is_writer = process_rank() == 0
+            check_directory(out)
+            stack.enter_context(lock_run(out, is_writer=is_writer))
+        except (RunLockedError, OSError, ValueError) as error:
+            _exit(error, code=1 if isinstance(error, RunLockedError) else 2, is_writer=is_writer)
+        run = Run(Path(out), config, is_writer)
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run
 
 
-def _claim(out: str | Path, config: Mapping[str, Any], stack: ExitStack) -> Run:
-    """Make the run directory and lock it, or say why it cannot be one."""
-    is_writer = True
-    try:
-        is_writer = process_rank() == 0
-        check_directory(out)
-        stack.enter_context(lock_run(out, is_writer=is_writer))
-    except RunLockedError as error:
-        _exit(error, code=1, is_writer=is_writer)
-    except (OSError, ValueError) as error:
-        _exit(error, code=2, is_writer=is_writer)
-    return Run(Path(out), config, is_writer)
-
-
 @contextmanager
 def _stopping(run: Run) -> Iterator[None]:
-    """Listen to signals until a ``StopSignal`` does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets nobody else
-        return
+    """Listen to signals until a ``StopSignal`` does; Python lets only the main thread do so."""
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if run._status is None:
+    def on_signal(number: int, _frame: object) -> None:
+        if run._log is None:
             raise StoppedError(f"{signal.Signals(number).name} during set-up")
         signal.signal(number, signal.SIG_DFL)  # the loop has ended already
         signal.raise_signal(number)
 
-    heard = [number for number in SIGNALS if not is_ignored(number)]
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [number for number in SIGNALS if is_main and not is_ignored(number)]
     before = {number: signal.signal(number, on_signal) for number in heard}
     try:
         yield
@@ -376,13 +336,13 @@ def _closing(run: Run) -> Iterator[None]:
         wait_for_saves(run._saves)
         wait_for_saves()  # those of states that the run was not started with
     except StoppedError as stop:
-        _drain()
+        join_saves()  # the log says if one of them failed too
         run._give_up(str(stop))
-        raise SystemExit(0 if run._status is None else 1) from None
+        raise SystemExit(0 if run._log is None else 1) from None
     except BaseException as error:
-        _drain()
+        join_saves()
         run._fail(f"{type(error).__name__}: {error}")
-        if run._status is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
+        if run._log is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
             _exit(error, code=2, is_writer=run.is_writer)
         raise
     finally:
@@ -410,31 +370,14 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
         >>> every(1, state), every(0, state), every(0, state, last=0)
         (False, False, True)
     """
-    if not is_integer(steps):
-        raise TypeError(f"every is {brief(steps)}, a {type(steps).__name__}; pass steps, like 100.")
-    if steps < 0:
-        raise ValueError(f"every {steps} steps cannot be; 0 is never, 1 is at every step.")
+    check_integers(every=(steps, 0))
     is_last = last is not None and state.step >= last
     return is_last or (steps > 0 and state.step > 0 and state.step % steps == 0)
 
 
-def _parts(given: TrainState | Setup, loader: Any) -> tuple[TrainState, Any, StopSignal | None]:
-    """State, loader and stop signal of what a recipe's ``setup`` returned, or of a state."""
-    if isinstance(given, TrainState):
-        return given, loader, None
-    return given.state, given.loader, given.stop
-
-
-def _fingerprint_of(loader: Any) -> Any:
-    """What identifies a loader's data: of a mixture only those that were consumed."""
-    dataset = getattr(loader, "dataset", None)
-    return getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
-
-
-def _check_places(state: TrainState, dataset: Any) -> None:
+def _check_length(state: TrainState, dataset: Any) -> None:
     """Refuse rows that the model will not take, before the first one is read."""
-    seq_len = getattr(dataset, "seq_len", 0)
-    limit = state.layout.longest
+    seq_len, limit = getattr(dataset, "seq_len", 0), state.layout.longest
     if limit is not None and seq_len > limit:
         raise ValueError(
             f"seq_len {seq_len} of the data is above max_seq_len {limit} of the model; set "
@@ -445,17 +388,9 @@ def _check_places(state: TrainState, dataset: Any) -> None:
 def _is_refusal(error: BaseException) -> bool:
     """Whether the library raised it; what a recipe raises itself keeps its traceback."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[-1].startswith(_STDLIB) and "site-packages" not in frames[-1]:
+    while frames and frames[-1].startswith(STDLIB) and "site-packages" not in frames[-1]:
         frames.pop()  # where a missing file is noticed
-    return bool(frames) and frames[-1].startswith(_PACKAGE) and not frames[-1].startswith(_RECIPES)
-
-
-def _drain() -> None:
-    """Let a save that is under way end, without hiding the exception that brought us here."""
-    try:
-        wait_for_saves()
-    except Exception as error:
-        tell(f"the last save failed too: {error}")
+    return bool(frames) and is_library(frames[-1])
 
 
 def _exit(error: BaseException, *, code: int, is_writer: bool) -> NoReturn:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forgekit.data.atomic_directory import UNSUPPORTED
+from forgekit.inputs import check_choice
 from forgekit.run.durable_files import overwrite, write_atomic
 
 __all__ = ["RunLockedError", "lock_run", "write_status"]
@@ -85,10 +86,9 @@ def write_status(
             is added.
 
     Raises:
-        ValueError: If ``status`` is none of the four.
+        ValueError: If ``status`` is not one of the four.
     """
-    if status not in STATUSES:
-        raise ValueError(f"status {status!r} is not known; it is one of {', '.join(STATUSES)}.")
+    check_choice("status", status, STATUSES)
     if not is_writer:
         return
     Path(out).mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which h
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgekit.run.health.rendezvous import HangError
+
 __all__ = ["HostCopy", "StopSignal"]
 
 log = logging.getLogger("forgekit")
@@ -32,7 +35,8 @@ LAG = 2
 """Steps between hearing the votes and reading them; the device has finished the older step."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-NUDGE_S = 0.25
+LOOK_S = 0.25
+"""Between two looks, after a signal, at whether the main thread waits for data."""
 DATA_PACKAGE = "forgekit.data."
 
 
@@ -45,7 +49,8 @@ class StopSignal:
 
     Handlers are installed at once, so that ``make_step(..., stop=StopSignal())`` is complete;
     ``with`` (or ``close``) puts the previous ones back. Give each rank its own: a signal that
-    reaches one of them stops all, after the same step. A second Ctrl-C interrupts at once.
+    reaches one of them stops all, after the same step. A second Ctrl-C interrupts at once. From the
+    first signal on it uses SIGALRM and its timer.
 
     Args:
         signals: What to listen to; empty for none. SIGHUP comes from a terminal that was closed,
@@ -54,9 +59,9 @@ class StopSignal:
         file: Ask to stop once this path exists.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
             of a killed launcher do not live on. None: only under torchrun.
-        patience_s: Seconds after a signal for which data are waited for: a loader that is stuck
-            never reaches the vote. The run then ends with its last checkpoint, on all ranks, for
-            the others cannot finish the step either. torchrun kills after 30.
+        patience_s: Seconds to wait for data after a signal: a loader that is stuck never reaches
+            the vote. The run then ends with its last checkpoint, on all ranks, because the others
+            cannot finish the step either. torchrun kills after 30.
 
     Raises:
         ValueError: If there are signals to listen to and this is not the main thread, or if
@@ -94,11 +99,9 @@ class StopSignal:
         self._agreed = False
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._patience_s = patience_s
-        self._signalled: float | None = None
-        self._closed = threading.Event()
-        self._nudging = threading.RLock()
+        self._signalled = math.inf  # when the first signal came
         self._waiting_since: float | None = None
-        self._nudge_by: int | None = None
+        self._alarm: tuple[Any, tuple[float, float]] | None = None
         self._previous = self._install(signals)
 
     def __enter__(self) -> Self:
@@ -106,15 +109,18 @@ class StopSignal:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
-        if self._is_late and isinstance(error, RuntimeError) and _is_of_ranks(error):
+        is_late = time.monotonic() - self._signalled >= self._patience_s
+        if is_late and _is_of_ranks(error):
             raise StoppedError(f"{self._reason}, and another rank has given up") from error
 
     def close(self) -> None:
         """Put back the handlers that were there before, where ours are still in place."""
-        with self._nudging:  # no nudge is on its way to the handlers that were there before
-            self._closed.set()
+        if self._alarm is not None:
+            handler, timer = self._alarm
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            put_back({signal.SIGALRM: handler}, self._give_up_waiting)
         put_back(self._previous, self._on_signal)
-        self._previous = {}
+        self._alarm, self._previous = None, {}
 
     def request(self, reason: str) -> None:
         """Make this process vote for a stop from the next step on; the first reason is kept."""
@@ -173,24 +179,19 @@ class StopSignal:
         heard = [number for number in signals if not is_ignored(number)]
         return {number: signal.signal(number, self._on_signal) for number in heard}
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == self._nudge_by:
-            self._nudge_by = None
-            self._give_up_waiting(frame)
-            return
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.request(signal.Signals(number).name)
-        if self._signalled is None:
+        if self._alarm is None:
             self._signalled = time.monotonic()
-            # By another signal than Ctrl-C, the second of which is not to be taken for ours.
-            others = [other for other in self._previous if other != signal.SIGINT]
-            by = next(iter(others), number)
-            threading.Thread(target=self._nudge, args=(by,), daemon=True).start()
+            # Only a signal handler can interrupt the main thread while it waits for data.
+            handler = signal.signal(signal.SIGALRM, self._give_up_waiting)
+            self._alarm = handler, signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
 
-    def _give_up_waiting(self, frame: FrameType | None) -> None:
+    def _give_up_waiting(self, _number: int, frame: FrameType | None) -> None:
         """Raise once the main thread has waited for the same data long enough."""
         if not _waits_for_data(frame):
             self._waiting_since = None
@@ -199,22 +200,6 @@ class StopSignal:
         elif time.monotonic() - self._waiting_since >= self._patience_s:
             self.close()
             raise StoppedError(f"{self._reason} while waiting for data")
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether a signal came so long ago that a step should have ended since."""
-        return (
-            self._signalled is not None and time.monotonic() - self._signalled >= self._patience_s
-        )
-
-    def _nudge(self, number: int) -> None:
-        """Wake the main thread now and then: only there can waiting be interrupted."""
-        while not self._closed.wait(NUDGE_S):
-            with self._nudging:
-                if self._closed.is_set():  # since the time-out of the wait
-                    return
-                self._nudge_by = number
-                signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def is_ignored(number: signal.Signals) -> bool:
@@ -239,12 +224,9 @@ def _waits_for_data(frame: FrameType | None) -> bool:
 
 
 def _is_of_ranks(error: BaseException | None) -> bool:
-    """Whether a collective failed; gloo raises plain errors that name its files."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            return True
-        error = error.__cause__  # of what says where the ranks were
-    return False
+    """Whether a collective or a meeting failed; gloo's errors have no class of their own."""
+    is_gloo = type(error) is RuntimeError and "gloo" in str(error)
+    return is_gloo or isinstance(error, dist.DistError | HangError)
 
 
 @attrs.frozen

@@ -240,7 +240,7 @@ COMMANDS = {
     ),
     "a tolerance of nothing": (
         ["verify", "--tolerance", "0", "pretrain", "mesh.tp=2"],
-        "tolerance is 0.0; it is a relative error between 0 and 1.",
+        "tolerance 0.0 must be above 0 and below 1.",
     ),
     "a tolerance that is no number": (
         ["verify", "--tolerance", "x", "pretrain"],
@@ -248,7 +248,7 @@ COMMANDS = {
     ),
     "no time": (
         ["verify", "--timeout", "inf", "pretrain", "mesh.tp=2"],
-        "timeout_s is inf; it is a number of seconds above 0.",
+        "timeout_s inf must be finite and above 0.",
     ),
     **{
         f"a {what} with {name}": (command, message)

@@ -319,8 +319,8 @@ SETTINGS = {
     ),
     "patience without end": (
         lambda: fk.bad_step_policy(patience=math.nan),
-        ValueError,
-        "^patience nan must be at least 1 bad step",
+        TypeError,
+        "^patience is nan, a float; pass an integer",
     ),
     "patience for a signal that is not a number": (
         lambda: fk.StopSignal(patience_s=math.nan),
@@ -349,12 +349,12 @@ SETTINGS = {
     "a policy that is none": (
         lambda: fk.bad_step_policy("stop"),
         ValueError,
-        "^bad-step policy 'stop' is not known; it is one of raise, warn, skip, roll_back",
+        "^policy 'stop' must be one of 'raise', 'warn', 'skip', 'roll_back'",
     ),
     "no patience": (
         lambda: fk.bad_step_policy(patience=-1),
         ValueError,
-        "^patience -1 must be at least 1 bad step",
+        r"^patience -1 must be at least 1\.",
     ),
     "negative patience for a signal": (
         lambda: fk.StopSignal(patience_s=-1),
@@ -364,7 +364,7 @@ SETTINGS = {
     "a status that is none": (
         lambda: fk.run.write_status("never", "done"),
         ValueError,
-        "^status 'done' is not known; it is one of running, finished, stopped, failed",
+        "^status 'done' must be one of 'running', 'finished', 'stopped', 'failed'",
     ),
     "a way back from a good step": (
         lambda: fk.run.roll_back(create(), "never"),
@@ -493,7 +493,7 @@ STEPS = {
     "a row of metrics every -1 steps": (
         lambda: fk.MetricsLog("never", every=-1),
         ValueError,
-        "^every -1 must be at least 1 step per row",
+        r"^every -1 must be at least 1\.",
     ),
 }
 TABLES = {"sizes": SPECS, "settings": SETTINGS, "step": STEPS}

@@ -16,6 +16,7 @@ from torch import nn
 import forgekit as fk
 from forgekit.run.bad_step_records import read_bad_steps
 from forgekit.run.bad_steps import BadStepError, bad_step_policy, roll_back
+from forgekit.run.replay import replay_step
 
 ROWS, BATCH = 96, 4
 
@@ -52,9 +53,9 @@ def test_the_other_policies_go_on(policy, lines, caplog):
 
 
 def test_policies_are_checked_when_they_are_made():
-    with pytest.raises(ValueError, match="'ignore' is not known; it is one of raise, warn, skip"):
+    with pytest.raises(ValueError, match="policy 'ignore' must be one of 'raise', 'warn', 'skip'"):
         bad_step_policy("ignore")
-    with pytest.raises(ValueError, match="patience 0 must be at least 1 bad step"):
+    with pytest.raises(ValueError, match=r"patience 0 must be at least 1\."):
         bad_step_policy(patience=0)
 
 
@@ -250,7 +251,7 @@ def test_an_older_checkpoint_does_not_forget_what_was_left_out_before(tmp_path):
 
 REFUSED = {
     "a good step": (0, 3, ValueError, "step 0 was good, so there is nothing to roll back from"),
-    "no time": (1, 0, ValueError, "times is 0; a run that may not be rolled back has another"),
+    "no time": (1, 0, ValueError, r"times 0 must be at least 1\."),
     "no checkpoint": (
         2,
         3,
@@ -391,3 +392,20 @@ def test_a_way_back_with_a_stream_is_refused_before_anything_is_deleted(tmp_path
         run._loader = Endless()
         with pytest.raises(ValueError, match=r"^a Endless has no seek, so it cannot go"):
             run.roll_back(state, fk.checkpoint_save)
+
+
+def test_a_replay_leaves_each_module_in_its_mode():
+    """A part that is kept in evaluation mode must not begin to drop out after a look at a step."""
+    model = nn.Sequential(nn.Linear(3, 2, dtype=torch.float64), nn.Dropout(0.5))
+    model[1].eval()
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.5, 2.5]], dtype=torch.float64)
+
+    def loss_fn(model, batch):
+        return fk.Loss(model(batch["x"]).square().sum(), torch.tensor(2.0 * len(batch)))
+
+    found = replay_step(state, [TensorDict({"x": rows}, [2])], loss_fn)
+    expected = model[0](rows).square().mean(dim=1)
+    torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), expected.detach())
+    assert found.targets == [2, 2]
+    assert [module.training for module in model.modules()] == [True, True, False]

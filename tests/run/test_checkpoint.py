@@ -365,7 +365,7 @@ def _fewer_held():
 
 
 REFUSALS = {
-    "shape": (lambda: build(dim=5), {}, r"another model.*'model.embed.weight' is \(7, 4\) there "),
+    "shape": (lambda: build(dim=5), {}, r"another model.*'model.embed.weight' is \[7, 4\] there "),
     "name": (
         _renamed,
         {},
@@ -389,7 +389,7 @@ REFUSALS = {
     "data": (
         build,
         {"fingerprint": ["b", 2]},
-        r"\['a', 1\] and today's is \['b', 2\]\. Files or",
+        r"\['a', 1\] and today's is \['b', 2\]\. Choose",
     ),
     "step": (build, {"step": 7}, r"has no committed step 7; it has 1, 2\."),
 }
@@ -613,11 +613,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
 
 def test_a_temporary_directory_in_use_is_not_a_leftover(tmp_path, gate):
     (tmp_path / ".tmp-step_00000007-dead").mkdir()
-    (tmp_path / ".tmp-latest-dead").symlink_to("step_00000007")
+    (tmp_path / ".latest.new").symlink_to("step_00000007")
     pending = checkpoint_save(build(), tmp_path)
     assert gate.reached.wait(20)
     LocalStorage(tmp_path).remove_leftovers()
-    assert len(names(tmp_path)) == 1
+    assert names(tmp_path)[0] == ".latest.new"  # which the next link replaces
+    assert len(names(tmp_path)) == 2
     gate.opened.set()
     pending.wait()
     assert names(tmp_path) == ["latest", "step_00000000"]

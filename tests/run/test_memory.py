@@ -88,7 +88,7 @@ def test_zero_leaves_it_to_python():
 
 
 def test_a_negative_interval_is_refused():
-    with pytest.raises(ValueError, match="collect_every -1 must be at least 0 steps"):
+    with pytest.raises(ValueError, match=r"collect_every -1 must be at least 0\."):
         periodic_collection(-1).__enter__()
 
 

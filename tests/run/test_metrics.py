@@ -377,7 +377,7 @@ def test_a_complete_last_line_without_newline_is_kept(tmp_path, state):
 
 
 def test_wrong_arguments_say_what_is_right(tmp_path, state):
-    with pytest.raises(ValueError, match="every 0 must be at least 1 step per row"):
+    with pytest.raises(ValueError, match=r"every 0 must be at least 1\."):
         MetricsLog(tmp_path, every=0)
     with (
         MetricsLog(tmp_path, every=1) as log,

@@ -52,7 +52,7 @@ def test_the_newest_always_stays_and_more_rules_keep_more(metrics, rule):
 
 BAD = {
     "last": ({"last": 0}, "keep 0 must be at least 1: .* Pass None to keep all"),
-    "every": ({"every": 0}, "every 0 must be at least 1 step; None for none"),
+    "every": ({"every": 0}, r"every 0 must be at least 1\."),
     "best": ({"best": -1}, "best -1 must be at least 0"),
 }
 

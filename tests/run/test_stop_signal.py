@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.run.durable_files import write_atomic
+from forgekit.run.health.rendezvous import HangError
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal
 
@@ -288,7 +289,9 @@ def test_status_says_how_the_run_ended(tmp_path):
 
 
 def test_an_unknown_status_lists_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match="'done' is not known; it is one of running, finished"):
+    with pytest.raises(
+        ValueError, match="status 'done' must be one of 'running', 'finished', 'stop"
+    ):
         write_status(tmp_path, "done")
 
 
@@ -378,8 +381,16 @@ def fail_after_a_signal(error, patience_s):
         raise error
 
 
-def test_a_failed_collective_long_after_a_signal_is_a_stop():
-    error = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"),
+        torch.distributed.DistNetworkError("Connection reset by peer"),
+        HangError("the ranks lost each other after step 1"),
+    ],
+    ids=["gloo", "torch", "health"],
+)
+def test_a_failed_collective_long_after_a_signal_is_a_stop(error):
     with pytest.raises(StoppedError, match="SIGTERM, and another rank has given up"):
         fail_after_a_signal(error, patience_s=0.1)
 
@@ -400,39 +411,28 @@ def test_patience_is_checked():
         StopSignal(patience_s=-1)
 
 
-class LateEvent(threading.Event):
-    """An event that is set just after the first wait for it has timed out."""
-
-    def __init__(self):
-        super().__init__()
-        self.timed_out, self.goes_on = threading.Event(), threading.Event()
-        self.waiter = None
-
-    def wait(self, timeout=None):
-        if self.waiter is not None:
-            return super().wait(timeout)
-        self.waiter = threading.current_thread()
-        self.timed_out.set()
-        assert self.goes_on.wait(20)
-        return False
-
-
-def test_no_nudge_reaches_the_handlers_that_were_there_before():
-    """The thread that sends them may be about to when the block ends; SIGTERM would then kill."""
-    late = []
-    before = signal.signal(signal.SIGTERM, lambda *_: late.append("SIGTERM"))
+def test_the_alarm_is_given_back_with_its_handler_and_its_time():
+    """A default handler would end the process at the next look at the data."""
+    rung = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: rung.append("mine"))
+    before = signal.setitimer(signal.ITIMER_REAL, 100)
     try:
-        with StopSignal([signal.SIGTERM]) as stop:
-            closed = stop._closed = LateEvent()
+        mine = signal.getsignal(signal.SIGALRM)
+        with StopSignal([signal.SIGTERM]):
+            assert signal.getsignal(signal.SIGALRM) == mine
             signal.raise_signal(signal.SIGTERM)
-            assert closed.timed_out.wait(20)
-        closed.goes_on.set()
-        assert closed.waiter is not None
-        closed.waiter.join(20)
-        assert not closed.waiter.is_alive()
+            signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGALRM) != mine
+            time.sleep(0.6)
+        assert signal.getsignal(signal.SIGALRM) == mine
+        time.sleep(0.6)
+        left, again = signal.getitimer(signal.ITIMER_REAL)
+        assert 90 < left < 100
+        assert again == 0
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert late == []
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *before)
+    assert rung == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])

@@ -143,9 +143,14 @@ def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
     [
         (lambda mesh: None, {}, {}, "lambda.*Define it at the top level of a file"),
         (verified.raises, {"ep": 2}, {}, "ep 2 does not divide dp_shard . cp = 1"),
-        (verified.raises, {}, {"tolerance": 0.0}, "tolerance is 0.0; it is a relative error"),
-        (verified.raises, {}, {"tolerance": float("nan")}, "tolerance is nan; it is a relative"),
-        (verified.raises, {}, {"timeout_s": 0}, "timeout_s is 0; it is a number of seconds above"),
+        (verified.raises, {}, {"tolerance": 0.0}, "tolerance 0.0 must be above 0 and below 1"),
+        (
+            verified.raises,
+            {},
+            {"tolerance": float("nan")},
+            "tolerance nan must be above 0 and below 1",
+        ),
+        (verified.raises, {}, {"timeout_s": 0}, "timeout_s 0 must be finite and above 0"),
     ],
     ids=["lambda", "experts", "tolerance 0", "tolerance nan", "no time"],
 )

@@ -388,14 +388,10 @@ def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
 
 
 def _spec_difference(what: str, here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    def shown(spec: dict[str, Any]) -> Any:
-        return tuple(spec[what]) if what == "shape" else spec[what]
-
-    both = [name for name in here if name in there]
     different = [
-        f"{name!r} is {shown(there[name])} there and {shown(here[name])} here"
-        for name in both
-        if here[name][what] != there[name][what]
+        f"{name!r} is {there[name][what]} there and {here[name][what]} here"
+        for name in here
+        if name in there and here[name][what] != there[name][what]
     ]
     return _some(f"{what}s differ:", different)
 

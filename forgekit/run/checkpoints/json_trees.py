@@ -64,10 +64,7 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
                 raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
             items.append([name, encode(inner, f"{key}.{name}", tensors, what)])
         return {"$dict": items}
-    if type(value) in (
-        list,
-        tuple,
-    ):  # a named tuple would not come back as one
+    if type(value) in (list, tuple):  # a named tuple would not come back as one
         tag = "$list" if type(value) is list else "$tuple"
         return {tag: [encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
     kind = type(value).__name__

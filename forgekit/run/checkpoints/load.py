@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
+from forgekit.inputs import check_integers
 from forgekit.run.checkpoints.contents import (
     PARTS,
     allocate,
@@ -21,11 +22,11 @@ from forgekit.run.checkpoints.contents import (
     restore,
 )
 from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.migration import Migrated, Migration, migrate_manifest
+from forgekit.run.checkpoints.migration import Migration, migrate_manifest
 from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.read import check_data, choose_checkpoint, read_tensors
 from forgekit.run.checkpoints.savable_optimizers import check_inner_optimizers
-from forgekit.run.checkpoints.save import as_json, check_version, join_saves, wait_for_saves
+from forgekit.run.checkpoints.save import as_json, join_saves, wait_for_saves
 from forgekit.run.checkpoints.storage import storage_of
 from forgekit.state import TrainState, donate
 
@@ -94,7 +95,7 @@ def checkpoint_load(
     """
     if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
-    check_version(version)
+    check_integers(version=(version, 1))
     if "optimizer" in parts:
         check_inner_optimizers(state.optimizer)
     wait_for_saves(state)
@@ -104,13 +105,11 @@ def checkpoint_load(
     if found is None:
         return state
     path, written = found
-    # Ranks exchange outcomes, not values: what a migration returns may hold tensors.
-    migrated: list[Migrated] = []
-    ranks.each(lambda: migrated.append(migrate_manifest(path, written, version, migrate)))
+    migrated = ranks.together(lambda: migrate_manifest(path, written, version, migrate))
     if not allow_other_data and "fields" in parts:  # without the fields the data starts again
         now = as_json(fingerprint, written["fields"]["samples"])
         check_data(path, written.get("fingerprint"), now)
-    manifest = choose(migrated[0].manifest, parts)
+    manifest = choose(migrated.manifest, parts)
     described = choose(collect(state, ranks.rank)[1], parts)
     descriptions = ranks.gather(described)  # pipeline stages hold different parameters
     optional = optional_fields(state)
@@ -119,10 +118,8 @@ def checkpoint_load(
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     allocation = allocate(state, manifest, ranks.rank)
-    read_tensors(ranks, storage, path, written, migrated[0].targets(allocation.tensors))
+    read_tensors(ranks, storage, path, written, migrated.targets(allocation.tensors))
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
-    changes: dict[str, Any] = {}
     # Last, because it changes the state: a field's own load_state_dict may refuse, on one rank.
-    ranks.each(lambda: changes.update(restore(state, allocation)))
-    return donate(state, **changes)
+    return donate(state, **ranks.together(lambda: restore(state, allocation)))

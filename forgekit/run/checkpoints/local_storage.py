@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from forgekit.data.atomic_directory import is_locked, locked, sync
+from forgekit.data.atomic_directory import is_locked, locked, replace, sync
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
@@ -36,7 +36,6 @@ from forgekit.run.durable_files import write_atomic
 __all__ = ["LocalStorage", "only_warns"]
 
 _HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")
-_LINK = re.compile(r"\.tmp-latest-[0-9a-f]+")
 
 log = logging.getLogger("forgekit")
 
@@ -96,21 +95,22 @@ class LocalStorage:
         # leaves either a directory without a name or a checkpoint that is whole.
         write_atomic(path / MANIFEST, format_manifest(manifest))
         sync(path)
-        aside = _replace(path, final)
+        aside = final.with_name(unique(f".old-{final.name}"))  # for an earlier save of this step
+        replace(final, path, aside)
         with only_warns(f"{final} is saved, but may be lost if the machine stops now"):
             sync(self.directory)
         self.point_latest(final.name)
-        if aside is not None:  # an earlier save of this step; last, so that one of them is whole
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # last, so that one of the two is always whole
         return final
 
     def point_latest(self, name: str) -> None:
         """Let the symlink ``latest`` point to a checkpoint; a failure is logged."""
-        link = self.directory / unique(".tmp-latest")
-        with only_warns(f"{self.directory / 'latest'} does not point to {name}"):
+        latest, link = self.directory / "latest", self.directory / ".latest.new"
+        with only_warns(f"{latest} does not point to {name}"):
+            link.unlink(missing_ok=True)  # of a save that died here
             try:
                 link.symlink_to(name)
-                link.replace(self.directory / "latest")  # a symlink cannot be changed in one step
+                link.replace(latest)  # a symlink cannot be changed in one step
                 sync(self.directory)
             finally:
                 link.unlink(missing_ok=True)
@@ -158,9 +158,6 @@ class LocalStorage:
         for path in self._hidden():
             if not is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self._entries():
-            if _LINK.fullmatch(path.name) and path.is_symlink():
-                path.unlink(missing_ok=True)
 
     @contextmanager
     def _temporary(self, step: int) -> Iterator[Path]:
@@ -189,18 +186,3 @@ def only_warns(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("%s: %s", what, error)
-
-
-def _replace(temporary: Path, final: Path) -> Path | None:
-    """Rename ``temporary`` to ``final``; return where an earlier ``final`` now is."""
-    if not final.exists():
-        temporary.rename(final)
-        return None
-    aside = final.with_name(unique(f".old-{final.name}"))
-    final.rename(aside)  # rename cannot replace a directory that is not empty
-    try:
-        temporary.rename(final)
-    except OSError:
-        aside.rename(final)
-        raise
-    return aside

@@ -6,6 +6,7 @@ runs through ``Ranks``, which exchanges the outcome and raises the same error ev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -43,16 +44,31 @@ class Ranks:
                 raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
         return [value for value, _ in answers]
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on every rank and return this rank's result, or raise on all of them.
+
+        Unlike ``each`` it exchanges no results, which may hold tensors.
+        """
+        results: list[T] = []
+        self.each(lambda: results.append(function()))
+        return results[0]
+
     def first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on the first rank; return its result, or raise, on every rank."""
         answers = [_attempt(function) if self.rank == 0 else (None, None)]
         if self.group is not None:
-            # Not a gather: the first rank alone reads directories, the others only hear of it.
+            # Not a gather: only the first rank reads directories.
             dist.broadcast_object_list(answers, group=self.group, group_src=0)
         value, error = answers[0]
         if error is not None:
             raise CheckpointError(error)
         return cast(T, value)
+
+    def torch_options(self) -> dict[str, Any]:
+        """Return the arguments by which torch's own save and load take these ranks."""
+        if self.group is None:  # torch would warn each time that there is no group
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        return {"process_group": self.group, "no_dist": self.group is None}
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on the first rank, and nothing on the others."""

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import pickle
 import posixpath
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forgekit.data.fingerprint import compare_facts, facts_of, hash_of
+from forgekit.inputs import brief
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import decode
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX, MANIFEST
 from forgekit.run.checkpoints.per_rank_fields import trees_of
 from forgekit.run.checkpoints.ranks import Ranks, explain
 from forgekit.run.checkpoints.step_names import step_name
-from forgekit.run.checkpoints.storage import Checkpoint, Storage, committed, find_damage, torn
+from forgekit.run.checkpoints.storage import Checkpoint, Storage, committed, find_damage, survey
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 log = logging.getLogger("forgekit")
 
@@ -49,25 +52,15 @@ def choose_checkpoint(
 
 def check_data(path: Checkpoint, saved: Any, now: Any) -> None:
     """Refuse a checkpoint of other data, and say which of their facts changed."""
-    if saved is None or now is None or saved == now:
+    # Fingerprints were hashes before they had facts.
+    if saved is None or now is None or saved in (now, hash_of(now)):
         return
     then, today = facts_of(saved), facts_of(now)
+    what = f"its fingerprint is {brief(saved)} and today's is {brief(now)}."
     if then and today:
         if not (changed := compare_facts(then, today)):
             return
         what = f"what changed is: {', '.join(changed)}."
-    elif today and isinstance(saved, str):  # saved before fingerprints had facts
-        if saved == hash_of(now):
-            return
-        what = (
-            f"it holds only a hash of them, {saved!r:.80}, so nothing says which of files, "
-            "tokenizer, sequence length, order or doc_ids changed."
-        )
-    else:
-        what = (
-            f"its fingerprint is {saved!r} and today's is {now!r}. Files or sequence length have "
-            "changed."
-        )
     raise CheckpointError(
         f"{path} was saved while training on other data: {what} Choose another run "
         "directory, or call checkpoint_load with allow_other_data=True to go on with them."
@@ -97,32 +90,21 @@ def read_tensors(
 
     from forgekit.run.checkpoints.tensor_shards import IndexReader, read_index
 
-    folder, indexes = manifest.get("folder", ""), []
+    folder = manifest.get("folder", "")
     listed = {posixpath.relpath(name, folder or ".") for name in manifest["files"]}
 
-    def read() -> None:
-        index = posixpath.join(folder, INDEX)
-        with storage.opened(path, index) as stream:
-            indexes.append(read_index(stream, f"{path}/{index}", listed))
+    def read() -> Metadata:
+        name = posixpath.join(folder, INDEX)
+        with storage.opened(path, name) as stream:
+            return read_index(stream, f"{path}/{name}", listed)
 
-    ranks.each(read)  # each rank needs the index; torch would read it on the first one alone
-    if ranks.group is None:
-        expect_one_process()
+    index = ranks.together(read)  # torch would read it on the first rank alone
     with storage.reading(path, folder) as (where, fs):
+        reader = IndexReader(where, index, fs)
         try:
-            dcp.load(
-                dict(tensors),
-                storage_reader=IndexReader(where, indexes[0], fs),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+            dcp.load(dict(tensors), storage_reader=reader, **ranks.torch_options())
         except dcp.CheckpointException as error:
             raise _explained(path, error) from error
-
-
-def expect_one_process() -> None:
-    """Keep torch from warning on each save and load without a group, for which no_dist asks."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def _explained(path: Checkpoint, error: Any) -> CheckpointError:
@@ -140,7 +122,7 @@ def _explained(path: Checkpoint, error: Any) -> CheckpointError:
 
 def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
     storage.restore_replaced()
-    found, faulty = committed(storage), torn(storage)
+    found, faulty = survey(storage)
     if step is None:
         for path, fault in faulty.items():
             log.warning(

@@ -109,9 +109,9 @@ class RemoteStorage:
         with ExitStack() as stack:
             prefix = f"forgekit-{step_name(step)}-"
             fresh = partial(tempfile.TemporaryDirectory, prefix=prefix)
-            paths = ranks.each(lambda: stack.enter_context(fresh()))
+            path = ranks.together(lambda: stack.enter_context(fresh()))
             try:
-                yield Path(paths[ranks.rank]), folder
+                yield Path(path), folder
             finally:
                 if ranks.rank == 0:
                     with only_warns(f"could not delete what no checkpoint of {self} needs"):

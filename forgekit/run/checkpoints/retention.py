@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from forgekit.inputs import check_integers
+
 __all__ = ["Keep"]
 
 
@@ -46,10 +48,8 @@ class Keep:
                 f"keep {self.last} must be at least 1: retention never deletes the newest "
                 "checkpoint. Pass None to keep all."
             )
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every {self.every} must be at least 1 step; None for none.")
-        if self.best < 0:
-            raise ValueError(f"best {self.best} must be at least 0.")
+        every = 1 if self.every is None else self.every
+        check_integers(every=(every, 1), best=(self.best, 0))
 
     def of(self, metrics: Mapping[int, float | None]) -> set[int]:
         """Choose among checkpoints.

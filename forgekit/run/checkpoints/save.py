@@ -14,18 +14,20 @@ import posixpath
 import threading
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forgekit.inputs import check_integers
 from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.local_storage import only_warns
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX
 from forgekit.run.checkpoints.ranks import Ranks, explain, ranks_of
-from forgekit.run.checkpoints.read import expect_one_process, forgekit_version
+from forgekit.run.checkpoints.read import forgekit_version
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.savable_optimizers import check_complete, check_inner_optimizers
 from forgekit.run.checkpoints.step_names import step_name
@@ -44,9 +46,8 @@ class PendingSave:
         step: The step that is being saved.
     """
 
-    def __init__(self, step: int, work: Callable[[], Path | str]) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self._work = work
         self._future: futures.Future[Path | str] = futures.Future()
         self._reported = False
 
@@ -71,22 +72,20 @@ class PendingSave:
             self._reported = True
             raise
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], Path | str]) -> None:
         try:
-            self._future.set_result(self._work())
+            self._future.set_result(work())
         except BaseException as error:  # torch's CheckpointException derives from it
             log.error("%s", error)
             self._future.set_exception(error)
-        finally:
-            del self._work  # drops the copied tensors of a save whose state is gone
 
 
 class _SaveThread(threading.Thread):
     """The thread of a save; Python's list of threads says which saves are running."""
 
-    def __init__(self, save: PendingSave) -> None:
+    def __init__(self, save: PendingSave, work: Callable[[], Path | str]) -> None:
         # Not a daemon: the interpreter waits for it, so a script may end right after a save.
-        super().__init__(target=save._run, name=f"checkpoint {save.step}")
+        super().__init__(target=save._run, args=(work,), name=f"checkpoint {save.step}")
         self.save = save
 
 
@@ -145,7 +144,7 @@ def checkpoint_save(
     rule = Keep(last=keep) if isinstance(keep, int) else keep
     if not isinstance(rule, Keep | None):
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
-    check_version(version)
+    check_integers(version=(version, 1))
     check_inner_optimizers(state.optimizer)
     storage, ranks = storage_of(directory), ranks_of(state)
     tensors, description = collect(state, ranks.rank)
@@ -162,13 +161,13 @@ def checkpoint_save(
     check_complete(state, ranks)
     # Only now: the save before this one was still reading the buffers.
     copies = copy_to_host(tensors, state.saves.buffers)
-    pending = PendingSave(state.step, lambda: _write(ranks, storage, copies, description, rule))
-    state.saves.pending = pending
+    work = partial(_write, ranks, storage, copies, description, rule)
+    pending = state.saves.pending = PendingSave(state.step)
     if blocking:
-        pending._run()
+        pending._run(work)
         pending.wait()
     else:
-        _SaveThread(pending).start()
+        _SaveThread(pending, work).start()
     return pending
 
 
@@ -212,14 +211,8 @@ def _write(
     step, done = description["step"], []
     try:
         with storage.workspace(ranks, step) as (path, folder):
-            if ranks.group is None:
-                expect_one_process()
-            dcp.save(
-                tensors,
-                storage_writer=ShardWriter(path, sync_files=True),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+            writer = ShardWriter(path, sync_files=True)
+            dcp.save(tensors, storage_writer=writer, **ranks.torch_options())
             # Every rank has delivered when this returns, so the manifest lists only what is there.
             digests = ranks.each(lambda: _deliver(storage, path, folder, step, ranks.rank))
             descriptions = ranks.gather(description)
@@ -263,14 +256,6 @@ def _deliver(storage: Storage, path: Path, folder: str, step: int, rank: int) ->
             digests[posixpath.join(folder, file.name)] = digest(stream)
     storage.deliver(path, folder, step, [file.name for file in written])
     return digests
-
-
-def check_version(version: int) -> None:
-    """Refuse a version of the state below 1."""
-    if version < 1:
-        raise ValueError(
-            f"version {version} must be at least 1: checkpoints without one count as version 1."
-        )
 
 
 def as_json(fingerprint: Any, samples: int) -> Any:

@@ -32,7 +32,7 @@ __all__ = [
     "latest_checkpoint",
     "retain",
     "storage_of",
-    "torn",
+    "survey",
 ]
 
 Storage: TypeAlias = "LocalStorage | RemoteStorage"
@@ -92,12 +92,18 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
 
 def committed(storage: Storage) -> dict[int, Checkpoint]:
     """Return the checkpoints by step: those whose manifest is whole and names that step."""
-    return {step: path for step, path, fault in _faults(storage) if fault is None}
+    return survey(storage)[0]
 
 
-def torn(storage: Storage) -> dict[Checkpoint, str]:
-    """Return what looks like a checkpoint and does not count, each with its fault."""
-    return {path: fault for _, path, fault in _faults(storage) if fault is not None}
+def survey(storage: Storage) -> tuple[dict[int, Checkpoint], dict[Checkpoint, str]]:
+    """Return the checkpoints by step, and what only looks like one, with its fault."""
+    good, faulty = {}, {}
+    for step, path in storage.steps().items():
+        if fault := _find_fault(storage, step, path):
+            faulty[path] = fault
+        else:
+            good[step] = path
+    return good, faulty
 
 
 def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
@@ -110,8 +116,8 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
         keep: The rule; None keeps all.
         saved: The step that was just saved.
     """
-    found = committed(storage)
-    for path, fault in torn(storage).items():
+    found, faulty = survey(storage)
+    for path, fault in faulty.items():
         if fault != "is missing":
             log.warning("%s is kept and not counted: its %s %s", path, MANIFEST, fault)
     if max(found, default=saved) > saved:
@@ -164,13 +170,8 @@ def find_damage(
     return None
 
 
-def _faults(storage: Storage) -> list[tuple[int, Checkpoint, str | None]]:
-    """List each step's directory with what its manifest is or does wrong; None for nothing."""
-    steps: dict[int, Any] = storage.steps()
-    return [(step, path, _find_fault(storage, step, path)) for step, path in steps.items()]
-
-
 def _find_fault(storage: Storage, step: int, path: Checkpoint) -> str | None:
+    """Say what a manifest is or does wrong; None for nothing."""
     try:
         named = storage.load_manifest(path).get("step", step)
     except ManifestError as error:

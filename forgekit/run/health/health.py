@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.inputs import check_integers
 from forgekit.run.checkpoints.ranks import GROUP_NAME
 from forgekit.run.health.memory import periodic_collection, report_out_of_memory
 from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, find_difference
@@ -99,17 +99,14 @@ class Health:
         memory_history: int = 0,
         loader: Waits | None = None,
     ) -> None:
-        if every < 0:
-            raise ValueError(f"every {every} must be at least 0 steps; 0 means no meetings.")
+        check_integers(every=(every, 0), collect_every=(collect_every, 0))
         if not 0 < timeout_s <= first_timeout_s:
             raise ValueError(
                 f"timeout_s {timeout_s:g} must be above 0 and at most first_timeout_s "
                 f"{first_timeout_s:g}: the first step takes longest."
             )
         if slow_factor <= 1:
-            raise ValueError(
-                f"slow_factor {slow_factor:g} must be above 1, the pace of the others."
-            )
+            raise ValueError(f"slow_factor {slow_factor:g} must be above 1.")
         self._out, self._mesh = Path(out), mesh
         self._every, self._slow_factor, self._loader = every, slow_factor, loader
         self._timeouts = (first_timeout_s, timeout_s)
@@ -121,7 +118,8 @@ class Health:
         self._is_first = True
 
     def __enter__(self) -> Self:
-        self._meeting = Meeting.of(self._mesh)
+        members = [] if self._mesh is None else self._mesh.mesh.flatten().tolist()
+        self._meeting = Meeting.of(members)
         rank = 0 if self._meeting is None else self._meeting.rank
         with ExitStack() as stack:  # closed again if something in here fails
             report = report_out_of_memory(self._out, rank=rank, history=self._history)
@@ -135,12 +133,7 @@ class Health:
         self._restart()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if self._watchdog is not None:
                 self._watchdog.report_end(error)

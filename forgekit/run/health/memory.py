@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgekit.inputs import check_integers
+
 __all__ = [
     "LiveTensors",
     "live_tensors",
@@ -84,8 +86,7 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
         ...     [collect(step) for step in (1, 2, 3, 4)], gc.isenabled()
         ([False, True, False, True], False)
     """
-    if every < 0:
-        raise ValueError(f"collect_every {every} must be at least 0 steps; 0 leaves it to Python.")
+    check_integers(collect_every=(every, 0))
     if every == 0:
         yield lambda _step: False
         return

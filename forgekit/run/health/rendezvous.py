@@ -15,7 +15,6 @@ from typing import Any, Self
 import attrs
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["HangError", "Meeting", "Verdict", "barrier"]
 
@@ -38,7 +37,7 @@ def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
         HangError: On every rank that came, if one did not come in time, or with another tag; it
             says which rank is where.
     """
-    meeting = Meeting.of_all()
+    meeting = Meeting.of(range(dist.get_world_size() if dist.is_initialized() else 1))
     if meeting is None:
         return
     verdict = meeting.hold("barrier", tag, tag, timeout_s, judge=find_difference)
@@ -60,14 +59,13 @@ class Verdict:
 
     Attributes:
         missing: Ranks that did not come in time.
-        last: Where each of them was at its last meeting of this kind; None if there was none.
-        words: Where each of them is now, as far as its watchdog has said.
+        known: Of each of them where it was at its last meeting of this kind, and where it is now as
+            far as its watchdog has said.
         result: Of ``judge``, if all came.
     """
 
     missing: list[int] = attrs.field(factory=list)
-    last: list[str | None] = attrs.field(factory=list)
-    words: list[str | None] = attrs.field(factory=list)
+    known: list[str] = attrs.field(factory=list)
     result: Any = None
 
 
@@ -85,24 +83,14 @@ class Meeting:
     members: tuple[int, ...]
 
     @classmethod
-    def of_all(cls) -> Self | None:
-        """All processes of the default group; None if there is only one."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    def of(cls, members: Sequence[int]) -> Self | None:
+        """Let these ranks meet; None if there is only one."""
+        if len(members) < 2:
             return None
-        return cls._over(tuple(range(dist.get_world_size())))
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Self | None:
-        """The ranks of a mesh; None if there is only one."""
-        if mesh is None or mesh.size() == 1:
-            return None
-        return cls._over(tuple(mesh.mesh.flatten().tolist()))
-
-    @classmethod
-    def _over(cls, members: tuple[int, ...]) -> Self:
         # Meshes of other ranks have other keys in the one store.
         prefix = f"forgekit/{members[0]}-{members[-1]}-{len(members)}"
-        return cls(dist.PrefixStore(prefix, c10d._get_default_store()), dist.get_rank(), members)
+        store = dist.PrefixStore(prefix, c10d._get_default_store())
+        return cls(store, dist.get_rank(), tuple(members))
 
     @property
     def is_first(self) -> bool:
@@ -159,9 +147,13 @@ class Meeting:
         self.store.compare_set(key, "", json.dumps(attrs.asdict(verdict)))
 
     def _without(self, kind: str, missing: list[int]) -> Verdict:
-        last = [self.read(f"{kind}/last/{rank}") for rank in missing]
-        said = [self.read(f"said/{rank}") if kind == "probe" else None for rank in missing]
-        return Verdict(missing, last, [word and word["text"] for word in said])
+        return Verdict(missing, [self._last_seen(kind, rank) for rank in missing])
+
+    def _last_seen(self, kind: str, rank: int) -> str:
+        last = self.read(f"{kind}/last/{rank}")
+        word = self.read(f"said/{rank}") if kind == "probe" else None
+        seen = f"was last here at {last!r}" if last else "was never here"
+        return f"rank {rank} {seen}" + (f" and {word['text']}" if word else "")
 
     def read(self, key: str) -> Any:
         """Read a note; None if there is none."""
@@ -185,12 +177,8 @@ def find_difference(tags: Mapping[int, str]) -> str | None:
 
 def describe_missing(verdict: Verdict, timeout_s: float) -> str:
     """Say who did not come, and what is known of them."""
-    known = [
-        f"rank {rank} {f'was last here at {last!r}' if last else 'was never here'}"
-        + (f" and {word}" if word else "")
-        for rank, last, word in zip(verdict.missing, verdict.last, verdict.words, strict=True)
-    ]
-    return f"{name_ranks(verdict.missing)} did not come within {timeout_s:g} s; {', '.join(known)}."
+    known = ", ".join(verdict.known)
+    return f"{name_ranks(verdict.missing)} did not come within {timeout_s:g} s; {known}."
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from forgekit.environment import PACKAGE, RECIPES
 from forgekit.run.durable_files import write_atomic
 from forgekit.run.health.rendezvous import HangError, Meeting, name_ranks
 
@@ -37,9 +39,7 @@ GRACE_S = 2.5
 STUCK = 0.75
 """Of the time-out without a step, then a rank says where it is: before the collectives give up."""
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_RECIPES = _PACKAGE + "recipes" + os.sep
-_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(os.__file__).parent), "<")
+_LIBRARIES = (PACKAGE, str(Path(torch.__file__).parent), str(Path(os.__file__).parent), "<")
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 T = TypeVar("T")
@@ -169,7 +169,9 @@ def _tell(words: Mapping[int, Mapping[str, Any] | None], alarms: int) -> dict[st
     First come ranks that failed by themselves, in their order; then those that still run, few at
     one line before many at another; then the silent; last those that a collective failed on.
     """
-    ended = sorted((word for word in words.values() if word and word["ended"]), key=_order)
+    ended = sorted(
+        (word for word in words.values() if word and word["ended"]), key=itemgetter("ended")
+    )
     groups: dict[tuple[int, int, str], list[int]] = {}
     for rank, word in words.items():
         key = 2, 0, "is silent: gone, or not running Python"
@@ -194,10 +196,6 @@ def _told(ranks: Sequence[int], text: str) -> str:
     return f"{name_ranks(ranks)} {'are' if verb == 'is' and len(ranks) > 1 else verb} {rest}"
 
 
-def _order(word: Mapping[str, Any]) -> int:
-    return word["ended"]
-
-
 def _line(frame: FrameType | None) -> str:
     """The innermost line that is the user's own, else the innermost."""
     at = frame
@@ -210,7 +208,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(_RECIPES) or not file.startswith(_LIBRARIES)
+    return file.startswith(RECIPES) or not file.startswith(_LIBRARIES)
 
 
 def _dump(folder: Path, rank: int, fields: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import attrs
 import torch
@@ -25,17 +26,15 @@ class Comparison:
         kept: The tensors by digest; equal tensors have one digest and are never read.
         start: Digests of the parameters that all began with.
         expected: What one process has found.
-        sizes: The largest element of each of its gradients.
     """
 
     kept: Tensors
     start: Mapping[str, str]
     expected: Found
-    sizes: dict[str, float] = attrs.field(
-        default=attrs.Factory(lambda self: self._measure(), takes_self=True), init=False
-    )
 
-    def _measure(self) -> dict[str, float]:
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """The largest element of each gradient that one process has found."""
         gradients = self.expected.gradients.items()
         return {name: float(self.kept.load(digest).abs().max()) for name, digest in gradients}
 

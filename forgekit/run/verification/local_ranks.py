@@ -154,11 +154,11 @@ def _collect(
 ) -> list[Any]:
     results: dict[int, Any] = {}
     errors: list[tuple[int, str]] = []
-    waiting = dict(enumerate(connections))
+    waiting: dict[Any, int] = {there: rank for rank, there in enumerate(connections)}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        for ready in wait(list(waiting.values()), timeout=left):
-            rank = next(rank for rank, there in waiting.items() if there is ready)
-            results[rank], error = _answer(waiting.pop(rank), rank, len(connections), folder)
+        for ready in wait([*waiting], timeout=left):
+            rank = waiting.pop(ready)
+            results[rank], error = _answer(ready, rank, len(connections), folder)
             if error:
                 errors.append(error)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -167,12 +167,12 @@ def _collect(
         raise LocalRankError(min(errors, key=lambda error: error[0])[1])
     if waiting:
         time.sleep(0.2)  # the ranks are writing where they are
-        raise LocalRankError(_hanging(sorted(waiting), len(connections), folder, timeout_s))
+        raise LocalRankError(_hanging([*waiting.values()], len(connections), folder, timeout_s))
     return [results[rank] for rank in sorted(results)]
 
 
 def _answer(
-    connection: Connection, rank: int, world: int, folder: Path
+    connection: Any, rank: int, world: int, folder: Path
 ) -> tuple[Any, tuple[int, str] | None]:
     """Return a rank's result, or what went wrong on it: 0 if it died, 1 if it raised, and why."""
     try:

@@ -9,6 +9,7 @@ content, so that what all ranks agree on is written once and compared by name.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -110,13 +111,13 @@ class Tensors:
 
     def save(self, value: Tensor | TensorDictBase) -> str:
         """Write a tensor unless it is there, and return its digest."""
-        value = value.detach().cpu().contiguous()
-        name = _digest(value)
+        content = _content(value)
+        name = _digest(content)
         path = self._folder / name
         if not path.exists():
             # Ranks write the same tensor at the same time; the rename makes it appear whole.
             part = path.with_name(f"{name}.{os.getpid()}")
-            torch.save(value.clone(), part)
+            part.write_bytes(content)
             part.rename(path)
         return name
 
@@ -125,20 +126,15 @@ class Tensors:
         return torch.load(self._folder / digest, weights_only=False)
 
 
-def _digest(value: Tensor | TensorDictBase) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    parts: dict[Any, Any] = {"": value}
-    if not isinstance(value, Tensor):
-        parts = dict(value.items(True, True))
-    for name in sorted(parts, key=str):
-        tensor = parts[name]
-        if isinstance(tensor, Tensor):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            found.update(content)
-        else:  # text beside the tensors
-            found.update(f"{name} {tensor!r}".encode())
-    return found.hexdigest()
+def _content(value: Tensor | TensorDictBase) -> bytes:
+    """Bytes that are the same for equal values, whatever their strides and storages were."""
+    buffer = io.BytesIO()
+    torch.save(value.detach().cpu().contiguous().clone(), buffer)
+    return buffer.getvalue()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def measure_layout(task: Task, given: Given | None) -> Found:
@@ -330,7 +326,9 @@ def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
         return
     # Compared on every rank, so that all raise and none waits in a collective of the step.
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [[_digest(batch) for batch in step] for step in steps])
+    dist.all_gather_object(
+        everyone, [[_digest(_content(batch)) for batch in step] for step in steps]
+    )
     readers: dict[int, int] = {}
     for rank, digests in enumerate(everyone):
         first = readers.setdefault(data_rank(spec, rank)[0], rank)
@@ -342,10 +340,14 @@ def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
             )
 
 
+def world_of(spec: MeshSpec) -> int:
+    """Return the number of ranks of a layout."""
+    return math.prod(getattr(spec, name) for name in DIMENSIONS)
+
+
 def data_rank(spec: MeshSpec, rank: int) -> tuple[int, int]:
     """Data-parallel rank and world of a rank; arithmetic, whatever mesh a recipe has built."""
-    sizes = resolve_sizes(spec, math.prod(getattr(spec, name) for name in DIMENSIONS))
-    _, replicate, shard, context, tensor = sizes
+    _, replicate, shard, context, tensor = resolve_sizes(spec, world_of(spec))
     return rank // (context * tensor) % (replicate * shard), replicate * shard
 
 

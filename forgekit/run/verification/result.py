@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 from rich.console import Console
@@ -134,7 +132,10 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """The table, worst first, the lines of each run, and the verdict."""
-        return show_report(self)
+        console = Console(width=100, color_system=None)
+        with console.capture() as text:
+            show_report(self, console)
+        return text.get().rstrip()
 
 
 def worst(errors: Iterable[float]) -> float:
@@ -143,29 +144,15 @@ def worst(errors: Iterable[float]) -> float:
     return max(found) if found and not any(map(math.isnan, found)) else math.nan
 
 
-def show_report(report: VerifyReport, console: Console | None = None) -> str:
-    """Write a report.
-
-    Args:
-        report: What ``verify`` returned.
-        console: Where to print it; None returns it as plain text.
-
-    Returns:
-        The text; empty if it was printed.
-    """
-    there = console or Console(file=io.StringIO(), width=100, color_system=None)
-    for part in _parts(report):
-        there.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    return there.file.getvalue().rstrip() if isinstance(there.file, io.StringIO) else ""
-
-
-def _parts(report: VerifyReport) -> Iterator[Any]:
+def show_report(report: VerifyReport, console: Console) -> None:
+    """Print a report."""
     if report.rows:
-        yield _table(report)
+        console.print(_table(report), highlight=False)
     if report.checks:
-        yield _runs(report)
-    yield from (f"note: {escape(note)}" for note in report.notes)
-    yield from _verdict(report)
+        console.print(_runs(report), highlight=False)
+    notes = [f"note: {escape(note)}" for note in report.notes]
+    for line in (*notes, *_verdict(report)):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _table(report: VerifyReport) -> Table:

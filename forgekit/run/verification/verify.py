@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.mesh import DIMENSIONS, MeshSpec, build_mesh, resolve_sizes
+from forgekit.mesh import MeshSpec, build_mesh, resolve_sizes
 from forgekit.run.verification.gradient_errors import Comparison
 from forgekit.run.verification.local_ranks import LocalRankError, run_local_ranks
 from forgekit.run.verification.measure import (
@@ -33,6 +33,7 @@ from forgekit.run.verification.measure import (
     data_rank,
     measure_layout,
     measure_plainly,
+    world_of,
 )
 from forgekit.run.verification.result import SPLIT, VerifyCheck, VerifyReport
 
@@ -54,11 +55,9 @@ class VerifyOptions:
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
-            raise ValueError(
-                f"tolerance is {self.tolerance}; it is a relative error between 0 and 1."
-            )
+            raise ValueError(f"tolerance {self.tolerance} must be above 0 and below 1.")
         if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s is {self.timeout_s}; it is a number of seconds above 0.")
+            raise ValueError(f"timeout_s {self.timeout_s} must be finite and above 0.")
 
 
 def verify(
@@ -113,14 +112,8 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
 
     Args:
         setup: Called with the layout's sizes, each above 0; calls ``build_mesh`` with them.
-        layout: See ``verify``.
-        options: See ``verify``.
-
-    Returns:
-        A report.
-
-    Raises:
-        ValueError: As ``verify``.
+        layout: As for ``verify``.
+        options: As for ``verify``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -129,7 +122,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
         )
     # On as few ranks as the layout has: what is left over (-1) is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
-    resolve_sizes(spec, _world(spec))
+    resolve_sizes(spec, world_of(spec))
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
         runs = _Runs(setup, Path(folder), options)
         try:
@@ -157,16 +150,14 @@ class _Runs:
         return self._run(measure_plainly, MeshSpec(dp_shard=1), given, self.options.split)[0]
 
     def say(self, line: str) -> None:
-        """Announce a run to whoever follows the progress."""
+        """Report the progress, where it was asked for."""
         if self.options.progress is not None:
             self.options.progress(line)
 
     def _run(self, measure: Any, spec: MeshSpec, *args: Any) -> list[Any]:
         task = Task(setup=self.setup, spec=spec, folder=self.folder, mask=self.options.mask)
-        timeout_s = self.options.timeout_s
-        return run_local_ranks(
-            measure, _world(spec), task, *args, folder=self.folder, timeout_s=timeout_s
-        )
+        limits: dict[str, Any] = {"folder": self.folder, "timeout_s": self.options.timeout_s}
+        return run_local_ranks(measure, world_of(spec), task, *args, **limits)
 
 
 def _verify(runs: _Runs, spec: MeshSpec) -> VerifyReport:
@@ -240,15 +231,11 @@ def _check(spec: MeshSpec, seconds: float, error: float, failure: str | None = N
     return VerifyCheck(
         name=_name(spec),
         dimensions=_dimensions(spec),
-        ranks=_world(spec),
+        ranks=world_of(spec),
         seconds=seconds,
         error=error,
         failure=failure,
     )
-
-
-def _world(spec: MeshSpec) -> int:
-    return math.prod(getattr(spec, name) for name in DIMENSIONS)
 
 
 def _dimensions(spec: MeshSpec) -> tuple[str, ...]:
@@ -260,7 +247,7 @@ def _name(spec: MeshSpec) -> str:
 
 
 def _line(spec: MeshSpec) -> str:
-    world = _world(spec)
+    world = world_of(spec)
     return f"{_name(spec)} on {world} ranks" if world > 1 else "the step in one process"
 
 
