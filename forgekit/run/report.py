@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgekit.data.corpus.tokenizer import load_tokenizer
+from forgekit.data.optional_packages import require
 from forgekit.mesh import process_rank
 from forgekit.run.durable_files import write_atomic
 from forgekit.run.generate import write_sample
@@ -55,14 +56,11 @@ def plot_losses(
         ValueError: If no row has a finite loss.
         ImportError: If matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError(
-            'loss curves need matplotlib: pip install "forgekit[plot]".', name="matplotlib"
-        ) from error
+    require("matplotlib.figure", extra="plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     rows = read_metrics(metrics_path)
     if not _column(rows, "train/loss")[1] and not _evaluations(rows):
         raise ValueError(
@@ -83,9 +81,9 @@ def plot_losses(
 def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
     """Look at a finished run: its last losses, a sample, its loss curve; each in a file.
 
-    What cannot be made, for want of an optional package, of room on the disk or of a loss to draw,
-    is said and left out: a run that has ended well must not fail over a picture. Every rank calls
-    it; the first one writes.
+    What cannot be made, because a package is not installed, the disk is full or there is no loss to
+    draw, is left out with its reason: a run that has ended well must not fail because of a picture.
+    Every rank calls it; the first one writes.
 
     Args:
         state: The last state.

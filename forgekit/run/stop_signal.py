@@ -8,6 +8,7 @@ step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which h
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -119,6 +120,7 @@ class StopSignal:
             handler, timer = self._alarm
             signal.setitimer(signal.ITIMER_REAL, *timer)
             put_back({signal.SIGALRM: handler}, self._give_up_waiting)
+            atexit.unregister(self.close)
         put_back(self._previous, self._on_signal)
         self._alarm, self._previous = None, {}
 
@@ -190,6 +192,7 @@ class StopSignal:
             # Only a signal handler can interrupt the main thread while it waits for data.
             handler = signal.signal(signal.SIGALRM, self._give_up_waiting)
             self._alarm = handler, signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+            atexit.register(self.close)  # after that Python lets an alarm end the process
 
     def _give_up_waiting(self, _number: int, frame: FrameType | None) -> None:
         """Raise once the main thread has waited for the same data long enough."""

@@ -411,6 +411,23 @@ def test_patience_is_checked():
         StopSignal(patience_s=-1)
 
 
+UNCLOSED = """
+import signal, time
+from forgekit.run.stop_signal import StopSignal
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.6)  # Python has no signal handlers any more
+StopSignal()
+signal.raise_signal(signal.SIGTERM)
+slow = Slow()
+"""
+
+
+def test_a_process_that_never_closed_it_ends_as_it_would_have():
+    ended = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_the_alarm_is_given_back_with_its_handler_and_its_time():
     """A default handler would end the process at the next look at the data."""
     rung = []

@@ -97,7 +97,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
-    """Leave the parts that are not to be loaded out of a description or manifest."""
+    """Remove the parts that are not to be loaded from a description or manifest."""
     chosen = dict(description)
     if "optimizer" not in parts:
         chosen |= {"optimizer": {}, "optimizer_class": None}
@@ -182,7 +182,8 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
     is_chosen = manifest["optimizer_class"] is not None
     optimizer = _allocate_optimizer(state, manifest, tensors) if is_chosen else None
     fields = {}
-    for name in saved_fields(state).keys() & manifest["fields"].keys():  # optional ones may lack
+    # An older checkpoint may lack fields that are optional.
+    for name in saved_fields(state).keys() & manifest["fields"].keys():
         tree = own_tree(manifest["fields"][name], rank)
         make = _field_maker(getattr(state, name), specs)
         fields[name] = decode(tree, _value(state, name), tensors, make)
@@ -230,7 +231,7 @@ def find_mismatch(
     Args:
         described: What all ranks' states hold, merged; see ``collect``.
         manifest: The checkpoint's manifest.
-        optional: Fields that it may lack; see ``optional_fields``.
+        optional: Fields that may be missing there; see ``optional_fields``.
     """
     here = {k: spec for k, spec in described["tensors"].items() if k.startswith("model.")}
     there = {k: spec for k, spec in manifest["tensors"].items() if k.startswith("model.")}

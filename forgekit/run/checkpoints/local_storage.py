@@ -1,4 +1,4 @@
-"""Checkpoints in a directory that all ranks share: what is there is complete or does not count.
+"""Checkpoints in a directory that all ranks share, each of them complete or ignored.
 
 A checkpoint is written into a hidden temporary directory and described by a manifest that holds
 the size and checksum of each file. Only when all of it is durable is the directory renamed to

@@ -97,17 +97,14 @@ def migrate_manifest(
     saved = manifest.get("version", 1)
     if saved == version:
         return Migrated(manifest)
-    if not isinstance(saved, int) or saved > version:
+    is_older = isinstance(saved, int) and saved < version
+    if migrate is None or not is_older:
+        remedy = f"Load it with the program that saved it, or pass version={saved!r} if this is it."
+        if is_older:
+            remedy = "Pass a function migrate= that renames its parts; see forgekit.run.SavedState."
         raise CheckpointError(
-            f"{path} holds version {saved!r} of the state, and this program knows version "
-            f"{version}. Load it with the program that saved it; if that is this one, call "
-            f"checkpoint_load with version={saved!r}."
-        )
-    if migrate is None:
-        raise CheckpointError(
-            f"{path} holds version {saved} of the state, and this program is at version {version}. "
-            "Give checkpoint_load a migrate function that brings its names and fields to today's; "
-            "see forgekit.run.SavedState."
+            f"{path} holds version {saved!r} of the state, and this program has version {version}. "
+            f"{remedy}"
         )
     there = [key.removeprefix(_MODEL) for key in manifest["tensors"] if key.startswith(_MODEL)]
     fields = {name: _decode(tree) for name, tree in manifest["fields"].items()}

@@ -125,7 +125,7 @@ class RemoteStorage:
             self.fs.put_file(str(path / name), f"{target}/{name}")
 
     def commit(self, _path: Path, manifest: dict[str, Any]) -> str:
-        """Write the manifest, after a look whether all files have arrived."""
+        """Write the manifest, after checking that all files have arrived."""
         final = f"{self.url}/{step_name(manifest['step'])}"
         self.fs.invalidate_cache()  # else fsspec answers from before the other ranks' uploads
         for name, expected in manifest["files"].items():

@@ -14,17 +14,17 @@ __all__ = ["Keep"]
 
 @attrs.frozen(kw_only=True)
 class Keep:
-    """Checkpoints that ``checkpoint_save`` retains: all that any of these names.
+    """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
 
-    The one that was just saved, which ``latest`` names, and one that is being loaded stay anyway.
+    The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
     Only committed checkpoints count.
 
     Attributes:
-        last: The newest so many, at least 1.
-        every: Steps that it divides, for good; None for none.
-        milestones: Step 0 and powers of two.
-        best: So many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
-        largest: Take the largest metrics for the best instead.
+        last: How many of the newest, at least 1.
+        every: Keep steps that are multiples of this number; None for none.
+        milestones: Keep step 0 and powers of two.
+        best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
+        largest: Count the largest metrics as the best.
 
     Raises:
         ValueError: If a number is out of range.

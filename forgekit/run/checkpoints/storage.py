@@ -1,7 +1,8 @@
 """Where checkpoints are kept, and which of them count.
 
 ``LocalStorage`` is a directory that all ranks share, ``RemoteStorage`` a URL; both have the same
-methods. A save fills a workspace, each rank its own files, delivers them, and commits.
+methods. To save, each rank writes its files into a workspace and delivers them, and the first rank
+commits them.
 """
 
 from __future__ import annotations

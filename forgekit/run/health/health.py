@@ -1,10 +1,10 @@
 """Ranks that hang and ranks that slow the others down: found, named and written down.
 
 A rank that hangs shows on the others only: they wait in a collective until it times out, and that
-error does not say whom they waited for. Here ranks meet in the store through which the process
-groups were made. It touches neither the device nor a process group, and it can say who is missing;
-when all are there, they compare the parameters that several hold. Between meetings the watchdog
-of each rank, a thread, speaks for it.
+error does not say for which rank. Here ranks meet in the store through which the process groups
+were made. A meeting touches neither the device nor a process group, and it can say who is missing;
+when all are there, they compare the parameters that several hold. Between meetings a thread of each
+rank, its watchdog, reports where the rank is.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Health:
             self._stack.__exit__(kind, error, trace)
 
     def __call__(self, state: TrainState) -> dict[str, Any] | None:
-        """Take note that a step has ended; meet the other ranks where a meeting is due.
+        """Record that a step has ended; meet the other ranks where a meeting is due.
 
         Args:
             state: The state that the step returned.

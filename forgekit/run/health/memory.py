@@ -123,9 +123,9 @@ def report_out_of_memory(
     """Write down what fills the memory when it runs out; the error goes on unchanged.
 
     ``out/memory/rank_0.txt`` lists the largest tensors that Python holds, by kind, and the resident
-    memory; what only a graph of autograd holds is not seen. On CUDA there is also a snapshot of
-    the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken while the error
-    still holds the local variables of all that it came through.
+    memory; tensors that only a graph of autograd holds are not listed. On CUDA there is also a
+    snapshot of the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken while
+    the error still holds the local variables of each frame that it came through.
 
     Args:
         out: The run directory.

@@ -20,7 +20,7 @@ __all__ = ["HangError", "Meeting", "Verdict", "barrier"]
 
 
 class HangError(RuntimeError):
-    """Ranks did not come to where the others are, or are somewhere else."""
+    """Ranks did not come to a meeting in time, or came to another one."""
 
 
 def barrier(tag: str, *, timeout_s: float = 600.0) -> None:

@@ -1,7 +1,7 @@
-"""A thread of each rank that watches its main thread and speaks for it.
+"""A thread of each rank that watches its main thread and reports where it is.
 
 When no step ends for too long, or when another rank raises an alarm, it writes down where the main
-thread is and tells the others, also for a rank that will never run its own code again.
+thread is and tells the others, even if the main thread never runs Python code again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _log = logging.getLogger("forgekit")
 
 
 class Watchdog:
-    """A thread that watches the main thread of its rank and speaks for it.
+    """A thread that watches the main thread of its rank and reports where it is.
 
     Each rank keeps one word in the store, ``said/<rank>``: its ``text``, the ``alarm`` that it
-    answers, whether it ``ended`` (as which rank in the order; 0 while it runs), and whether a
-    collective may be the reason (``is_lost``).
+    answers, whether it ``ended`` (1 for the first rank that did; 0 while it runs), and whether a
+    failed collective may be the reason (``is_lost``).
     """
 
     def __init__(self, folder: Path, meeting: Meeting, timeout_s: float) -> None:
@@ -80,7 +80,7 @@ class Watchdog:
         self._thread.join(timeout=GRACE_S)
 
     def beat(self, step: int, timeout_s: float) -> None:
-        """Take note that the main thread has ended a step."""
+        """Record that the main thread has ended a step."""
         self._step, self._timeout_s, self._since = step, timeout_s, time.monotonic()
 
     def report_end(self, error: BaseException | None) -> None:

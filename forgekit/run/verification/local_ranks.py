@@ -45,7 +45,7 @@ def run_local_ranks(
         world: Number of ranks.
         *args: Its arguments.
         folder: Where the ranks' output goes, a file for each.
-        timeout_s: Seconds until the ranks are given up.
+        timeout_s: Seconds after which ranks that have not finished are killed.
 
     Returns:
         What each rank returned.

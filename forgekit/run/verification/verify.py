@@ -1,8 +1,8 @@
 """Compare a layout with one process in float64: each gradient, the loss, the norm and three steps.
 
-A layout that is laid out wrongly often trains, only worse. So the layout's ranks are started here,
-on this machine, and run the user's own set-up, loss and batches; one process does the same with
-plain autograd and nothing of the step. In float64 both agree to about 1e-15. Where they do not,
+A wrong layout often still trains, only worse. So the layout's ranks are started here, on this
+machine, and run the user's own set-up, loss and batches; one process does the same with plain
+autograd and nothing of the step. In float64 both agree to about 1e-15. Where they do not,
 each dimension of the mesh is tried by itself, then pairs of them, to name the one that breaks.
 """
 
@@ -87,7 +87,7 @@ def verify(
             micro-batch: with equal numbers of targets some mistakes would not show.
         split: Whether the gradient must not depend on how the batch is split into micro-batches.
         tolerance: The largest relative error that counts as equal.
-        timeout_s: Seconds until ranks that do not finish are given up, for each run.
+        timeout_s: Seconds after which ranks that do not finish are killed, for each run.
         progress: Called with a line for each run, before it starts.
 
     Returns:
