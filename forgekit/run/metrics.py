@@ -305,12 +305,9 @@ class _RowFile:
         try:
             overwrite(self._file, self._start, line, self._line if is_same else b"")
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: no room for the row of step {row['step']}; the rows before it "
-                "are whole. Make room; the same command goes on from the last checkpoint",
-                str(self._path),
-            ) from error
+            what = f"{error.strerror}: no room for the row of step {row['step']}"
+            rest = "the rows before it are whole. Make room; the same command resumes the run"
+            raise OSError(error.errno, f"{what}; {rest}", str(self._path)) from error
         self._last, self._line = row, line
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ CASES = {
     "a newer state": (
         manifest(version=99),
         {},
-        "holds version 99 of the state, and this program knows version 1. Load it with the progra",
+        "holds version 99 of the state, and this program has version 1. Load it with the program",
     ),
     "files that are not listed": (
         manifest(files={}),
@@ -59,7 +59,7 @@ CASES = {
     "an older state": (
         nothing,
         {"version": 2},
-        "holds version 1 of the state, and this program is at version 2. Give checkpoint_load a mi",
+        "holds version 1 of the state, and this program has version 2. Pass a function migrate=",
     ),
     "a step that was not saved": (nothing, {"step": 2}, r"has no committed step 2; it has 1\."),
     "a negative step": (nothing, {"step": -1}, r"has no committed step -1; it has 1\."),

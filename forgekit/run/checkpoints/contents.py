@@ -378,12 +378,15 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, mesh
 
 
+def with_nearest(name: str, known: Iterable[str]) -> str:
+    """Write a name that is not known for a message, with the most similar one that is."""
+    nearest = difflib.get_close_matches(name, [*known], n=1)
+    return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"
+
+
 def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
     here, there = dict.fromkeys(here), dict.fromkeys(there)
-    missing = []
-    for name in [name for name in here if name not in there]:
-        nearest = difflib.get_close_matches(name, there, n=1)
-        missing.append(f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}")
+    missing = [with_nearest(name, there) for name in here if name not in there]
     extra = [f"{name!r}" for name in there if name not in here]
     return _some("it lacks", missing) + _some("only it has", extra)
 

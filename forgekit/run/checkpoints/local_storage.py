@@ -142,15 +142,14 @@ class LocalStorage:
     def restore_replaced(self) -> None:
         """Give a checkpoint its name back if a save set it aside and died before replacing it."""
         hidden = self._hidden()
-        if any(is_locked(path) for path in hidden if path.name.startswith(".tmp-")):
+        if any(is_locked(path) for path, match in hidden.items() if match[1] == "tmp"):
             return  # that save is alive
-        for path in hidden:
-            match = _HIDDEN.fullmatch(path.name)
-            if not match or match[1] != "old" or (self.directory / match[2]).exists():
-                continue
-            with contextlib.suppress(ManifestError):
-                load_manifest(path)
-                path.rename(self.directory / match[2])
+        for path, match in hidden.items():
+            final = self.directory / match[2]
+            if match[1] == "old" and not final.exists():
+                with contextlib.suppress(ManifestError):
+                    load_manifest(path)
+                    path.rename(final)
 
     def remove_leftovers(self) -> None:
         """Delete what dead processes left; directories of living ones are locked."""
@@ -174,9 +173,10 @@ class LocalStorage:
     def _entries(self) -> list[Path]:
         return [*self.directory.iterdir()] if self.directory.is_dir() else []
 
-    def _hidden(self) -> list[Path]:
-        named = [path for path in self._entries() if _HIDDEN.fullmatch(path.name)]
-        return [path for path in named if path.is_dir() and not path.is_symlink()]
+    def _hidden(self) -> dict[Path, re.Match[str]]:
+        """Return the directories of unfinished saves, with the parts of their names."""
+        folders = (p for p in self._entries() if p.is_dir() and not p.is_symlink())
+        return {path: match for path in folders if (match := _HIDDEN.fullmatch(path.name))}
 
 
 @contextmanager

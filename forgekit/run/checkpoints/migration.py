@@ -8,14 +8,13 @@ belongs now. Nothing on disk is changed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from forgekit.run.checkpoints.contents import describe
+from forgekit.run.checkpoints.contents import describe, with_nearest
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import SavedValue, decode, encode
 from forgekit.run.checkpoints.per_rank_fields import TAG
@@ -122,11 +121,10 @@ def _check_names(path: object, names: dict[str, str], there: list[str]) -> None:
     readers: dict[str, str] = {}
     for now, then in names.items():
         if then not in there:
-            nearest = difflib.get_close_matches(str(then), there, n=1)
-            hint = f" (nearest: {nearest[0]!r})" if nearest else ""
             raise CheckpointError(
-                f"migrate reads {now!r} from {then!r}, which {path} does not have{hint}. "
-                "Values of names are those that were saved, keys are today's."
+                f"migrate reads {now!r} from a name that {path} does not have: "
+                f"{with_nearest(str(then), there)}. Values of names are those that were saved, "
+                "keys are today's."
             )
         # Optimizer state goes along with a name, and cannot belong to two parameters.
         if then in readers:

@@ -200,9 +200,8 @@ def _tensors() -> Iterator[Tensor]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return _CPU_ALLOCATOR in str(error)
+    is_one = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_one or _CPU_ALLOCATOR in str(error)
 
 
 def _write_report(path: Path, error: BaseException) -> None:
