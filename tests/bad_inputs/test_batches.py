@@ -233,7 +233,7 @@ LOADING = {
     "no policy": (
         lambda: fk.run.DataEnd(None),
         ValueError,
-        "^policy None must be one of 'pad', 'drop', 'error'",
+        "^policy is None; it is one of .pad., .drop., .error",
     ),
 }
 STREAMS = {

@@ -349,7 +349,7 @@ SETTINGS = {
     "a policy that is none": (
         lambda: fk.bad_step_policy("stop"),
         ValueError,
-        "^policy 'stop' must be one of 'raise', 'warn', 'skip', 'roll_back'",
+        "^policy is 'stop'; it is one of .raise., .warn., .skip., .roll_back",
     ),
     "no patience": (
         lambda: fk.bad_step_policy(patience=-1),
@@ -364,7 +364,7 @@ SETTINGS = {
     "a status that is none": (
         lambda: fk.run.write_status("never", "done"),
         ValueError,
-        "^status 'done' must be one of 'running', 'finished', 'stopped', 'failed'",
+        "^status is 'done'; it is one of .running., .finished., .stopped., .failed",
     ),
     "a way back from a good step": (
         lambda: fk.run.roll_back(create(), "never"),

@@ -289,9 +289,7 @@ def test_status_says_how_the_run_ended(tmp_path):
 
 
 def test_an_unknown_status_lists_the_known_ones(tmp_path):
-    with pytest.raises(
-        ValueError, match="status 'done' must be one of 'running', 'finished', 'stop"
-    ):
+    with pytest.raises(ValueError, match=r"status is 'done'; it is one of .running."):
         write_status(tmp_path, "done")
 
 
