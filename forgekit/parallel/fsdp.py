@@ -153,9 +153,14 @@ class FsdpModules(list[Any]):
     """The FSDP modules of a model, each root before its parts; found once for a step."""
 
     @cached_property
+    def groups(self) -> list[Any]:
+        """FSDP's groups of parameters that are gathered together."""
+        return [group for module in self for group in _groups(module)]
+
+    @cached_property
     def records(self) -> list[Any]:
         """FSDP's records of the parameters that it shards."""
-        return [p for module in self for group in _groups(module) for p in group.fsdp_params]
+        return [record for group in self.groups for record in group.fsdp_params]
 
 
 def fsdp_modules(*roots: nn.Module) -> FsdpModules:
@@ -226,8 +231,10 @@ def gather_skipped(modules: FsdpModules) -> None:
     Args:
         modules: The model's FSDP modules; changed in place.
     """
+    if all("_unsharded_param" in vars(record) for record in modules.records):
+        return
     for module in modules:
-        records = [p for group in _groups(module) for p in group.fsdp_params]
+        records = FsdpModules([module]).records
         # Before the first call of the root nothing is known of the dtypes.
         if any(
             not hasattr(p, "_unsharded_param") and getattr(p, "reduce_dtype", None) for p in records
@@ -299,11 +306,15 @@ def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:
     Returns:
         Names in the order of the model; empty if every gradient was reduced.
     """
-    left = [parameter for parameter in modules.records if _is_held_back(parameter)]
-    waiting = [m for m in modules for g in _groups(m) if g._partial_reduce_output is not None]
-    if not left and not waiting:
-        return []
-    return _names(model, left + [p for p in FsdpModules(waiting).records if p not in left])
+    left = [
+        record
+        for record in modules.records
+        if record.unsharded_accumulated_grad is not None
+        or getattr(vars(record).get("_unsharded_param"), "grad", None) is not None
+    ]
+    waiting = [group for group in modules.groups if group._partial_reduce_output is not None]
+    more = [p for group in waiting for p in group.fsdp_params if p not in left]
+    return _names(model, left + more)
 
 
 def _names(model: nn.Module, records: list[Any]) -> list[str]:
@@ -312,13 +323,6 @@ def _names(model: nn.Module, records: list[Any]) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     found = [(p._module_info.module, p._module_info.param_name) for p in records]
     return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in found]
-
-
-def _is_held_back(parameter: Any) -> bool:
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    gathered = getattr(parameter, "_unsharded_param", None)
-    return gathered is not None and gathered.grad is not None
 
 
 def reset_iteration(modules: list[Any]) -> None:
