@@ -89,12 +89,15 @@ class Mix(nn.Module):
 
 
 class Model(nn.Module):
+    """Two blocks of one kind, or of "one then another"."""
+
     def __init__(self, kind: str):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, WIDTH)
         block = Mix if kind in ("temperature", "sinks") else Feed
-        self.layers = nn.ModuleList(block(kind) for _ in range(2))
+        first, _, second = kind.partition(" then ")
+        self.layers = nn.ModuleList([block(first), block(second or first)])
         self.last = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB)
 
@@ -251,6 +254,20 @@ def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
     for raised in everyone:
         assert re.search(message, raised), raised
         assert raised == everyone[0]
+
+
+OF_A_STAGE = {
+    "the first": ("act then right", r"the parameter 'layers\.0\.act\.weight' has the style 'repl"),
+    "what the last takes": ("right then bypass", "an input of the model or of its stage, with all"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("stage", OF_A_STAGE)
+def test_each_stage_is_proved_by_itself(stage):
+    kind, message = OF_A_STAGE[stage]
+    for raised in run_ranks(_refused, 4, {"pp": 2, "tp": 2}, kind, FEED, {}):
+        assert re.search(START + message, raised), raised
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -158,9 +158,18 @@ def _without_the_last(rank, steps_before):
     return batches
 
 
-def _skips_the_model(rank, world, steps_before):
-    state = _state(_Model().double())
-    step = fk.make_step(_skipping_loss, schedule=fk.constant(0.1))
+WAYS = {
+    "fp64": (2, {}, {}, {}),
+    "bf16": (2, {}, {"precision": "bf16"}, {}),
+    "hsdp_last": (4, {"dp_replicate": 2, "dp_shard": 2}, {}, {"sync": "hsdp_last"}),
+}
+
+
+def _skips_the_model(rank, world, steps_before, way):
+    _, sizes, options, of_step = WAYS[way]
+    model = _Model() if options else _Model().double()
+    state = _state(model, sizes=sizes, **options)
+    step = fk.make_step(_skipping_loss, schedule=fk.constant(0.1), **of_step)
     for _ in range(steps_before):
         state, _ = step(state, _batches(rank))
     act = lambda: step(state, _without_the_last(rank, 0))  # noqa: E731
@@ -169,9 +178,11 @@ def _skips_the_model(rank, world, steps_before):
     return is_kept, float(metrics["skipped"])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(steps_before):
-    assert run_ranks(_skips_the_model, 2, steps_before) == [(True, 0.0)] * 2
+def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(steps_before, way):
+    world = WAYS[way][0]
+    assert run_ranks(_skips_the_model, world, steps_before, way) == [(True, 0.0)] * world
 
 
 def _skips_and_reduces_each(rank, world):
