@@ -92,6 +92,18 @@ def _rank_of_file(item: pytest.Item) -> int:
     return min(places, default=len(LONG))
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind, which a later test's signal would meet."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before, "a signal handler was left behind"
+
+
 @pytest.fixture(scope="session")
 def bad_inputs(pytestconfig: pytest.Config) -> list[str]:
     """Names of all tests that are marked, also where only some tests were asked for."""

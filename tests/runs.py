@@ -72,11 +72,20 @@ def load_recipe(recipe: str | Path) -> ModuleType:
 
 def run_here(recipe: str | Path, command_line: Sequence[str]) -> None:
     """Run a recipe's ``main`` in this process; signal handlers are as before in the end."""
+    with (
+        signal_handlers_kept(),
+        mock.patch.object(sys, "argv", [f"{Path(recipe).stem}.py", *command_line]),
+    ):
+        load_recipe(recipe).main()
+
+
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Put back the handlers that a recipe's ``setup`` installs for the life of its process."""
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in heard}
     try:
-        with mock.patch.object(sys, "argv", [f"{Path(recipe).stem}.py", *command_line]):
-            load_recipe(recipe).main()
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

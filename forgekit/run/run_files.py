@@ -11,11 +11,17 @@ from forgekit.inputs import path_of
 
 __all__ = ["check_directory"]
 
-FILES = (
-    *(".lock", "config.json", "config_changes.jsonl"),
-    *("metrics.jsonl", "bad_steps.jsonl", "status.json"),
+KINDS = MappingProxyType(
+    {
+        ".lock": "file",
+        "config.json": "file",
+        "config_changes.jsonl": "file",
+        "metrics.jsonl": "file",
+        "bad_steps.jsonl": "file",
+        "status.json": "file",
+        "checkpoints": "folder",
+    }
 )
-KINDS = MappingProxyType(dict.fromkeys(FILES, "file") | {"checkpoints": "folder"})
 """What a run keeps in its directory; a FIFO in place of a file would hang it."""
 
 

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from runs import arguments, load_recipe
+from runs import arguments, load_recipe, signal_handlers_kept
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -133,7 +133,8 @@ def test_a_recipe_whose_setup_returns_a_tuple_is_replayed(runs, tmp_path):
     old = f"\n_setup = setup\n\n\ndef setup(config):\n    return {returned}\n{end}"
     (tmp_path / "old.py").write_text(text.replace(end, old))
     script = ["--script", str(tmp_path / "old.py")]
-    assert main(["replay", str(runs / "knows"), "--step", "4", *script]) == 0
+    with signal_handlers_kept():
+        assert main(["replay", str(runs / "knows"), "--step", "4", *script]) == 0
     found = json.loads((runs / "knows" / "replay_step_4.json").read_text())
     rows = {row["step"]: row for row in fk.run.read_metrics(runs / "knows" / "metrics.jsonl")}
     assert found["loss"] == rows[4]["train/loss"]
