@@ -90,8 +90,8 @@ def _load(cls: type[ConfigT], arguments: list[str]) -> ConfigT:
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
-    # A default that was edited in a copy of a recipe is checked as if it had been given. Fields of
-    # types that no command line can give are nobody's mistake.
+    # A default that was edited in a copy of a recipe is checked as if it had been given. A class
+    # with fields that no command line can set, such as functions, raises TypeError: it is left out.
     with suppress(TypeError):
         structure(cls, to_dict(config))
     return config

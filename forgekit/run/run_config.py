@@ -47,7 +47,7 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The configuration there; None where there is none that can be read."""
+    """Read a configuration; None if the file is missing or holds something else."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError):

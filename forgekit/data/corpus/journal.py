@@ -40,12 +40,12 @@ class Entry:
 
 
 def read_entry(folder: Path) -> Entry | None:
-    """Read the last entry; None if there is none that can be read."""
+    """Read the last entry; None if it is missing, damaged or of another version."""
     import cattrs  # 25 ms that a training run need not spend
 
     try:
         return cattrs.structure(parse_json((folder / JOURNAL).read_bytes()), Entry)
-    except Exception:  # damaged, or of another version: prepare starts over
+    except Exception:  # prepare then starts over
         return None
 
 

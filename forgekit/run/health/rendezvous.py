@@ -26,8 +26,8 @@ class HangError(RuntimeError):
 def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
     """Wait for all processes, and check that they are at the same barrier.
 
-    For set-up: it costs some round trips to the store and no collective. One process, or none that
-    was started: returns at once.
+    For set-up: it costs some round trips to the store and no collective. A single process returns
+    at once.
 
     Args:
         tag: Where this process is, for example "model is built".
