@@ -162,6 +162,7 @@ class _Work:
         self.stages.follow()
         kind, error = "", None
         try:
+            self.stages.check_unbroken()
             if self.has(0):
                 self._shape = self.shape(0)
                 kind = f"{self.model.training} {self._calls[0].kind}"

@@ -140,7 +140,10 @@ class Stages:
 
     @property
     def _tag(self) -> int:
-        """Sets what is sent apart from what was before an exception; torch's own have 0."""
+        """Sets what is sent on processors apart from what was before an exception; torch's own: 0.
+
+        Accelerators ignore it; see ``check_unbroken``.
+        """
         return self._failures + 1
 
     def follow(self) -> None:
@@ -211,6 +214,21 @@ class Stages:
                 f"the ranks of a pipeline came with different micro-batches: {'; '.join(each)}"
                 f"{'' if len({v[3] for v in found}) == 1 else ', or other arguments'}. Give all "
                 "of them the same: forgekit.data_ranks(mesh) counts them as one."
+            )
+
+    def check_unbroken(self) -> None:
+        """Raise if messages of a schedule that an exception broke off could arrive in the next.
+
+        Accelerators match messages by their order alone; on processors a tag sets them apart.
+
+        Raises:
+            RuntimeError: On an accelerator, after an exception in a schedule.
+        """
+        if self._failures and self.device.type != "cpu":
+            raise RuntimeError(
+                "an exception broke off an earlier schedule of this pipeline, and messages between "
+                f"devices of type {self.device.type} carry no tags: what is still on its way would "
+                "arrive in this step. Start all ranks again and load the last checkpoint."
             )
 
     def check_count(self, micro_batches: int) -> None:
