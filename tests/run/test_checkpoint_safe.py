@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from manifests import rewrite
 from ranks import run_ranks
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -139,6 +141,46 @@ def test_an_index_with_code_is_refused_and_the_code_not_run(path, tmp_path, case
     with contextlib.suppress(BaseException):  # torch's CheckpointException derives from it
         load_with_torch(path)
     assert (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Whoever unpickles it reads an attribute."""
+
+    def __init__(self, *what):
+        self.what = what
+
+    def __reduce__(self):
+        return getattr, self.what
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            (Metadata, "__init__"),
+            r"asks for the attribute __init__ of <class '\S+\.Metadata'>",
+        ),
+        ((_MEM_FORMAT_ENCODING, "mro"), r"asks for the attribute mro of <enum '_MEM_FORMAT_ENC"),
+    ],
+)
+def test_an_index_reads_no_attributes_but_memory_formats(path, what, message):
+    index = index_of(path)
+    index.planner_data = Attribute(*what)
+    replace(path, ".metadata", pickle.dumps(index))
+    refused(path.parent, message)
+
+
+def test_an_index_of_python_3_11_0_to_3_11_3_is_read(tmp_path, monkeypatch):
+    """There enums are pickled as attributes of their classes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+        )
+        checkpoint_save(before := build(seed=3), tmp_path, blocking=True)
+    assert b"getattr" in (latest_checkpoint(tmp_path) / ".metadata").read_bytes()
+    after = checkpoint_load(build(), tmp_path)
+    assert after.model.weight.equal(before.model.weight)
 
 
 @pytest.mark.parametrize("dump", [torch_saved, partial(pickle.dumps, protocol=2)])

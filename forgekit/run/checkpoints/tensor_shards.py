@@ -134,6 +134,8 @@ class _IndexUnpickler(pickle.Unpickler):
             return _RECORDS[module, name]
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module.partition(".")[0] == "pathlib":
             return _path
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -164,6 +166,13 @@ def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
         raise pickle.UnpicklingError(f"it has a tensor of layout {name}")
     return torch.strided
+
+
+def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Read a member of an enum, which Python 3.11.0 to 3.11.3 pickle as an attribute of it."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it asks for the attribute {name} of {kind!r}")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _path(*parts: str) -> str:
