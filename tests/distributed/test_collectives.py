@@ -40,7 +40,7 @@ def _count(rank, world, layout):
 AS_ON_TWO = {f"pp4-{name}" for name in SCHEDULES} - {"pp4-1f1b", "pp4-zbv"}
 
 
-@pytest.mark.parametrize("layout", some_of(LAYOUTS, *AS_ON_TWO))
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, *AS_ON_TWO, "fsdp2-tp2-cp2"))
 def test_a_step_runs_what_its_layout_needs_and_one_more(layout):
     row, micros = LAYOUTS[layout], _cell(layout).micros
     for rank, (second, third) in enumerate(run_ranks(_count, row.world, layout)):

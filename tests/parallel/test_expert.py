@@ -206,8 +206,8 @@ def _train(rank, world, sizes, kind, name, checkpoint="none"):
 
 
 SOME = [
-    *itertools.product(["EP2", "EP2xHSDP2"], KINDS, ["sgd"]),
-    *itertools.product(["EP2xFSDP2", "EP4"], KINDS[:1], ["sgd"]),
+    *itertools.product(["EP2"], KINDS, ["sgd"]),
+    *itertools.product(["EP2xHSDP2", "EP2xFSDP2", "EP4"], KINDS[:1], ["sgd"]),
     *itertools.product(LAYOUTS, ["idle expert"], ["adamw"]),
 ]
 

@@ -83,8 +83,8 @@ def _gradients(rank, world, sizes, sync, options):
 
 
 MODES = (("hsdp 2x2", "last"), ("fsdp 4", "every"), ("hsdp 2x2", "hsdp_last"))
-ON_FOUR = [(*mode, option) for mode, option in zip(2 * MODES, OPTIONS, strict=True)]
 ON_TWO = [("fsdp 2", "last", option) for option in OPTIONS]
+ON_FOUR = [(*mode, option) for mode, option in zip(MODES, list(OPTIONS)[1::2], strict=True)]
 ALL = ((*mode, option) for mode in MODES for option in OPTIONS)
 
 

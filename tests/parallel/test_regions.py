@@ -297,7 +297,11 @@ def _compiled(rank, world, layout, kind, plan, is_right):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.oracle)],
+    ids=["tp2", "pp2, tp2"],
+)
 @pytest.mark.parametrize("name", ["one weight", "channels leave"])
 def test_compiled_blocks_are_proved_too(name, layout):
     kind, plan, message = FORGOTTEN[name]

@@ -100,11 +100,20 @@ def test_one_process_resumes_bitwise_after_each_signal(tmp_path, tokens, undistu
     assert_same_run(out, undisturbed)
 
 
-def test_two_ranks_resume_bitwise_after_each_signal(tmp_path, tokens, undisturbed_pair):
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGTERM], id="a stop"),
+        pytest.param(
+            [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], id="each", marks=pytest.mark.oracle
+        ),
+    ],
+)
+def test_two_ranks_resume_bitwise_after_signals(numbers, tmp_path, tokens, undisturbed_pair):
     """By torchrun: once with Slurm, and with every signal in the chaos suite."""
     out, log = tmp_path / "run", tmp_path / "log"
     start = 0
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+    for number in numbers:
         with launch("pretrain", command_line(out, tokens), log=log, ranks=2) as job:
             go_on(job, out, start)
             for rank in job.ranks:

@@ -183,22 +183,32 @@ def stopped_in_its_midst(cluster, tokens, *options):
     assert cluster.events[:4] == ["started 0", "signalled USR1", "requeue", "started 1"]
 
 
+NODES = "--nodes=2", "--gpus-per-node=1"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(NODES, id="torchrun on two nodes"),
+        pytest.param([TWO], id="a task per rank", marks=pytest.mark.oracle),
+    ],
+)
+def test_a_run_stops_without_loss(options, cluster, tokens, undisturbed, tmp_path):
+    """The rest is done by ranks that are there already, to save a start."""
+    with stopped_in_its_midst(cluster, tokens, *options):
+        pass
+    run_ranks(_train, 2, tmp_path, tokens, group=False)
+    assert_same_run(cluster.out, undisturbed)
+
+
+@pytest.mark.oracle
 def test_a_run_under_torchrun_on_two_nodes_goes_on_bitwise(cluster, tokens, undisturbed):
-    options = "--nodes=2", "--gpus-per-node=1"
-    with stopped_in_its_midst(cluster, tokens, *options) as (job, stopped):
+    with stopped_in_its_midst(cluster, tokens, *NODES) as (job, stopped):
         job.end()
     assert cluster.events[4:] == ["completed"]
     assert f"step {stopped}, sample {8 * stopped};" in job.output
     assert status_of(cluster.out)["status"] == "finished"
-    assert_same_run(cluster.out, undisturbed)
-
-
-def test_a_run_of_a_task_per_rank_stops_without_loss(cluster, tokens, undisturbed, tmp_path):
-    """The rest is done by ranks that are there already, to save a start."""
-    with stopped_in_its_midst(cluster, tokens, TWO):
-        pass
-    run_ranks(_train, 2, tmp_path, tokens, group=False)
     assert_same_run(cluster.out, undisturbed)
 
 

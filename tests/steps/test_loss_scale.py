@@ -22,7 +22,7 @@ import forgekit as fk
 from forgekit.steps.update import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE
 
 LAYOUTS = [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
-HUGE = 2.0**20
+HUGE = 2.0**18
 CONSTANT = fk.constant(0.01)
 
 
