@@ -24,6 +24,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import attrs
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from device import streams
 from device.streams import Copy, current_stream, spoil
 from torch.nn.attention import SDPBackend
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 __all__ = ["Ledger", "PretendTensor", "install", "watching"]
@@ -76,6 +77,12 @@ class Ledger:
 
 
 _open: list[Ledger] = []
+_CPU = torch.device("cpu")
+
+
+@cache
+def _device() -> torch.device:
+    return torch.device(NAME, 0)  # not before the name is known
 
 
 @contextmanager
@@ -114,7 +121,7 @@ class PretendTensor(torch.Tensor):
             strides=raw.stride(),
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
-            device=torch.device(NAME, 0),
+            device=_device(),
         )
         wrapper.raw = raw
         return wrapper
@@ -172,29 +179,77 @@ class PretendTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+@attrs.frozen
+class _Facts:
+    """What is asked of an operation each time that it runs."""
+
+    is_collective: bool
+    draws: bool
+    launches: str
+
+    @classmethod
+    @cache
+    def of(cls, func: Any) -> _Facts:
+        name = func.name()
+        runs = not (func.is_view or "empty" in name or func is aten.detach.default)
+        return cls(
+            func.namespace in COLLECTIVES,
+            torch.Tag.nondeterministic_seeded in func.tags,
+            name.removeprefix("aten::") if runs else "",
+        )
+
+
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation in which a tensor of the device takes part."""
     if func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
-    flat, spec = tree_flatten((args, kwargs))
-    ours = [x for x in flat if isinstance(x, PretendTensor)]
-    _refuse(func, flat, ours)
+    facts = _Facts.of(func)
+    ours: list[PretendTensor] = []
+    others: list[Any] = []
+    raw_args = [_unwrap(x, ours, others) for x in args]
+    raw_kwargs = {name: _unwrap(x, ours, others) for name, x in kwargs.items()}
+    if others:
+        _refuse(func, facts, ours, others)
     current_stream().proceed()
     if _is_read(func, args, kwargs):
         _wait(str(func))
-    _note_launch(func)
-    raw_args, raw_kwargs = tree_unflatten([_unwrap(x) for x in flat], spec)
-    wrappers = {id(x.raw): x for x in ours}
-    with _own_numbers() if torch.Tag.nondeterministic_seeded in func.tags else nullcontext():
+    _note_launch(facts.launches)
+    with _own_numbers() if facts.draws else nullcontext():
         result = func(*raw_args, **raw_kwargs)
     for wrapper in ours:
         if wrapper.shape != wrapper.raw.shape:  # an `out=` that was empty
             _follow(wrapper)
-    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != NAME:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != NAME:
         return result  # empty_like(tensor, device="cpu")
-    return tree_map_only(
-        torch.Tensor, lambda x: wrappers[id(x)] if id(x) in wrappers else PretendTensor(x), result
-    )
+    return _wrap(result, {id(x.raw): x for x in ours})
+
+
+def _unwrap(value: Any, ours: list[PretendTensor], others: list[Any]) -> Any:
+    """The values of an argument; notes its tensors of the device, others' and generators.
+
+    Not through pytrees, which take longer than what is computed: a list is the only container.
+    """
+    kind = type(value)
+    if kind is PretendTensor:
+        ours.append(value)
+        return value.raw
+    if kind is list or kind is tuple:
+        return [_unwrap(x, ours, others) for x in value]
+    if kind is torch.device:
+        return _CPU if value.type == NAME else value
+    if isinstance(value, (torch.Tensor, _CpuGenerator)):
+        others.append(value)
+    return value
+
+
+def _wrap(result: Any, wrappers: dict[int, PretendTensor]) -> Any:
+    """The wrappers of what an operation returned, its own where it returned an argument."""
+    if isinstance(result, torch.Tensor):
+        return wrappers[id(result)] if id(result) in wrappers else PretendTensor(result)
+    if type(result) in (list, tuple):
+        return type(result)(_wrap(x, wrappers) for x in result)
+    return result
 
 
 def _follow(wrapper: PretendTensor) -> None:
@@ -204,25 +259,17 @@ def _follow(wrapper: PretendTensor) -> None:
         torch.Tensor.data.__set__(wrapper, shaped)
 
 
-def _unwrap(value: Any) -> Any:
-    if isinstance(value, PretendTensor):
-        return value.raw
-    if isinstance(value, torch.device) and value.type == NAME:
-        return torch.device("cpu")
-    return value
-
-
-def _refuse(func: Any, flat: list[Any], ours: list[PretendTensor]) -> None:
+def _refuse(func: Any, facts: _Facts, ours: list[PretendTensor], others: list[Any]) -> None:
     """Raise if an operation mixes devices."""
-    others = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, PretendTensor)]
-    large = [x for x in others if x.dim() or func.namespace in COLLECTIVES]
+    tensors = [x for x in others if isinstance(x, torch.Tensor)]
+    large = [x for x in tensors if x.dim() or facts.is_collective]
     if ours and large:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {func} got {ours[0].device} of "
             f"shape {tuple(ours[0].shape)} and {large[0].device} of {tuple(large[0].shape)}"
         )
     # Compared by address: C++ hands over a generator without its Python class.
-    if any(isinstance(x, _CpuGenerator) and x._cdata not in _generators for x in flat):
+    if any(isinstance(x, _CpuGenerator) and x._cdata not in _generators for x in others):
         raise RuntimeError(f"Expected a {NAME!r} device type for generator but found 'cpu'")
 
 
@@ -239,24 +286,26 @@ def _is_read(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _note_launch(func: Any) -> None:
-    if not _open or func.is_view or "empty" in func.name() or func is aten.detach.default:
-        return
-    for ledger in _open:
-        ledger.launches[func.name().removeprefix("aten::")] += 1
+def _note_launch(name: str) -> None:
+    for ledger in _open if name else ():
+        ledger.launches[name] += 1
 
 
 # ---- copies
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.raw if isinstance(tensor, PretendTensor) else tensor
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy between two tensors, of which at least one is on the device."""
     source = source.expand(target.shape)
     to_host, from_host = (not isinstance(x, PretendTensor) for x in (target, source))
-    raw_target, raw_source = _unwrap(target), _unwrap(source)
+    raw_target, raw_source = _raw(target), _raw(source)
     if not (to_host or from_host):
         current_stream().proceed()
-        _note_launch(aten.copy_.default)
+        _note_launch("copy_")
         raw_target.copy_(raw_source)
         return target
     host = raw_target if to_host else raw_source
@@ -291,9 +340,9 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
     options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout")}
     if device.type == NAME and isinstance(source, PretendTensor):
         current_stream().proceed()
-        _note_launch(aten._to_copy.default)
+        _note_launch("_to_copy")
         return PretendTensor(aten._to_copy(source.raw, **options))
-    raw = torch.empty_like(_unwrap(source), **options)
+    raw = torch.empty_like(_raw(source), **options)
     if device.type == NAME:
         return _copy(PretendTensor(raw), source, non_blocking)
     return _copy(_pin(raw) if non_blocking else raw, source, non_blocking)
@@ -335,12 +384,12 @@ def _resize(tensor: PretendTensor, size: Any, **_: Any) -> PretendTensor:
 
 def _send(tensors: Any, group: Any, peer: int, _tag: int) -> Any:
     current_stream().proceed()
-    return torch.ops.c10d.send([_unwrap(x) for x in tensors], group, peer, 0)
+    return torch.ops.c10d.send([_raw(x) for x in tensors], group, peer, 0)
 
 
 def _receive(tensors: Any, group: Any, peer: int, _tag: int) -> Any:
     current_stream().proceed()
-    return torch.ops.c10d.recv_([_unwrap(x) for x in tensors], group, peer, 0)
+    return torch.ops.c10d.recv_([_raw(x) for x in tensors], group, peer, 0)
 
 
 _SPECIAL: dict[Any, Any] = {
@@ -408,7 +457,7 @@ class _Generator(torch.Generator):
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The device."""
-        return torch.device(NAME, 0)
+        return _device()
 
 
 _CpuGenerator = torch.Generator
@@ -504,7 +553,7 @@ def _register_autocast(
 
 def _replace_what_stays_in_cpp() -> None:
     accelerator = torch.accelerator
-    device = torch.device(NAME, 0)
+    device = _device()
     for name, value in {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device(NAME),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from device.pretend import NAME, watching
-from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cells
+from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cell
 from distributed.compare import check
 from distributed.matrix import Cell
 from distributed.models import LOSSES, SCHEDULES
@@ -15,29 +15,43 @@ import forgekit as fk
 
 SETUP = "device.pretend:install"
 CELLS = [
-    Cell("fsdp2", 2, "ragged", True, "selective", "head", "fp64"),
-    Cell("hsdp2x2", 2, "ragged", False, "none", "head", "fp64"),
-    Cell("tp2", 1, "ragged", True, "none", "head", "fp64"),
-    Cell("cp2-ring", 2, "ragged", True, "none", "head", "fp64"),
-    Cell("cp2-ulysses", 1, "ragged", False, "none", "head", "fp64"),
-    Cell("pp2-1f1b", 2, "ragged", False, "none", "logits", "fp64"),
-    Cell("pp2-zbv", 3, "ragged", True, "none", "head", "fp64"),
-    Cell("ep2", 2, "ragged", False, "none", "logits", "fp64"),
+    Cell(layout, micros, "ragged", packed, recompute, loss, "fp64", steps=2)
+    for layout, micros, packed, recompute, loss in (
+        ("fsdp2", 2, True, "selective", "head"),
+        ("hsdp2x2", 2, False, "none", "head"),
+        ("tp2", 1, True, "none", "head"),
+        ("cp2-ring", 2, True, "none", "head"),
+        ("cp2-ulysses", 1, False, "none", "head"),
+        ("pp2-1f1b", 2, False, "none", "logits"),
+        ("pp2-zbv", 3, True, "none", "head"),
+        ("ep2", 2, False, "none", "logits"),
+    )
 ]
-
-
 LARGE = [
-    Cell(layout, 4, "rank_without", True, "full", "head", "fp64", steps=2)
-    for layout in ("fsdp4", "pp4-1f1b", "ep2-fsdp2")
+    Cell(layout, micros, "rank_without", True, "full", "head", "fp64", steps=2)
+    for layout, micros in (
+        ("fsdp4", 4),
+        ("tp2-fsdp2", 2),
+        ("cp4-both", 2),
+        ("pp2-fsdp2", 3),
+        ("pp4-1f1b", 4),
+        ("pp4-zbv", 4),
+        ("ep2-fsdp2", 4),
+    )
 ]
 
 
-@pytest.mark.parametrize(
-    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.oracle) for cell in LARGE)], ids=str
-)
-def test_a_layout_gives_on_the_device_what_one_process_gives(cell):
-    by_rank = run_ranks(run_cells, cell.row.world, [cell], [None], NAME, setup=SETUP, timeout_s=200)
-    check(cell, merge([found for (found,) in by_rank]))
+def run_and_watch(_rank, _world, cell):
+    """What a cell finds, and what the host did in a step after the first."""
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device=NAME)
+    laid_out = LaidOut(lay_out(cell, mesh), mesh)
+    found, state = run_cell(cell, laid_out), laid_out.state("adamw")
+    step = fk.make_step(LOSSES[cell.loss], schedule=SCHEDULES["adamw"], max_norm=1.0)
+    for _ in range(2):
+        batches = list(pinned(own_batches(cell, mesh, 0)))
+        with watching() as ledger:
+            state, _ = step(state, batches)
+    return found, ledger
 
 
 def pinned(batches):
@@ -46,25 +60,16 @@ def pinned(batches):
         yield TensorDict(there, batch.batch_size)
 
 
-def watched_step(_rank, _world, cell):
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device=NAME)
-    state = LaidOut(lay_out(cell, mesh), mesh).state("adamw")
-    step = fk.make_step(LOSSES[cell.loss], schedule=SCHEDULES["adamw"], max_norm=1.0)
-    ledgers = []
-    for _index in range(3):
-        batches = list(pinned(own_batches(cell, mesh, 0)))
-        with watching() as ledger:
-            state, _ = step(state, batches)
-        ledgers.append(ledger)
-    return ledgers[-1]
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_the_host_waits_for_nothing_in_a_step(cell):
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.oracle) for cell in LARGE)], ids=str
+)
+def test_a_layout_gives_on_the_device_what_one_process_gives_and_the_host_waits_for_nothing(cell):
+    by_rank = run_ranks(run_and_watch, cell.row.world, cell, setup=SETUP, timeout_s=200)
+    check(cell, merge([found for found, _ in by_rank]))
     exchanges = cell.row.layers * cell.micros if cell.row.experts else 0
-    for ledger in run_ranks(watched_step, cell.row.world, cell, setup=SETUP):
+    for _, ledger in by_rank:
         # Ranks that exchange tokens have to know how many will come.
         waits = [wait for wait in ledger.waits if not wait.endswith(" _splits")]
         assert not waits, waits[0]
-        assert len(ledger.waits) == exchanges
+        assert len(ledger.waits) == exchanges * (2 if cell.recompute == "full" else 1)
         assert ledger.copied["pageable"] == 0

@@ -24,7 +24,16 @@ from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 
-__all__ = ["Found", "LaidOut", "lay_out", "merge", "own_batches", "run_cells", "run_layout"]
+__all__ = [
+    "Found",
+    "LaidOut",
+    "lay_out",
+    "merge",
+    "own_batches",
+    "run_cell",
+    "run_cells",
+    "run_layout",
+]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 Found = dict[str, Any]
@@ -49,11 +58,10 @@ def run_cells(
     world: int,
     cells: Sequence[Cell],
     mutations: Sequence[str | None],
-    device: str = "cpu",
 ) -> list[Found]:
     """One rank's part; a model is laid out once for the cells that compute alike."""
     sizes = {"dp_shard": 1, **cells[0].row.sizes}
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device=device)
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     models: dict[Any, LaidOut] = {}
     found = []
     for cell, mutation in zip(cells, mutations, strict=True):
@@ -61,7 +69,7 @@ def run_cells(
         with MUTATIONS[mutation]() if mutation else nullcontext():
             if kind not in models:
                 models[kind] = LaidOut(lay_out(cell, mesh), mesh)
-            found.append(_run_cell(cell, models[kind]))
+            found.append(run_cell(cell, models[kind]))
     return found
 
 
@@ -138,7 +146,8 @@ def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
     return global_batch(cell.row, cell.micros, cell.targets, cell.packed, step)[rank::ranks]
 
 
-def _run_cell(cell: Cell, laid_out: LaidOut) -> Found:
+def run_cell(cell: Cell, laid_out: LaidOut) -> Found:
+    """What this rank finds for a cell."""
     sgd = _by_parts(cell, laid_out)
     gradients = sgd.pop("gradients")
     sgd["parameters"] = laid_out.send_parameters()
