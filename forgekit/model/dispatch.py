@@ -9,16 +9,17 @@ puts an exchange in its place and the layer stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Compute", "Dispatch", "dispatch_local", "invert", "sort_by_expert"]
+__all__ = ["Compute", "Dispatch", "dispatch_local", "invert", "permute", "sort_by_expert"]
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """``compute(tokens, counts)``: ``[m d]`` in order of the experts and ``[e]`` int64, how many each
-has, to ``[m d]``. Under expert parallelism ``e`` is the number of experts that this rank holds."""
+has, to ``[m d]``. Under expert parallelism ``e`` is the number of experts that this rank holds.
+Tokens of no expert stand behind the last one's; what becomes of them is not looked at."""
 
 
 class Dispatch(Protocol):
@@ -36,7 +37,8 @@ def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Co
 
     Args:
         tokens: ``[n d]``; a token that goes to several experts is there several times.
-        expert_ids: ``[n]`` int64, from 0 to ``experts - 1``.
+        expert_ids: ``[n]`` int64, from 0 to ``experts - 1``; ``experts`` for a token of no expert,
+            for which anything may come back, NaN included.
         experts: Number of experts, ``e``.
         compute: What the experts do; called once, also without any token.
 
@@ -56,7 +58,8 @@ def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Co
             "expert_ids must be [n], one for each of the n tokens."
         )
     order, counts = sort_by_expert(expert_ids, experts)
-    return compute(tokens[order], counts)[invert(order)]
+    inverse = invert(order)
+    return permute(compute(permute(tokens, order, inverse), counts), inverse, order)
 
 
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -80,3 +83,29 @@ def invert(order: Tensor) -> Tensor:
     """Find the permutation that undoes another, ``[n]`` int64."""
     positions = torch.arange(order.numel(), device=order.device)
     return torch.empty_like(order).scatter_(0, order, positions)
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Put rows in another order.
+
+    Its backward is a gather. That of plain indexing adds rows up, as indices might repeat: one
+    after the other on a CPU, and sorted first on an accelerator.
+
+    Args:
+        rows: ``[n d]``.
+        order: ``[n]`` int64, a permutation.
+        inverse: ``[n]`` int64, what ``invert`` makes of it.
+    """
+    return _Permute.apply(rows, order, inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        order, inverse = ctx.saved_tensors
+        return permute(gradients[0], inverse, order), None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -119,7 +121,14 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """``[b s d]`` -> ``[b s d]``."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        doc_ids: Tensor | None = None,
+        *routing: Any,
+    ) -> Tensor:
+        """``[b s d]`` -> ``[b s d]``; ``routing`` is what a feed-forward of experts takes."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, doc_ids))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x), *routing))

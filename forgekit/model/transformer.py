@@ -8,7 +8,7 @@ weight inside ``forward`` and never build all logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -19,10 +19,20 @@ from torch import Tensor, nn
 from forgekit.inputs import brief, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
+from forgekit.model.moe import MoE, MoESpec
+from forgekit.model.routing import Routing, check_choices
 
 __all__ = ["Transformer", "TransformerSpec", "locate_all"]
 
 INITIAL_STD = 0.02
+
+INTO_STREAM = (
+    "attention.output.weight",
+    "feed_forward.down.weight",
+    "feed_forward.shared.down.weight",
+    "feed_forward.experts.down",
+)
+"""Ends of the names of projections back into the residual stream."""
 
 LARGEST_SIZE = 2**31
 """No size of a model is near it; more fails while memory is reserved, or does not end."""
@@ -40,13 +50,14 @@ class TransformerSpec:
         layers: Number of blocks.
         heads: Query heads, ``h``; divides ``dim``.
         kv_heads: Key and value heads, ``k``; divides ``heads``.
-        ffn_dim: Width of the feed-forward, ``f``.
+        ffn_dim: Width of the feed-forward, ``f``; with experts, of blocks that have none.
         max_seq_len: Longest sequence that is accepted, in positions.
         dropout: Probability on the embedding and on each residual branch, in [0, 1).
         qk_norm: Whether queries and keys are normalised per head.
         tied: Whether the output projection is the embedding.
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square in each RMSNorm.
+        moe: Experts in place of feed-forwards; None for a dense model.
     """
 
     vocab_size: int
@@ -61,6 +72,7 @@ class TransformerSpec:
     tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    moe: MoESpec | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
@@ -93,6 +105,28 @@ class TransformerSpec:
             raise ValueError(f"rope_theta is {self.rope_theta}; it must be positive and finite.")
         if not 0.0 <= self.norm_eps < math.inf:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be finite and not negative.")
+        self._check_moe()
+
+    @property
+    def routed(self) -> dict[int, str]:
+        """Names of the layers that have experts, by block."""
+        blocks = range(self.layers) if self.moe is not None else ()
+        return {
+            block: f"layers.{block}.feed_forward"
+            for block in blocks
+            if self.moe is not None and self.moe.is_routed(block)
+        }
+
+    def _check_moe(self) -> None:
+        if self.moe is None:
+            return
+        if not isinstance(self.moe, MoESpec):
+            raise TypeError(f"moe is {brief(self.moe)}; pass a forgekit.MoESpec.")
+        if self.moe.first >= self.layers:
+            raise ValueError(
+                f"moe.first is {self.moe.first} and layers {self.layers}: no block would have "
+                f"experts. Blocks are counted from 0 to {self.layers - 1}."
+            )
 
 
 def locate_all(positions: int, device: torch.device) -> Tensor:
@@ -122,7 +156,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = nn.Dropout(spec.dropout)
-        self.layers = nn.ModuleList(_block(spec) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(_block(spec, layer) for layer in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.output = None if spec.tied else nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.locate: Callable[[int, torch.device], Tensor] = locate_all
@@ -136,6 +170,9 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         doc_ids: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Any] | None = None,
+        targets: Tensor | None = None,
+        replay: Mapping[str, Tensor] | None = None,
+        routing: Routing | None = None,
     ) -> Any:
         """Compute logits, or whatever ``head`` makes of the last hidden states.
 
@@ -146,12 +183,18 @@ class Transformer(nn.Module):
                 a document. Rotary positions are relative, so they need not restart.
             head: ``head(hidden, weight)`` in place of the output projection, with ``hidden``
                 ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss.
+            targets: ``[b s]`` bool, where the routers' auxiliary losses are summed; on every
+                position that is no padding if None. Without effect on a dense model.
+            replay: ``[b s k]`` int experts by layer, such as ``"layers.0.feed_forward"``: used in
+                place of the routers' own choice, and weighed by them.
+            routing: What ``accumulate`` gives each call: the loss scale, and where to note counts.
 
         Returns:
             ``[b s v]`` logits, or what ``head`` returned.
 
         Raises:
-            ValueError: If the sequence is longer than ``max_seq_len``.
+            ValueError: If the sequence is longer than ``max_seq_len``, or ``replay`` is none for
+                this model and these ids.
         """
         positions = input_ids.shape[1]
         if positions > self.spec.max_seq_len:
@@ -163,8 +206,10 @@ class Transformer(nn.Module):
             position_ids = self.locate(positions, input_ids.device)
         x = self.dropout(self.embedding(input_ids))
         cos, sin = self._rotary(position_ids, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, doc_ids)
+        routing = self._routing(routing, input_ids, doc_ids, targets, replay)
+        routed = self.spec.routed
+        for block, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, doc_ids, *((routing,) if block in routed else ()))
         x = self.norm(x)
         weight = self.embedding.weight if self.output is None else self.output.weight
         return F.linear(x, weight) if head is None else head(x, weight)
@@ -184,8 +229,12 @@ class Transformer(nn.Module):
             if self.spec.qk_norm and name != "attention.value":
                 plan[f"layers.*.{name}_norm"] = "heads"
         plan["layers.*.attention.output"] = "rowwise"
-        plan |= {"layers.*.feed_forward.gate": "colwise", "layers.*.feed_forward.up": "colwise"}
-        plan["layers.*.feed_forward.down"] = "rowwise"
+        if len(self.spec.routed) < self.spec.layers:
+            for name in ("gate", "up", "down"):
+                style = "rowwise" if name == "down" else "colwise"
+                plan[f"layers.*.feed_forward.{name}"] = style
+        if self.spec.routed:
+            plan["layers.*.feed_forward.experts"] = "expert"
         return plan if self.spec.tied else {**plan, "output": "colwise"}
 
     def initial_std(self, name: str) -> float | None:
@@ -199,9 +248,39 @@ class Transformer(nn.Module):
         """
         if name.endswith("norm.weight"):
             return None
-        if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+        if name.endswith(INTO_STREAM):
             return INITIAL_STD / math.sqrt(2 * self.spec.layers)
         return INITIAL_STD
+
+    def _routing(
+        self,
+        given: Routing | None,
+        input_ids: Tensor,
+        doc_ids: Tensor | None,
+        targets: Tensor | None,
+        replay: Mapping[str, Tensor] | None,
+    ) -> Routing | None:
+        """Gather what routers go by in one call; None in a dense model."""
+        moe = self.spec.moe
+        if moe is None:
+            if replay is not None:
+                raise ValueError("replay was given to a model without experts (spec.moe is None).")
+            return None
+        rows, positions = input_ids.shape
+        if targets is not None and targets.shape != input_ids.shape:
+            raise ValueError(
+                f"targets has shape {tuple(targets.shape)} and input_ids {(rows, positions)}; give "
+                "one bool for each position."
+            )
+        is_token = None if doc_ids is None else doc_ids >= 0
+        choices = {}
+        if replay is not None:
+            shape, layers = (rows, positions, moe.top_k), self.spec.routed.values()
+            choices = check_choices(replay, layers, shape, moe.experts, is_token)
+        if targets is not None:
+            targets = targets.bool()
+        given = Routing() if given is None else given
+        return attrs.evolve(given, is_token=is_token, targets=targets, choices=choices)
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         channels = self.spec.dim // self.spec.heads
@@ -210,9 +289,12 @@ class Transformer(nn.Module):
         return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def _block(spec: TransformerSpec) -> Block:
+def _block(spec: TransformerSpec, layer: int) -> Block:
     attention = Attention(
         spec.dim, spec.heads, spec.kv_heads, qk_norm=spec.qk_norm, norm_eps=spec.norm_eps
     )
-    feed_forward = FeedForward(spec.dim, spec.ffn_dim)
+    if spec.moe is not None and layer in spec.routed:
+        feed_forward = MoE(spec.dim, spec.moe, spec.routed[layer])
+    else:
+        feed_forward = FeedForward(spec.dim, spec.ffn_dim)
     return Block(spec.dim, attention, feed_forward, norm_eps=spec.norm_eps, dropout=spec.dropout)

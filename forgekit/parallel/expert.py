@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forgekit.inputs import nearest_multiples
 from forgekit.mesh import expert_view
-from forgekit.model.dispatch import Compute, invert, sort_by_expert
+from forgekit.model.dispatch import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
 
 __all__ = ["apply_experts", "expert_mesh", "find_experts"]
@@ -171,18 +172,22 @@ def _dispatch_over(
 
     Three exchanges: how many tokens, the tokens, and what became of them. The host has to know
     how many to expect, so on an accelerator it waits for the first: one read per call. A rank
-    without tokens, or whose experts get none, takes part in all of them.
+    without tokens, or whose experts get none, takes part in all of them. Tokens of no expert stay
+    where they are, and zeros come back for them.
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
     arriving, sent, received = _splits(counts.view(ranks, -1), group)
-    tokens = _travel(tokens[order], sent, received, group)
+    inverse, left = invert(order), len(order) - sum(sent)
+    tokens = _travel(permute(tokens, order, inverse)[: sum(sent)], sent, received, group)
     # They arrive by rank and expert; experts want them by expert and rank.
     own = torch.arange(arriving.shape[1], device=counts.device).repeat(ranks)
     ids = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
     by_expert = torch.sort(ids, stable=True).indices
-    computed = compute(tokens[by_expert], arriving.sum(0))[invert(by_expert)]
-    return _travel(computed, received, sent, group)[invert(order)]
+    by_rank = invert(by_expert)
+    computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0))
+    back = _travel(permute(computed, by_rank, by_expert), received, sent, group)
+    return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
 @torch.compiler.disable()

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import check_dimensions, expert_ranks
 from forgekit.model.initial import init_weights
+from forgekit.model.moe import MoE
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     check_recompute,
@@ -103,7 +104,8 @@ def parallelize(
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the plan does not fit, the blocks are not found, a buffer is
             on meta (only its module knows its values), a parameter on meta is shared by two
-            modules or one is shared by two blocks, or parameters are complex or sparse.
+            modules or one is shared by two blocks, parameters are complex or sparse, or experts
+            of a ``MoESpec`` meet tp or pp, or their ``sequence_aux_loss`` cp.
     """
     asked = _Options(
         precision=precision,
@@ -214,6 +216,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     _check_hooks(model)
     _check_buffers(model)
     _check_shared(model)
+    _check_routers(model, mesh)
     if _is_wrapped(mesh, asked):
         _check_shared_by_blocks(_blocks(model, asked.blocks))
 
@@ -361,6 +364,23 @@ def _check_buffers(model: nn.Module) -> None:
         raise ValueError(
             f"the buffers {lost} are on meta and only their modules know their values. Build the "
             "model on the CPU, or compute them in forward."
+        )
+
+
+def _check_routers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise where router terms and counts of ``MoESpec`` would not add up over the ranks."""
+    specs = [module.spec for module in model.modules() if isinstance(module, MoE)]
+    shared = [name for name in ("tp", "pp") if size_of(mesh, name) > 1]
+    if specs and shared:
+        raise ValueError(
+            f"the model has experts (TransformerSpec.moe) and the mesh {shared[0]} of "
+            f"{size_of(mesh, shared[0])}; tp and pp do not share such layers. Use dp_shard, "
+            "dp_replicate, cp or ep instead."
+        )
+    if any(spec.sequence_aux_loss for spec in specs) and (cp := size_of(mesh, "cp")) > 1:
+        raise ValueError(
+            f"sequence_aux_loss with cp {cp}: a rank counts the experts of its positions only, and "
+            "the term is over whole sequences. Use aux_loss, or cp=1."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, get_args
 
 import attrs
@@ -37,6 +38,7 @@ from forgekit.parallel.fsdp import (
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
 from forgekit.state import TrainState
+from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
     check_loss,
@@ -85,7 +87,8 @@ def accumulate(
             context parallelism are those of whole sequences.
 
     Returns:
-        Unreduced ``Totals``: ``targets``, ``loss``, the metrics, and the samples consumed globally.
+        Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
+        and the samples consumed globally.
 
     Raises:
         TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
@@ -108,7 +111,8 @@ def accumulate(
     _check_added(state)
     clear_gradients(state.model, sharded)
     _seed(state)
-    run = _run_whole if layout.stages is None else accumulate_staged
+    routers = StepRouters(state.model, state.loss_scale, state.targets.device)
+    run = partial(_run_whole, routers) if layout.stages is None else accumulate_staged
     try:
         # At a run's first step, before anything is updated.
         is_first = audit and state.agreed is None
@@ -130,7 +134,7 @@ def accumulate(
         samples, rows = getattr(batches, "samples", None), 0
         if samples is None:
             samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
-        totals = sums.totals(state.loss_scale, samples)
+        totals = sums.totals(state.loss_scale, samples).plus(**routers.sums())
         return attrs.evolve(totals, rows=rows, digest=sums.digest, unreduced=unreduced)
     except BaseException:
         reset_iteration(sharded)
@@ -139,6 +143,7 @@ def accumulate(
 
 
 def _run_whole(
+    routers: StepRouters,
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
@@ -162,7 +167,8 @@ def _run_whole(
                 check_positions(state, part, loss_fn)
             if is_first and index == 0 and state.layout.tensor > 1 and runs_compiled(state.model):
                 pass_eagerly(state, part, loss_fn)
-            loss = check_loss(compute_loss(state.model, part, loss_fn))
+            with routers.noting():
+                loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             if index == 0:
                 gather_skipped(sharded)

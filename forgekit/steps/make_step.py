@@ -14,6 +14,7 @@ from forgekit.optim.lr_schedules import PhasedSchedule
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip
+from forgekit.steps.experts import expert_metrics
 from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
@@ -45,6 +46,7 @@ def make_step(
     end: Vote | None = None,
     spikes: SpikeLimit | None = None,
     audit: bool = True,
+    total: int | None = None,
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
@@ -63,6 +65,7 @@ def make_step(
             then have ``spikes``, 1 for such a step. None leaves out none.
         audit: Whether the first step compares replicas and options over the ranks, and proves the
             tensor-parallel plan and positions under context parallelism.
+        total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -87,10 +90,10 @@ def make_step(
             voter.hear(totals[name])
         correction = clip(totals, max_norm=max_norm)
         if spikes is None:
-            state = update(state, correction, lr=lr, totals=totals)
+            state = update(state, correction, lr=lr, totals=totals, total=total)
             return state, step_metrics(totals, correction, lr=lr)
         kept, recent = limit_spikes(correction, totals, state.recent, spikes)
-        state = donate(update(state, kept, lr=lr, totals=totals), recent=recent)
+        state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
         metrics = step_metrics(totals, kept, lr=lr)
         metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
         return state, metrics
@@ -118,7 +121,8 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         TensorDict of ``[]`` float64 on the device: ``loss`` (mean over the targets; NaN without
         any), ``grad_norm``, ``lr``, ``targets``, ``skipped`` (1 if the step changed nothing), and
         each of the loss function's own metrics, its sum over its count; of one that is named
-        ``<what>/loss`` also the count, as ``<what>/targets``.
+        ``<what>/loss`` also the count, as ``<what>/targets``. Of a model with experts also
+        ``moe/...``, see ``expert_metrics``.
     """
     loss = totals["loss"]
     metrics = {
@@ -128,4 +132,4 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "targets": totals["targets"],
         "skipped": torch.where(correction.finite, 0.0, 1.0).to(loss.dtype),
     }
-    return TensorDict(metrics | mean_metrics(totals), [])
+    return TensorDict(metrics | expert_metrics(totals.sums) | mean_metrics(totals), [])

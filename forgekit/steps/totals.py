@@ -33,7 +33,8 @@ class Totals:
     Attributes:
         sums: TensorDict of ``[]`` float64: ``targets``, ``loss``, ``loss_scale``, each metric's
             ``sum`` and ``count`` under ``metrics``, votes such as ``stop``, and, once reduced,
-            ``grad_sq``, the squared norm of the raw gradient.
+            ``grad_sq``, the squared norm of the raw gradient. Of a model with experts also what
+            its routers noted under ``experts``, with a row for each layer.
         samples: Rows consumed globally in this step; padding does not count.
         rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
         digest: Of the rows of a run's first micro-batch, for the ranks to compare.
@@ -74,7 +75,7 @@ class Totals:
                 "forgekit.reduce_totals(totals, state) adds the gradient's norm."
             ) from None
 
-    def plus(self, **sums: Tensor) -> Self:
+    def plus(self, **sums: Tensor | TensorDictBase) -> Self:
         """Return totals with further sums, such as a vote."""
         return attrs.evolve(self, sums=TensorDict({**dict(self.sums.items()), **sums}, []))
 
@@ -232,10 +233,11 @@ def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
     owns_loss = state.layout.owns_loss
     # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
     owned = [sums[key] if owns_loss or not _is_loss(key) else sums[key] * 0.0 for key in keys]
-    vector = torch.stack(owned)
+    vector = torch.cat([value.reshape(-1) for value in owned])
     dist.all_reduce(vector)
-    for key, value in zip(keys, vector.unbind(), strict=True):
-        sums[key] = value
+    parts = vector.split([value.numel() for value in owned])
+    for key, value, part in zip(keys, owned, parts, strict=True):
+        sums[key] = part.view(value.shape)
     return attrs.evolve(totals, sums=sums)
 
 
@@ -315,7 +317,8 @@ def _check_names(totals: Totals, state: TrainState) -> None:
     if world_of(state.mesh) > 1:
         # The others are on their way into the collective: meet them there, with NaN, so that
         # they end with a bad step instead of waiting for this rank.
-        dist.all_reduce(totals["targets"].new_full((len(known.sums),), torch.nan))
+        more = sum(totals.sums[key].numel() - 1 for key in keys)  # of experts, as ever
+        dist.all_reduce(totals["targets"].new_full((len(known.sums) + more,), torch.nan))
     raise ValueError(
         f"the names of a step's sums changed: {difference(known.sums, keys)}. Report the same "
         "metrics in every step; use (0.0, 0) for a metric without observations."

@@ -15,6 +15,7 @@ from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
+from forgekit.steps.experts import rebalance
 from forgekit.steps.totals import Totals
 
 __all__ = ["skips_on_device", "update"]
@@ -35,14 +36,15 @@ def update(
     lr: float,
     totals: Totals,
     growth_interval: int = GROWTH_INTERVAL,
+    total: int | None = None,
 ) -> StateT:
     """Correct the gradients, step the optimizer in place, and return the state after the step.
 
     A bad step (no targets, a loss or gradient that is not finite, or a spike) leaves parameters,
-    moments and the optimizer's own step count bitwise untouched. Fused optimizers take the factor
-    and the skip inside their kernel; others cost one pass over the local gradients and one host
-    read of ``correction.finite``. Parameters that live in host memory beside an accelerator cost
-    one too.
+    moments, the balance of experts and the optimizer's own step count bitwise untouched. Fused
+    optimizers take the factor and the skip inside their kernel; others cost one pass over the local
+    gradients and one host read of ``correction.finite``. Parameters that live in host memory beside
+    an accelerator cost one too.
 
     In float16 the loss scale is halved after an overflow and doubled after ``growth_interval`` good
     steps; a step without targets, and a spike, change neither it nor the count.
@@ -53,6 +55,7 @@ def update(
         lr: Learning rate; a group's own is ``lr * group.get("lr_scale", 1.0)``.
         totals: Reduced totals; reads ``targets``, ``samples`` and ``agreed``.
         growth_interval: Good steps in a row after which a dynamic loss scale is doubled.
+        total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
 
     Returns:
         The state with ``step``, ``samples``, ``targets`` and ``skipped`` advanced, and in float16
@@ -74,6 +77,7 @@ def update(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
+    rebalance(state.model, totals.sums, correction.finite, state.step, total)
     release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
     trained = torch.where(correction.finite, totals["targets"], 0.0).to(torch.int64)
     return donate(

@@ -1,0 +1,306 @@
+"""Which experts a token goes to, and what its router notes on the way.
+
+A router scores all experts and keeps ``k`` of them. Everything that it needs besides its weights,
+and everything that it reports, is in one ``Routing`` for each call of the model, an argument that
+passes through the blocks. Recomputation calls a block with the same arguments again: it finds the
+choice there and repeats it, and writes the same notes over the old ones, so nothing counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgekit.model.attention import wide
+
+if TYPE_CHECKING:
+    from forgekit.model.moe import MoESpec
+
+__all__ = ["Router", "Routing", "add_gradient", "check_choices"]
+
+SMALLEST = 1e-20
+"""Added to sums of weights, as in DeepSeek-V3: all of a sigmoid's may be 0."""
+
+
+@attrs.frozen(eq=False)
+class Routing:
+    """What the routers of one micro-batch go by, and what they note.
+
+    Attributes:
+        scale: ``[]`` by which gradients of router terms are multiplied: the loss scale, as they
+            are sums like the loss.
+        notes: By layer what its router has counted and summed; see ``Router.forward``.
+        is_token: ``[b s]`` bool, False on padding; None if no position is padding.
+        targets: ``[b s]`` bool, where router terms are summed; None: on every token.
+        choices: By layer ``[b s k]`` int64 experts, filled by the first forward.
+    """
+
+    scale: Tensor | float = 1.0
+    notes: dict[str, dict[str, Tensor]] = attrs.field(factory=dict)
+    is_token: Tensor | None = None
+    targets: Tensor | None = None
+    choices: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def choice_of(self, layer: str, choose: Callable[[], Tensor]) -> Tensor:
+        """Return a layer's choice; where there is none yet, make it and keep it for backward."""
+        if layer in self.choices:
+            return self.choices[layer]
+        choice = choose()
+        if torch.is_grad_enabled():
+            self.choices[layer] = choice
+        return choice
+
+    def sum_of_targets(self, values: Tensor) -> Tensor:
+        """Add ``[b s]`` values up where router terms are summed, ``[]``."""
+        where = self.is_token if self.targets is None else self.targets
+        return values.sum() if where is None else torch.where(where, values, 0.0).sum()
+
+
+class Router(nn.Module):
+    """Scores all experts for each token, in float32 or wider, and keeps ``k`` of them.
+
+    Attributes:
+        load: ``[e]`` float32 buffer: share of the tokens that each expert got in the last good
+            step, uniform at first.
+        selection_bias: ``[e]`` float32 buffer, added to scores for the choice alone; None unless
+            the spec asks for it.
+
+    References:
+        Balancing by bias, https://arxiv.org/abs/2408.15664;
+        groups, https://arxiv.org/abs/2412.19437
+    """
+
+    load: Tensor
+    selection_bias: Tensor | None
+
+    def __init__(self, dim: int, spec: MoESpec, layer: str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(spec.experts, dim))
+        even = torch.full((spec.experts,), 1 / spec.experts, dtype=torch.float32)
+        self.register_buffer("load", even)
+        self.register_buffer("selection_bias", torch.zeros_like(even) if spec.has_bias else None)
+
+    def forward(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Choose experts and weigh them.
+
+        Notes, where gradients are computed, ``counts`` (``[e]``: how often each expert was
+        chosen), ``kept`` (how many of these are computed), ``positions`` (where terms are summed),
+        ``aux_loss`` and ``z_loss`` (their sums before they are weighted) and ``bias_range``.
+
+        Args:
+            x: ``[b s d]``.
+            routing: Of this call of the model; noted in.
+
+        Returns:
+            ``[b s k]`` weights, float32 or wider; ``[b s k]`` int64 experts, ``e`` where none
+            computes: on padding and beyond an expert's capacity; and the weighted sum of the
+            router terms, None if there is none.
+        """
+        dtype = wide(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(dtype), self.weight.to(dtype))
+            scores = logits.softmax(-1) if self.spec.router == "softmax" else logits.sigmoid()
+            choice = routing.choice_of(self.layer, lambda: self._choose(scores.detach()))
+            weights = scores.gather(-1, choice)
+            if self.spec.renormalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
+            counts, taken = self._admit(choice, routing.is_token)
+            term = None
+            if torch.is_grad_enabled():
+                kept = (taken < self.spec.experts).sum()
+                note, term = self._terms(logits, scores, choice, routing)
+                routing.notes[self.layer] = {"counts": counts, "kept": kept, **note}
+        return weights * self.spec.scale, taken, term
+
+    @torch.no_grad()
+    def rebalance(self, counts: Tensor, is_good: Tensor, rate: float) -> None:
+        """Follow what all ranks counted in a step, in place; a bad step changes nothing.
+
+        Args:
+            counts: ``[e]`` float64, how often each expert was chosen.
+            is_good: ``[]`` bool.
+            rate: By how much the bias of an expert goes up that was chosen less than the mean.
+        """
+        is_good = is_good & (counts.sum() > 0)
+        self.load.copy_(torch.where(is_good, counts / counts.sum(), self.load))
+        if self.selection_bias is None or not rate:
+            return
+        change = (counts.mean() - counts).sign() * rate
+        if self.spec.centered:
+            change = change - change.mean()
+        moved = self.selection_bias + change.to(self.selection_bias.dtype)
+        self.selection_bias.copy_(torch.where(is_good, moved, self.selection_bias))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move buffers and never cast them: in 16 bits a bias would choose other experts."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = self._buffers[name]
+            if buffer is not None and after is not None and after.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(after.device)
+        return self
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """``[b s e]`` scores -> ``[b s k]`` int64."""
+        spec = self.spec
+        if spec.force_balance:
+            shape = (*scores.shape[:-1], spec.top_k)
+            turns = torch.arange(scores[..., 0].numel() * spec.top_k, device=scores.device)
+            return (turns % spec.experts).view(shape)
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias
+        if spec.groups is not None and spec.top_groups is not None:
+            scores = _within_groups(scores, spec.groups, spec.top_groups, spec.router)
+        return scores.topk(spec.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def _admit(self, choice: Tensor, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Count a choice, and put ``e`` where no expert computes; nothing is read by the host.
+
+        Earlier positions come first, so that no token's experts depend on later tokens.
+        """
+        experts, capacity = self.spec.experts, self.spec.capacity
+        if is_token is not None:
+            choice = choice.masked_fill(~is_token.unsqueeze(-1), experts)
+        flat = choice.flatten()
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        if capacity is not None:
+            ordered, order = torch.sort(flat, stable=True)
+            starts = counts.cumsum(0) - counts
+            turn = torch.arange(len(flat), device=flat.device) - starts[ordered]
+            room = (counts[:-1].sum().double() * capacity / experts).ceil()
+            admitted = torch.where(turn < room, ordered, experts)
+            choice = torch.empty_like(flat).scatter_(0, order, admitted).view_as(choice)
+        return counts[:-1], choice
+
+    def _terms(
+        self, logits: Tensor, scores: Tensor, choice: Tensor, routing: Routing
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Sum the router terms over target positions; unweighted as notes, weighted as one term."""
+        spec = self.spec
+        load, bias = self.load.to(scores.dtype), self.selection_bias
+        if spec.router == "sigmoid":
+            scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST)
+        values: dict[str, tuple[float, Callable[[], Tensor]]] = {
+            "aux_loss": (spec.aux_loss, lambda: scores @ (spec.experts * load)),
+            "z_loss": (spec.z_loss, lambda: logits.logsumexp(-1).square()),
+        }
+        if spec.sequence_aux_loss:
+            shares = _shares_of_rows(choice, routing.is_token, spec.experts).to(scores.dtype)
+            each = lambda: (scores * (spec.experts * shares)).sum(-1)  # noqa: E731
+            values["sequence_aux_loss"] = (spec.sequence_aux_loss, each)
+        notes = {"positions": routing.sum_of_targets(torch.ones_like(scores[..., 0]))}
+        notes["bias_range"] = load.new_zeros(()) if bias is None else bias.max() - bias.min()
+        term = None
+        for name, (weight, value) in values.items():
+            with torch.set_grad_enabled(weight != 0):
+                total = routing.sum_of_targets(value())
+            notes[name] = total.detach()
+            if weight:
+                term = weight * total if term is None else term + weight * total
+        return notes, term
+
+
+def add_gradient(x: Tensor, term: Tensor | None, scale: Tensor | float) -> Tensor:
+    """Let a term enter the backward pass beside what ``x`` leads to; its value goes nowhere.
+
+    Args:
+        x: Any tensor that the loss depends on; returned as it is.
+        term: ``[]``; None changes nothing.
+        scale: What the term's gradient is multiplied by.
+    """
+    if term is None:
+        return x
+    scale = scale if isinstance(scale, Tensor) else torch.full_like(term, scale)
+    return _AddGradient.apply(x, term, scale.to(term.dtype))
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0], ctx.saved_tensors[0], None
+
+
+def check_choices(
+    given: Mapping[str, Tensor],
+    layers: Iterable[str],
+    shape: tuple[int, int, int],
+    experts: int,
+    is_token: Tensor | None,
+) -> dict[str, Tensor]:
+    """Make sure that a choice from outside is one for these layers and this micro-batch.
+
+    Reads the smallest and largest number on the host, once for all layers.
+
+    Args:
+        given: By layer the experts of each position.
+        layers: Names of all layers that have experts.
+        shape: ``(b, s, k)``.
+        experts: Number of experts, ``e``.
+        is_token: ``[b s]``; what is given on padding is not looked at.
+
+    Returns:
+        ``[b s k]`` int64 by layer.
+
+    Raises:
+        ValueError: If layers, shapes or numbers are others.
+    """
+    known, found = list(layers), list(given.keys())
+    if sorted(found) != sorted(known):
+        raise ValueError(f"replay has choices for the layers {found}; the model has {known}.")
+    choices: dict[str, Tensor] = {}
+    for layer in known:
+        choice = given[layer]
+        if tuple(choice.shape) != shape or choice.is_floating_point():
+            raise ValueError(
+                f"replay[{layer!r}] is {tuple(choice.shape)} of {choice.dtype}; it must be "
+                f"integers of shape {shape}: rows, positions and top_k of this micro-batch."
+            )
+        choice = choice.long()
+        if is_token is not None:
+            choice = choice.masked_fill(~is_token.unsqueeze(-1), 0)
+        choices[layer] = choice
+    ends = torch.stack([torch.stack(choice.aminmax()) for choice in choices.values()])
+    for layer, (least, most) in zip(known, ends.tolist(), strict=True):
+        if least < 0 or most >= experts:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"replay[{layer!r}] has expert {wrong}; {experts} experts are 0 to {experts - 1}."
+            )
+    return choices
+
+
+def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) -> Tensor:
+    """Leave the scores of the best groups, and ``-inf`` for the others.
+
+    A group is as good as its two best experts together (DeepSeek-V3), under softmax as its best
+    one (DeepSeek-V2).
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = min(2, grouped.shape[-1]) if router == "sigmoid" else 1
+    value = grouped.topk(best, dim=-1).values.sum(-1)
+    kept = value.topk(top_groups, dim=-1).indices
+    is_out = torch.ones_like(value, dtype=torch.bool).scatter_(-1, kept, value=False)
+    return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _shares_of_rows(choice: Tensor, is_token: Tensor | None, experts: int) -> Tensor:
+    """Share of each row's tokens that each expert was chosen for, ``[b 1 e]`` float64."""
+    ones = torch.ones_like(choice) if is_token is None else is_token.unsqueeze(-1).expand_as(choice)
+    counts = torch.zeros(len(choice), experts, dtype=torch.float64, device=choice.device)
+    counts.scatter_add_(1, choice.flatten(1), ones.flatten(1).to(counts.dtype))
+    return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(1)

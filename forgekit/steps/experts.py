@@ -1,0 +1,163 @@
+"""What a step's routers need and report: the loss scale in, counts out, one change of balance.
+
+Each call of the model in a step gets one ``Routing``: router terms are sums like the loss, so they
+need the loss scale and nothing else, whatever is divided by later. What the routers note is added
+up, travels in the step's one collective, and moves their buffers in ``update``. Calls outside of a
+step (an evaluation, a proof) get none, and so count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from forgekit.model.moe import MoE
+from forgekit.model.routing import Routing
+from forgekit.model.transformer import Transformer
+
+__all__ = ["EXPERTS", "StepRouters", "expert_metrics", "find_routed", "rebalance"]
+
+EXPERTS = "experts"
+"""The key of what routers note, among a step's sums."""
+
+NUMBERS = ("kept", "positions", "aux_loss", "z_loss", "bias_range")
+"""What a layer notes besides its counts, one number each."""
+
+
+def find_routed(model: nn.Module) -> Transformer | None:
+    """Find the ``Transformer`` with experts that is a model or a part of it; None without one.
+
+    Raises:
+        ValueError: If there are two: their layers have the same names.
+    """
+    found = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.moe is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} Transformers with experts, whose layers a "
+            "step could not tell apart. Keep all but one out of the model, such as a frozen "
+            "reference in a field of the state."
+        )
+    return found[0] if found else None
+
+
+class StepRouters:
+    """What the routers of a model note during one step.
+
+    Args:
+        model: The model; nothing in it changes.
+        loss_scale: ``[]``.
+        device: Where sums are kept.
+    """
+
+    def __init__(self, model: nn.Module, loss_scale: Tensor, device: torch.device) -> None:
+        self._routed = find_routed(model)
+        self._loss_scale = loss_scale
+        self._device = device
+        self._noted: list[dict[str, dict[str, Tensor]]] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Give each call of the model inside, where gradients are computed, a ``Routing``."""
+        if self._routed is None:
+            yield
+            return
+        hook = self._routed.register_forward_pre_hook(self._add_routing, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def sums(self) -> dict[str, TensorDictBase]:
+        """Add up what was noted; nothing for a dense model.
+
+        Returns:
+            Under ``"experts"`` float64 sums, with the model's layers as rows, those of other
+            pipeline stages too: ``counts`` ``[l e]``, the others ``[l]``.
+
+        Raises:
+            ValueError: If the loss function came to the experts without a call of the model.
+        """
+        if self._routed is None or self._routed.spec.moe is None:
+            return {}
+        if not self._noted:
+            raise ValueError(
+                f"loss_fn did not call {type(self._routed).__name__} with gradients, so its "
+                "routers got no loss scale. Call the model itself, not its forward or its layers."
+            )
+        layers = self._routed.spec.routed.values()
+        experts = self._routed.spec.moe.experts
+        sums = {"counts": torch.stack([self._sum(n, "counts", (experts,)) for n in layers])}
+        for name in (*NUMBERS, "calls"):
+            sums[name] = torch.stack([self._sum(layer, name, ()) for layer in layers])
+        return {EXPERTS: TensorDict(sums, [])}
+
+    def _sum(self, layer: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        total = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        for notes in self._noted:
+            if layer in notes:
+                total = total + (1.0 if name == "calls" else notes[layer][name])
+        return total
+
+    def _add_routing(
+        self, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not torch.is_grad_enabled():
+            return None
+        routing = Routing(scale=self._loss_scale)
+        self._noted.append(routing.notes)
+        return args, {**keywords, "routing": routing}
+
+
+def rebalance(
+    model: nn.Module, sums: Mapping[str, Any], is_good: Tensor, step: int, total: int | None
+) -> None:
+    """Move the balance of a model's routers by what all ranks counted in a step, in place.
+
+    Args:
+        model: The model.
+        sums: Reduced sums of the step.
+        is_good: ``[]`` bool; a bad step changes nothing.
+        step: Number of the step, from 0.
+        total: Number of steps, for rates that depend on it.
+    """
+    routed = find_routed(model)
+    if routed is None or routed.spec.moe is None or EXPERTS not in sums.keys():  # noqa: SIM118
+        return
+    rate = routed.spec.moe.rate(step, total)
+    counts = sums[EXPERTS]["counts"]
+    rows = {layer: row for row, layer in enumerate(routed.spec.routed.values())}
+    for layer in routed.modules():
+        if isinstance(layer, MoE):
+            layer.router.rebalance(counts[rows[layer.router.layer]], is_good, rate)
+
+
+def expert_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Turn what a step's routers noted into the numbers that one reports.
+
+    Args:
+        sums: Reduced sums of the step.
+
+    Returns:
+        ``[]`` float64 each; none for a dense model. ``moe/load_max`` and ``moe/load_min``: tokens
+        of the busiest and the idlest expert over the mean of their layer; ``moe/dropped``: share
+        of choices beyond capacity; ``moe/bias_range``: the widest of all layers; ``moe/aux_loss``
+        and ``moe/z_loss``: means over positions and layers, unweighted.
+    """
+    if EXPERTS not in sums.keys():  # noqa: SIM118 (a TensorDict knows no `in`)
+        return {}
+    noted = sums[EXPERTS]
+    counts = noted["counts"]
+    mean = counts.mean(-1)
+    return {
+        "moe/load_max": (counts.amax(-1) / mean).amax(),
+        "moe/load_min": (counts.amin(-1) / mean).amin(),
+        "moe/dropped": 1.0 - noted["kept"].sum() / counts.sum(),
+        "moe/bias_range": (noted["bias_range"] / noted["calls"]).amax(),
+        "moe/aux_loss": noted["aux_loss"].sum() / noted["positions"].sum(),
+        "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
+    }

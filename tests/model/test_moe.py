@@ -1,0 +1,582 @@
+"""Experts against loops over tokens in float64: values, and the gradient of every parameter."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from unittest.mock import patch
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import full_tensors, relative_error
+
+import forgekit as fk
+from forgekit.model import moe as moe_module
+from forgekit.model.moe import Experts, MoE, cosine_rate, linear_rate
+from forgekit.model.routing import Routing
+from forgekit.parallel.activation_checkpoint import recompute
+
+DIM, ROWS, POSITIONS = 16, 3, 7
+SPEC = fk.MoESpec(experts=6, top_k=2, ffn_dim=8, shared=0, scale=1.7)
+KINDS = {
+    "softmax": {},
+    "softmax, not renormalised": {"renormalize": False},
+    "sigmoid": {"router": "sigmoid", "top_k": 3},
+    "sigmoid, not renormalised": {"router": "sigmoid", "renormalize": False},
+    "groups": {"groups": 3, "top_groups": 2, "top_k": 3},
+    "sigmoid groups": {"router": "sigmoid", "groups": 2, "top_groups": 1, "top_k": 3},
+    "bias": {"selection_bias": True},
+    "sigmoid groups and bias": {
+        "router": "sigmoid",
+        "groups": 3,
+        "top_groups": 2,
+        "selection_bias": True,
+    },
+    "shared": {"shared": 3},
+    "one of one": {"experts": 1, "top_k": 1, "shared": 1},
+    "capacity": {"capacity": 0.8},
+    "turns": {"force_balance": True, "top_k": 4},
+    "batch term": {"aux_loss": 0.3},
+    "z term": {"z_loss": 0.2},
+    "sequence term": {"sequence_aux_loss": 0.4},
+    "all terms": {
+        "router": "sigmoid",
+        "aux_loss": 0.3,
+        "z_loss": 0.2,
+        "sequence_aux_loss": 0.4,
+        "capacity": 1.1,
+        "selection_bias": True,
+        "shared": 2,
+    },
+}
+MASKS = ("all", "padding", "padding and targets")
+
+
+def build(dtype=torch.float64, dim=DIM, seed=0, **changes):
+    """A layer whose router prefers some experts, so that others get little or nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = MoE(dim, attrs.evolve(SPEC, **changes), "layer").double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).double() / 3)
+        layer.router.weight[-1] = layer.router.weight[-1] * 0.1
+        load = torch.rand(layer.spec.experts, generator=generator) + 0.1
+        layer.router.load.copy_(load / load.sum())
+        if layer.router.selection_bias is not None:
+            bias = torch.randn(layer.spec.experts, generator=generator) / 4
+            layer.router.selection_bias.copy_(bias)
+            layer.router.selection_bias[0] = -9.0  # never chosen
+    return layer.to(dtype)
+
+
+def inputs(mask="all", dtype=torch.float64, dim=DIM):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(ROWS, POSITIONS, dim, generator=generator, dtype=torch.float64).to(dtype)
+    is_token = targets = None
+    if mask != "all":
+        is_token = torch.arange(POSITIONS) < torch.tensor([[7], [4], [0]])
+    if mask == "padding and targets":
+        targets = is_token & (torch.arange(POSITIONS) % 3 != 1)
+    return x, is_token, targets
+
+
+# The reference
+
+
+def swiglu(x, gate, up, down):
+    return down @ (F.silu(gate @ x) * (up @ x))
+
+
+def scores_of(layer, x):
+    logits = layer.router.weight @ x
+    return logits, logits.softmax(0) if layer.spec.router == "softmax" else logits.sigmoid()
+
+
+def chosen(layer, scores, turn):
+    """The experts of one token, best first."""
+    spec, bias = layer.spec, layer.router.selection_bias
+    if spec.force_balance:
+        return [(turn * spec.top_k + i) % spec.experts for i in range(spec.top_k)]
+    values = [
+        float(s) + (0.0 if bias is None else float(bias[i])) for i, s in enumerate(scores.detach())
+    ]
+    allowed = set(range(spec.experts))
+    if spec.groups:
+        each = spec.experts // spec.groups
+        members = [range(g * each, (g + 1) * each) for g in range(spec.groups)]
+        best = 2 if spec.router == "sigmoid" else 1
+        worth = [sum(sorted((values[i] for i in m), reverse=True)[:best]) for m in members]
+        groups = sorted(range(spec.groups), key=lambda g: -worth[g])[: spec.top_groups]
+        allowed = {i for g in groups for i in members[g]}
+    return sorted(allowed, key=lambda i: -values[i])[: spec.top_k]
+
+
+def reference(layer, x, is_token=None, targets=None):
+    """Output, weighted term, counts and computed choices, by loops over tokens."""
+    spec, p = layer.spec, dict(layer.named_parameters())
+    out, term = torch.zeros_like(x), torch.zeros((), dtype=torch.float64)
+    is_token = torch.ones(ROWS, POSITIONS, dtype=torch.bool) if is_token is None else is_token
+    targets = is_token if targets is None else targets
+    counts = torch.zeros(ROWS, spec.experts, dtype=torch.float64)
+    picks = {}
+    for b in range(ROWS):
+        for s in range(POSITIONS):
+            if is_token[b, s]:
+                turn = b * POSITIONS + s
+                picks[b, s] = chosen(layer, scores_of(layer, x[b, s])[1], turn)
+                for i in picks[b, s]:
+                    counts[b, i] += 1
+    room = math.inf if spec.capacity is None else spec.capacity * counts.sum() / spec.experts
+    taken = [0] * spec.experts
+    for b in range(ROWS):
+        for s in range(POSITIONS):
+            logits, scores = scores_of(layer, x[b, s])
+            if spec.shared:
+                shared = [p[f"shared.{name}.weight"] for name in ("gate", "up", "down")]
+                width = spec.ffn_dim  # the n shared experts one by one
+                for n in range(spec.shared):
+                    part = slice(n * width, (n + 1) * width)
+                    gate, up, down = shared[0][part], shared[1][part], shared[2][:, part]
+                    out[b, s] = out[b, s] + swiglu(x[b, s], gate, up, down)
+            weights = scores[picks.get((b, s), [])]
+            if spec.renormalize:
+                weights = weights / weights.sum()
+            for i, weight in zip(picks.get((b, s), []), weights, strict=True):
+                taken[i] += 1
+                if taken[i] <= math.ceil(room) if math.isfinite(room) else True:
+                    experts = [p[f"experts.{name}"][i] for name in ("gate", "up", "down")]
+                    out[b, s] = out[b, s] + spec.scale * weight * swiglu(x[b, s], *experts)
+            if targets[b, s]:
+                normal = scores / scores.sum()
+                shares = counts[b] / counts[b].sum()
+                load = layer.router.load.double()
+                term = term + spec.aux_loss * spec.experts * (load * normal).sum()
+                term = term + spec.sequence_aux_loss * spec.experts * (shares * normal).sum()
+                term = term + spec.z_loss * logits.logsumexp(0).square()
+    kept = sum(min(n, room if math.isinf(room) else math.ceil(room)) for n in taken)
+    return out, term, counts.sum(0), kept
+
+
+def gradients(layer, x, value):
+    layer.zero_grad()
+    found = torch.autograd.grad(value, [x, *layer.parameters()], allow_unused=True)
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    given = [x, *layer.parameters()]
+    return {
+        name: torch.zeros_like(t) if g is None else g
+        for name, t, g in zip(names, given, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_equal_a_loop_over_tokens(kind, mask):
+    layer = build(**KINDS[kind])
+    x, is_token, targets = inputs(mask)
+    x.requires_grad_()
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
+    expected, term, counts, kept = reference(layer, x, is_token, targets)
+    wanted = gradients(layer, x, (expected * direction).sum() + term)
+    routing = Routing(scale=0.125, is_token=is_token, targets=targets)
+    out = layer(x, routing)
+    assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
+    found = gradients(layer, x, 0.125 * (out * direction).sum())
+    assert relative_error({n: g / 0.125 for n, g in found.items()}, wanted) < 1e-12
+    note = routing.notes["layer"]
+    assert note["counts"].tolist() == counts.tolist()
+    assert int(note["kept"]) == kept
+    assert (kept < counts.sum()) == (layer.spec.capacity is not None)
+
+
+def test_the_cases_leave_an_expert_without_tokens_and_another_with_many():
+    layer = build(selection_bias=True)
+    routing = Routing()
+    layer(inputs()[0], routing)
+    counts = routing.notes["layer"]["counts"]
+    assert counts.min() == 0
+    assert counts.max() > 2 * counts.double().mean()
+
+
+@pytest.mark.parametrize("weights", ["aux_loss", "sequence_aux_loss", "z_loss"])
+def test_a_term_of_weight_zero_changes_no_bit(weights):
+    x = inputs()[0].requires_grad_()
+    plain, zero = build(), build(**{weights: 0.0})
+    weighted = build(**{weights: 0.5})
+    first, second, third = (
+        gradients(layer, x, layer(x).square().sum()) for layer in (plain, zero, weighted)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["router.weight"], third["router.weight"])
+    assert torch.equal(first["experts.up"], third["experts.up"])
+
+
+# Grouped products
+
+
+@pytest.mark.parametrize("kind", ["softmax", "capacity", "shared"])
+@pytest.mark.parametrize("mask", ["all", "padding"])
+@pytest.mark.parametrize(("dim", "is_grouped"), [(16, True), (18, False)])
+def test_grouped_products_equal_a_loop_over_experts(kind, mask, dim, is_grouped):
+    """Strides of 18 float32 are no multiple of 16 bytes."""
+    layer = build(torch.float32, dim, **KINDS[kind])
+    twin = build(torch.float64, dim, **KINDS[kind])
+    twin.load_state_dict(layer.state_dict())
+    x, is_token, _ = inputs(mask, torch.float32, dim)
+    y = x.double()
+    x.requires_grad_(), y.requires_grad_()
+    with patch.object(moe_module.F, "grouped_mm", side_effect=F.grouped_mm) as called:
+        out = layer(x, Routing(is_token=is_token))
+    assert called.called == is_grouped
+    found = gradients(layer, x, (out * out.detach()).sum())
+    expected = twin(y, Routing(is_token=is_token))
+    wanted = gradients(twin, y, (expected * expected.detach()).sum())
+    assert relative_error(found, wanted) < 1e-5
+
+
+class _Poisoned(torch.autograd.Function):
+    """A grouped product whose rows past the last offset are NaN, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, offs):
+        ctx.save_for_backward(rows, weight, offs)
+        out = F.grouped_mm(rows, weight, offs=offs)
+        out[int(offs[-1]) :] = math.nan
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weight, offs = ctx.saved_tensors
+        with torch.enable_grad():
+            rows, weight = rows.detach().requires_grad_(), weight.detach().requires_grad_()
+            out = GROUPED(rows, weight, offs=offs)
+            first, second = torch.autograd.grad(out, (rows, weight), gradient.contiguous())
+        first[int(offs[-1]) :] = math.nan
+        return first, second, None
+
+
+GROUPED = F.grouped_mm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "mask"), [("capacity", "all"), ("softmax", "padding"), ("all terms", "padding")]
+)
+def test_rows_past_the_last_offset_reach_neither_values_nor_gradients(kind, mask, dtype):
+    layer = build(dtype, **KINDS[kind])
+    with torch.no_grad():  # experts without tokens at both ends
+        layer.router.weight[[0, -1]] = 0
+    x, is_token, _ = inputs(mask, dtype)
+    x = x.abs().requires_grad_()  # and the others' scores are above 0
+    layer.router.weight.data.abs_()
+
+    def run():
+        out = layer(x, Routing(is_token=is_token))
+        return {"out": out.detach(), **gradients(layer, x, out.float().square().sum())}
+
+    clean = run()
+    calls = []
+
+    def poisoned(rows, weight, *, offs):
+        calls.append(len(rows) > int(offs[-1]))
+        with patch.object(F, "grouped_mm", GROUPED):
+            return _Poisoned.apply(rows, weight, offs)
+
+    with patch.object(F, "grouped_mm", poisoned):
+        found = run()
+    assert calls == [True] * 3
+    for name, expected in clean.items():
+        assert found[name].isfinite().all(), name
+        assert torch.equal(found[name], expected), name
+
+
+def test_no_token_at_all_leaves_gradients_of_zero():
+    layer = build(torch.float32, shared=1)
+    x = inputs(dtype=torch.float32)[0].requires_grad_()
+    out = layer(x, Routing(is_token=torch.zeros(ROWS, POSITIONS, dtype=torch.bool)))
+    assert torch.equal(out, layer.shared(x))
+    out.sum().backward()
+    assert all((p.grad == 0).all() for p in layer.experts.parameters())
+    empty = Experts(DIM, 8, 6)
+    empty(torch.zeros(0, DIM), torch.zeros(6, dtype=torch.int64)).sum().backward()
+    assert all((p.grad == 0).all() for p in empty.parameters())
+
+
+# The selection bias, casts
+
+
+def test_the_bias_changes_the_choice_and_never_a_weight():
+    x = inputs()[0]
+    layer = build(renormalize=False, selection_bias=True)
+    routing = Routing()
+    weights, choice, _ = layer.router(x, routing)
+    scores = F.linear(x, layer.router.weight).softmax(-1)
+    assert torch.equal(weights, scores.gather(-1, choice) * SPEC.scale)
+    layer.router.selection_bias.zero_()
+    assert not torch.equal(layer.router(x, Routing())[1], choice)
+    assert not layer.router.selection_bias.requires_grad
+
+
+def test_buffers_stay_float32_under_every_cast():
+    layer = build(selection_bias=True)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        fresh = MoE(DIM, layer.spec, "layer")
+    finally:
+        torch.set_default_dtype(default)
+    assert {b.dtype for b in fresh.buffers()} == {torch.float32}
+    for cast in (layer.bfloat16, layer.half, layer.double, partial(layer.to, torch.float16)):
+        cast()
+        for name, buffer in layer.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+            assert buffer.dtype == torch.float32
+    layer.load_state_dict({n: t.bfloat16() for n, t in fresh.state_dict().items()})
+    assert {b.dtype for b in layer.buffers()} == {torch.float32}
+
+
+def test_routers_compute_in_float32_under_autocast_and_in_16_bits():
+    layer = build(torch.bfloat16)
+    x = inputs(dtype=torch.bfloat16)[0]
+    scores = F.linear(x.float(), layer.router.weight.float()).softmax(-1)
+    chosen = scores.topk(2)
+    expected = chosen.values / chosen.values.sum(-1, keepdim=True) * SPEC.scale
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights, choice, _ = layer.router(x, Routing())
+    assert weights.dtype == torch.float32
+    assert torch.equal(choice, chosen.indices)
+    assert torch.allclose(weights, expected, rtol=1e-6)
+    assert layer(x).dtype == torch.bfloat16
+
+
+# Rates
+
+
+def test_rates_are_functions_of_step_and_total():
+    assert [linear_rate(0.1, warmup=4)(step, None) for step in (0, 3, 9)] == [0.025, 0.1, 0.1]
+    assert cosine_rate(0.2)(0, 8) == 0.2
+    assert cosine_rate(0.2)(8, 8) == pytest.approx(0.0)
+    assert attrs.evolve(SPEC, bias_rate=0.3).rate(5, None) == 0.3
+    assert attrs.evolve(SPEC, bias_rate=lambda step, total: step / total).rate(2, 8) == 0.25
+    assert SPEC.rate(5, None) == 0.0
+
+
+# The model
+
+
+TINY = fk.TransformerSpec(
+    vocab_size=19,
+    dim=16,
+    layers=4,
+    heads=2,
+    kv_heads=1,
+    ffn_dim=24,
+    max_seq_len=8,
+    moe=attrs.evolve(SPEC, shared=1, first=1, every=2, selection_bias=True),
+)
+IDS = torch.randint(0, 19, (2, 6), generator=torch.Generator().manual_seed(0))
+LAYERS = ["layers.1.feed_forward", "layers.3.feed_forward"]
+
+
+def tiny(**changes):
+    model = fk.Transformer(attrs.evolve(TINY, moe=attrs.evolve(TINY.moe, **changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(12)
+    return model
+
+
+def test_every_second_block_from_the_first_one_on_has_experts():
+    model = tiny()
+    assert list(model.spec.routed.values()) == LAYERS
+    assert [type(block.feed_forward).__name__ for block in model.layers] == [
+        "FeedForward",
+        "MoE",
+        "FeedForward",
+        "MoE",
+    ]
+    std = {name: model.initial_std(name) for name, _ in model.named_parameters()}
+    narrow = {name for name, value in std.items() if value and value < 0.02}
+    assert {f"{layer}.experts.down" for layer in LAYERS} < narrow
+    assert {f"{layer}.shared.down.weight" for layer in LAYERS} < narrow
+    assert not any(name.endswith(("router.weight", "gate", "up")) for name in narrow)
+
+
+def test_padding_gets_no_expert_and_changes_nothing():
+    model = tiny(aux_loss=0.2, z_loss=0.1)
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 1], [3, 3, 3, 3, 3, 3]])
+    padded = F.pad(doc_ids, (0, 2), value=-1)
+    first, second = Routing(), Routing()
+    short = model(IDS, doc_ids=doc_ids, routing=first)
+    model.zero_grad()
+    short.square().sum().backward()
+    expected = full_tensors(model, gradients=True)
+    model.zero_grad()
+    long = model(F.pad(IDS, (0, 2), value=4), doc_ids=padded, routing=second)[:, :6]
+    long.square().sum().backward()
+    assert torch.allclose(long, short, atol=1e-5)
+    assert relative_error(full_tensors(model, gradients=True), expected) < 1e-5
+    for layer in LAYERS:
+        for name, value in first.notes[layer].items():
+            assert torch.allclose(second.notes[layer][name], value, rtol=1e-5), name
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_recomputation_repeats_the_choice_of_the_forward(what):
+    """Also when the bias has moved in between, as a pipeline's next micro-batch might see it."""
+
+    def run(model, *, moves):
+        routing = Routing()
+        loss = model(IDS, routing=routing).square().sum()
+        noted = {layer: dict(note) for layer, note in routing.notes.items()}
+        if moves:
+            for layer in LAYERS:
+                model.get_submodule(layer).router.selection_bias.add_(torch.arange(6.0))
+        loss.backward()
+        for layer in LAYERS:
+            assert torch.equal(routing.notes[layer]["counts"], noted[layer]["counts"])
+        return full_tensors(model, gradients=True)
+
+    expected = run(tiny(z_loss=0.1), moves=False)
+    model = tiny(z_loss=0.1)
+    for block in model.layers:
+        recompute(block, what)
+    found = run(model, moves=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_given_choice_is_used_with_live_scores():
+    model = tiny()
+    routing = Routing()
+    model(IDS, routing=routing)
+    given = {layer: (torch.arange(24).view(2, 6, 2) + i) % 6 for i, layer in enumerate(LAYERS)}
+    used = Routing()
+    model(IDS, replay=given, routing=used).square().sum().backward()
+    for i, layer in enumerate(LAYERS):
+        counts = used.notes[layer]["counts"]
+        assert counts.tolist() == torch.bincount(given[layer].flatten(), minlength=6).tolist(), i
+        assert counts.tolist() != routing.notes[layer]["counts"].tolist()
+        assert model.get_submodule(layer).router.weight.grad.abs().max() > 1e-3
+    layer = build()
+    x = inputs()[0]
+    choice = torch.tensor([5, 2]).expand(ROWS, POSITIONS, 2)
+    weights, _, _ = layer.router(x, Routing(choices={"layer": choice}))
+    scores = F.linear(x, layer.router.weight).softmax(-1)[..., [5, 2]]
+    assert torch.allclose(weights, SPEC.scale * scores / scores.sum(-1, keepdim=True))
+
+
+CHOICE = torch.zeros(2, 6, 2, dtype=torch.int64)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({LAYERS[1]: None}, r"^replay has choices for the layers \['layers\.1\.feed_forward'\]; "),
+        (
+            {"layers.2.feed_forward": CHOICE},
+            r"'layers\.2\.feed_forward'\]; the model has \['layers\.1\.feed_forward', ",
+        ),
+        (
+            {LAYERS[0]: CHOICE[:1]},
+            r"^replay\['layers\.1\.feed_forward'\] is \(1, 6, 2\) of torch\.int64; it must be "
+            r"integers of shape \(2, 6, 2\): rows, positions and top_k of this micro-batch\.$",
+        ),
+        ({LAYERS[0]: CHOICE[..., :1]}, r"is \(2, 6, 1\) of torch\.int64; it must be"),
+        ({LAYERS[0]: CHOICE.float()}, r"is \(2, 6, 2\) of torch\.float32; it must be integers"),
+        (
+            {LAYERS[1]: CHOICE + 6},
+            r"^replay\['layers\.3\.feed_forward'\] has expert 6; 6 experts are 0 to 5\.$",
+        ),
+        ({LAYERS[0]: CHOICE - 1}, r"has expert -1; 6 experts are 0 to 5\.$"),
+    ],
+)
+def test_a_choice_of_another_model_or_micro_batch_is_refused(change, message):
+    given = {**dict.fromkeys(LAYERS, CHOICE), **change}
+    given = {layer: choice for layer, choice in given.items() if choice is not None}
+    with pytest.raises(ValueError, match=message):
+        tiny()(IDS, replay=given)
+
+
+@pytest.mark.bad_input
+def test_what_experts_take_is_refused_where_it_does_not_fit():
+    dense = fk.Transformer(attrs.evolve(TINY, moe=None))
+    assert dense(IDS, targets=IDS > 3).shape == (2, 6, 19)
+    with pytest.raises(ValueError, match=r"^replay was given to a model without experts"):
+        dense(IDS, replay={})
+    with pytest.raises(ValueError, match=r"^targets has shape \(2, 5\) and input_ids \(2, 6\)"):
+        tiny()(IDS, targets=IDS[:, 1:] > 3)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"top_k": 7}, ValueError, r"^top_k 7 is above experts 6; a token goes to at most 6"),
+        ({"top_k": 0}, ValueError, r"^top_k 0 must be at least 1\.$"),
+        ({"experts": 0}, ValueError, r"^experts 0 must be at least 1\.$"),
+        ({"experts": 2.5}, TypeError, r"^experts is 2\.5, a float; pass an integer\.$"),
+        ({"ffn_dim": 0}, ValueError, r"^ffn_dim 0 must be at least 1\.$"),
+        ({"shared": -1}, ValueError, r"^shared -1 must be at least 0\.$"),
+        ({"first": -1}, ValueError, r"^first -1 must be at least 0\.$"),
+        ({"every": 0}, ValueError, r"^every 0 must be at least 1\.$"),
+        ({"router": "tanh"}, ValueError, r"^router is 'tanh'; it is one of \"softmax\", \"sig"),
+        ({"scale": math.nan}, ValueError, r"^scale is nan; it must be finite and a number\.$"),
+        ({"capacity": 0}, ValueError, r"^capacity is 0: each expert would take 0 \* tokens \* "),
+        ({"capacity": -1.0}, ValueError, r"^capacity is -1\.0; it must be finite and not neg"),
+        ({"aux_loss": -0.1}, ValueError, r"^aux_loss is -0\.1; it must be finite and not neg"),
+        ({"z_loss": math.inf}, ValueError, r"^z_loss is inf; it must be finite"),
+        ({"sequence_aux_loss": "1"}, TypeError, r"^sequence_aux_loss is '1', a str; pass a num"),
+        ({"groups": 3}, ValueError, r"^groups is 3 and top_groups None; give both or neither"),
+        ({"top_groups": 3}, ValueError, r"^groups is None and top_groups 3; give both"),
+        (
+            {"groups": 4, "top_groups": 2},
+            ValueError,
+            r"^experts 6 must be divisible by groups 4; the nearest are 4 and 8\.$",
+        ),
+        ({"groups": 3, "top_groups": 4}, ValueError, r"^top_groups 4 is above groups 3; experts"),
+        (
+            {"groups": 3, "top_groups": 1, "top_k": 3},
+            ValueError,
+            r"^top_k 3 is above the 2 experts of the chosen groups: top_groups 1 \* experts 6 / "
+            r"groups 3 = 2\.$",
+        ),
+        (
+            {"bias_rate": 0.1, "selection_bias": False},
+            ValueError,
+            r"^bias_rate is 0\.1 and selection_bias False: the router has no bias to move\.",
+        ),
+        ({"bias_rate": -0.1}, ValueError, r"^bias_rate is -0\.1; it must be finite and not neg"),
+        ({"bias_rate": 0.1, "force_balance": True}, ValueError, r"experts take turns, whatever"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        attrs.evolve(SPEC, **change)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (partial(attrs.evolve, TINY, moe={}), TypeError, r"^moe is {}; pass a forgekit\.MoESpec"),
+        (
+            lambda: attrs.evolve(TINY, moe=attrs.evolve(SPEC, first=4)),
+            ValueError,
+            r"^moe\.first is 4 and layers 4: no block would have experts\. .* 0 to 3\.$",
+        ),
+        (lambda: cosine_rate(0.1)(3, None), ValueError, r"pass make_step\(\.\.\., total=steps\)"),
+        (
+            lambda: attrs.evolve(SPEC, bias_rate=lambda step, _: -step).rate(2, None),
+            ValueError,
+            r"^bias_rate of step 2 is -2; it must be finite and not negative\.$",
+        ),
+        (partial(linear_rate, 0.1, warmup=0), ValueError, r"^warmup 0 must be at least 1\.$"),
+    ],
+)
+def test_models_and_rates_that_cannot_be_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

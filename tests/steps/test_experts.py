@@ -1,0 +1,448 @@
+"""Experts in a step: exact router terms, counts that count once, one change of balance a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import full, full_tensors, relative_error
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.model.moe import MoE, cosine_rate
+from forgekit.steps.experts import StepRouters
+
+MOE = fk.MoESpec(
+    experts=6,
+    top_k=2,
+    ffn_dim=8,
+    shared=1,
+    first=1,
+    every=2,
+    scale=1.7,
+    aux_loss=0.3,
+    z_loss=0.05,
+    sequence_aux_loss=0.2,
+    bias_rate=0.02,
+)
+SPEC = fk.TransformerSpec(
+    vocab_size=19, dim=16, layers=4, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=12, moe=MOE
+)
+ROWS = 8
+ZERO = {"aux_loss": 0.0, "z_loss": 0.0, "sequence_aux_loss": 0.0}
+SCHEDULE = fk.constant(0.05)
+
+
+def build(dtype=torch.float64, **changes):
+    """A model with scores far apart and loads that are not even."""
+    model = fk.Transformer(attrs.evolve(SPEC, moe=attrs.evolve(MOE, **changes))).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(12)
+        for layer in routed(model):
+            load = torch.rand(6, generator=generator) + 0.1
+            layer.router.load.copy_(load / load.sum())
+    return model
+
+
+def routed(model):
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def create(model=None, **options):
+    model = build() if model is None else model
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()), **options)
+
+
+def rows(seed=0, count=ROWS):
+    """Rows with ragged padding and targets; the last row has no target."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, generator=generator)
+    ids, labels = draw(0, 19, (count, 9)), draw(0, 19, (count, 9))
+    doc_ids = (torch.arange(9) // 4).expand(count, 9).clone()
+    for row in range(count):
+        doc_ids[row, 9 - row % 4 :] = -1
+    labels[(doc_ids < 0) | (draw(0, 10, labels.shape) < 3)] = -100
+    labels[-1] = -100
+    return TensorDict({"input_ids": ids, "labels": labels, "doc_ids": doc_ids}, [count])
+
+
+def split(batch, sizes):
+    return list(batch.split(sizes))
+
+
+def loss_fn(model, batch):
+    is_target = batch["labels"] != -100
+    logits = model(batch["input_ids"], doc_ids=batch["doc_ids"], targets=is_target)
+    return fk.cross_entropy(logits, batch["labels"])
+
+
+# The reference
+
+
+def watch(model):
+    """What goes into each layer of experts, by their number."""
+    entered = {}
+    for index, layer in enumerate(routed(model)):
+        layer.register_forward_pre_hook(lambda _, args, i=index: entered.update({i: args[0]}))
+    return entered
+
+
+def terms_of(layer, x, batch, spec=None):
+    """The router terms of one layer by their formulas, from what goes into it."""
+    spec, is_token = spec or layer.spec, batch["doc_ids"] >= 0
+    logits = x @ layer.router.weight.T
+    probabilities = logits.softmax(-1)
+    bias = layer.router.selection_bias
+    choice = (probabilities if bias is None else probabilities + bias).topk(spec.top_k).indices
+    hits = F.one_hot(choice, spec.experts).sum(2).double() * is_token.unsqueeze(-1)
+    counts = hits.sum((0, 1))
+    per_row = hits.sum(1, keepdim=True) / hits.sum((1, 2)).clamp(min=1)[:, None, None]
+    load = layer.router.load.double()
+    value = spec.aux_loss * spec.experts * (load * probabilities).sum(-1)
+    value = value + spec.sequence_aux_loss * spec.experts * (per_row * probabilities).sum(-1)
+    value = value + spec.z_loss * logits.logsumexp(-1) ** 2
+    return (value * (batch["labels"] != -100)).sum(), counts
+
+
+def reference(model, batch):
+    """Gradients of the whole batch's mean, its terms added by hand; and counts by layer."""
+    bare = build(**{**attrs.asdict(model.spec.moe, recurse=False), **ZERO})
+    bare.load_state_dict(model.state_dict())
+    entered = watch(bare)
+    logits = bare(batch["input_ids"], doc_ids=batch["doc_ids"])
+    total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    counts = []
+    for index, layer in enumerate(routed(bare)):
+        term, counted = terms_of(layer, entered[index], batch, model.spec.moe)
+        total = total + term
+        counts.append(counted)
+    targets = (batch["labels"] != -100).sum()
+    (total / targets).backward()
+    return full_tensors(bare, gradients=True), torch.stack(counts)
+
+
+def run(state, batches):
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    found = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    return totals, found
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**5])
+@pytest.mark.parametrize("sizes", [[8], [4, 4], [1, 7], [1] * 8])
+def test_router_terms_do_not_depend_on_the_split(sizes, scale):
+    """The last micro-batch of eight has no target, and its tokens count for the balance."""
+    model = build()
+    batch = rows()
+    expected, counts = reference(model, batch)
+    totals, found = run(create(model, loss_scale=scale), split(batch, sizes))
+    assert relative_error(found, expected) < 1e-10
+    assert totals.sums["experts", "counts"].tolist() == counts.tolist()
+    without, _ = reference(build(**ZERO), batch)
+    for index in (1, 3):  # the terms are no small part of it
+        name = f"layers.{index}.feed_forward.router.weight"
+        assert (expected[name] - without[name]).abs().max() > 0.01 * expected[name].abs().max()
+
+
+@pytest.mark.parametrize("term", ["aux_loss", "sequence_aux_loss", "z_loss"])
+def test_each_term_alone_is_exact(term):
+    model = build(**{**ZERO, term: 2.5})
+    expected, _ = reference(model, rows())
+    _, found = run(create(model), split(rows(), [3, 5]))
+    assert relative_error(found, expected) < 1e-10
+
+
+def test_without_targets_terms_are_summed_over_all_that_is_no_padding():
+    def plain(model, batch):
+        return fk.cross_entropy(
+            model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"]
+        )
+
+    def told(model, batch):
+        ids, doc_ids = batch["input_ids"], batch["doc_ids"]
+        return fk.cross_entropy(model(ids, doc_ids=doc_ids, targets=doc_ids >= 0), batch["labels"])
+
+    results = []
+    for loss in (plain, told, loss_fn):
+        state = create()
+        totals = fk.reduce_totals(fk.accumulate(state, split(rows(), [3, 5]), loss), state)
+        results.append(fk.gradients(state, totals))
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+    assert relative_error(results[2], results[0]) > 1e-3
+
+
+# Balance
+
+
+def balance(state):
+    return [
+        tensor.clone()
+        for layer in routed(state.model)
+        for tensor in (layer.router.load, layer.router.selection_bias)
+    ]
+
+
+def is_same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def train(steps, sizes, model=None, **options):
+    state = create(model)
+    step = fk.make_step(loss_fn, schedule=SCHEDULE, **options)
+    for index in range(steps):
+        state, metrics = step(state, split(rows(index), sizes))
+    return state, metrics
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_bias_moves_once_a_step_by_the_sign_of_the_load(centered):
+    model = build(centered=centered, bias_rate=cosine_rate(0.3))
+    state = create(model)
+    step = fk.make_step(loss_fn, schedule=SCHEDULE, total=4)
+    expected = [torch.zeros(6) for _ in routed(model)]
+    for index, rate in enumerate([0.3, 0.25606602, 0.15]):
+        counts = reference(state.model, rows(index))[1].double()
+        for layer, (counted, bias) in enumerate(zip(counts, expected, strict=True)):
+            change = rate * (counted.mean() - counted).sign()
+            expected[layer] = bias + (change - change.mean() * centered)
+        state, _ = step(state, split(rows(index), [3, 5]))
+        for layer, bias, counted in zip(routed(state.model), expected, counts, strict=True):
+            assert torch.allclose(layer.router.selection_bias, bias.float(), atol=1e-6)
+            assert torch.equal(layer.router.load, (counted / counted.sum()).float())
+    assert all(abs(bias.sum()) < 1e-6 for bias in expected) == centered
+
+
+def test_balance_is_bitwise_the_same_for_any_split_and_recomputation():
+    expected, _ = train(5, [8])
+    for sizes, what in (([3, 5], "none"), ([8], "full"), ([2, 6], "selective")):
+        model = build()
+        for block in model.layers:
+            fk.parallel.activation_checkpoint.recompute(block, what)
+        found, _ = train(5, sizes, model)
+        assert is_same(balance(found), balance(expected)), (sizes, what)
+
+
+def test_padding_and_micro_batches_without_a_token_change_no_balance():
+    expected, _ = train(3, [8])
+    state = create()
+    step = fk.make_step(loss_fn, schedule=SCHEDULE)
+    empty = rows(7)
+    empty["labels"].fill_(-100), empty["doc_ids"].fill_(-1)
+    for index in range(3):
+        batch = rows(index)
+        fill = {"input_ids": 3, "labels": -100, "doc_ids": -1}
+        padded = TensorDict({k: F.pad(batch[k], (0, 2), value=v) for k, v in fill.items()}, [ROWS])
+        state, metrics = step(state, [padded, empty])
+    assert is_same(balance(state), balance(expected))
+    assert metrics["moe/dropped"] == 0
+
+
+def test_evaluation_and_other_forwards_count_nothing():
+    expected, _ = train(3, [3, 5])
+
+    def with_another_look(model, batch):
+        with torch.no_grad():
+            model(batch["input_ids"].flip(1))
+        return loss_fn(model, batch)
+
+    state = create()
+    step = fk.make_step(with_another_look, schedule=SCHEDULE)
+    for index in range(3):
+        fk.evaluate(state, split(rows(index + 50), [8]), loss_fn)
+        state, _ = step(state, split(rows(index), [3, 5]))
+        fk.generate(state.model, torch.arange(3).view(1, 3), max_new_tokens=2)
+    assert is_same(balance(state), balance(expected))
+
+
+@pytest.mark.parametrize("kind", ["not finite", "no targets"])
+def test_a_bad_step_changes_no_balance(kind):
+    state, _ = train(2, [3, 5])
+    before, parameters = balance(state), full_tensors(state.model)
+    batch = rows(9)
+
+    def bad_loss(model, batch):
+        loss = loss_fn(model, batch)
+        return loss if kind == "no targets" else fk.Loss(loss.sum * torch.nan, loss.count)
+
+    if kind == "no targets":
+        batch["labels"].fill_(-100)
+    step = fk.make_step(bad_loss, schedule=SCHEDULE)
+    state, metrics = step(state, [batch])
+    assert metrics["skipped"] == 1
+    assert is_same(balance(state), before)
+    assert all(torch.equal(t, parameters[n]) for n, t in full_tensors(state.model).items())
+    state, metrics = fk.make_step(loss_fn, schedule=SCHEDULE)(state, [rows(9)])
+    assert metrics["skipped"] == 0
+    assert not is_same(balance(state), before)
+
+
+def test_weights_that_are_not_finite_make_a_bad_step():
+    state = create()
+    with torch.no_grad():
+        state.model.layers[0].feed_forward.up.weight[0, 0] = torch.nan
+    before = balance(state)
+    state, metrics = fk.make_step(loss_fn, schedule=SCHEDULE)(state, split(rows(), [3, 5]))
+    assert metrics["skipped"] == 1
+    assert is_same(balance(state), before)
+
+
+def test_balance_resumes_bitwise(tmp_path):
+    expected, _ = train(4, [3, 5])
+    state, _ = train(2, [3, 5])
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    state = fk.checkpoint_load(create(), tmp_path)
+    step = fk.make_step(loss_fn, schedule=SCHEDULE)
+    for index in (2, 3):
+        state, _ = step(state, split(rows(index), [3, 5]))
+    assert is_same(balance(state), balance(expected))
+    assert is_same(full_tensors(state.model).values(), full_tensors(expected.model).values())
+
+
+def test_a_frozen_bias_stays():
+    """An imported one; the load still follows, for the auxiliary loss."""
+    model = build(bias_rate=None, selection_bias=True)
+    for layer in routed(model):
+        layer.router.selection_bias.copy_(torch.arange(6.0) / 10)
+    state, metrics = train(2, [8], model)
+    load, bias, *_ = balance(state)
+    assert torch.equal(bias, torch.arange(6.0) / 10)
+    assert not torch.equal(load, build().layers[1].feed_forward.router.load)
+    assert metrics["moe/bias_range"] == pytest.approx(0.5)
+
+
+# Metrics
+
+
+def test_metrics_say_how_experts_are_loaded():
+    model = build(capacity=0.9, bias_rate=0.1)
+    with torch.no_grad():
+        routed(model)[1].router.selection_bias.copy_(torch.arange(6.0) / 100)
+    _, counts = reference(model, rows())
+    spread = counts.double() / counts.double().mean(-1, keepdim=True)
+    _, metrics = train(1, [8], model)
+    assert metrics["moe/bias_range"] == pytest.approx(0.05, rel=1e-6)
+    assert 0.02 < metrics["moe/dropped"] < 0.5
+    assert metrics["moe/load_max"] > 1.2
+    assert spread.min() < 0.8
+    names = {name for name in metrics.keys() if name.startswith("moe/")}  # noqa: SIM118
+    assert names == {
+        f"moe/{name}"
+        for name in ("load_max", "load_min", "dropped", "bias_range", "aux_loss", "z_loss")
+    }
+
+
+def test_metrics_equal_their_formulas():
+    model = build(sequence_aux_loss=0.0)
+    batch = rows()
+    _, counts = reference(model, batch)
+    each = {}
+    for name in ("aux_loss", "z_loss"):
+        alone = build(**{**ZERO, name: 1.0})
+        entered = watch(alone)
+        with torch.no_grad():
+            alone(batch["input_ids"], doc_ids=batch["doc_ids"])
+            sums = [terms_of(m, entered[i], batch)[0] for i, m in enumerate(routed(alone))]
+        each[name] = float(sum(sums)) / (2 * int((batch["labels"] != -100).sum()))
+    _, metrics = train(1, [3, 5], model)
+    share = counts.double() / counts.double().mean(-1, keepdim=True)
+    assert metrics["moe/aux_loss"] == pytest.approx(each["aux_loss"])
+    assert metrics["moe/z_loss"] == pytest.approx(each["z_loss"])
+    assert metrics["moe/load_max"] == pytest.approx(float(share.max()))
+    assert metrics["moe/load_min"] == pytest.approx(float(share.min()))
+    assert metrics["moe/dropped"] == 0
+
+
+class HostReads(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_by_the_host():
+    model = build(torch.float32, capacity=1.1)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    step = fk.make_step(loss_fn, schedule=SCHEDULE)
+    state, _ = step(state, [rows()])
+    with HostReads() as reads:
+        state, _ = step(state, [rows(1)])
+    assert reads.names == []
+
+
+# Ranks
+
+
+def _on_ranks(rank, world, sizes, options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = fk.parallelize(build(), mesh, **options)
+    state = create(model, mesh=mesh)
+    parts = [batch[rank::world].contiguous() for batch in split(rows(), [4, 4])]
+    totals, found = run(state, parts)
+    state = fk.update(state, fk.clip(totals), lr=0.05, totals=totals)
+    step = fk.make_step(loss_fn, schedule=SCHEDULE, max_norm=float("inf"))
+    for index in (1, 2):
+        state, _ = step(state, [b[rank::world].contiguous() for b in split(rows(index), [4, 4])])
+    return found, totals.sums["experts", "counts"].tolist(), balance(state)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["FSDP2", "EP2"])
+@pytest.mark.parametrize("what", ["none", "full"])
+def test_two_ranks_learn_and_count_as_one_process(sizes, what):
+    expected, counts = reference(build(), rows())
+    state, _ = train(3, [8], max_norm=float("inf"))
+    options = {"activation_checkpoint": what}
+    for found, counted, balanced in run_ranks(_on_ranks, 2, sizes, options):
+        assert relative_error(found, expected) < 1e-10
+        assert counted == counts.tolist()
+        assert is_same(balanced, balance(state))
+
+
+# Errors
+
+
+def _around_the_model(model, batch):
+    logits = model.forward(batch["input_ids"], doc_ids=batch["doc_ids"])
+    return fk.cross_entropy(logits, batch["labels"])
+
+
+@pytest.mark.bad_input
+def test_experts_that_a_step_cannot_follow_are_refused():
+    with pytest.raises(ValueError, match=r"^loss_fn did not call Transformer with gradients, so"):
+        fk.accumulate(create(), [rows()], _around_the_model)
+    twins = torch.nn.ModuleList([build(), build()])
+    with pytest.raises(ValueError, match=r"^ModuleList has 2 Transformers with experts, whose"):
+        StepRouters(twins, torch.ones(()), torch.device("cpu"))
+
+
+def _laid_out(rank, world, sizes, changes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
+        fk.parallelize(build(**changes), mesh)
+    return error.value
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ({"tp": 2}, {}, r"^the model has experts .* and the mesh tp of 2; tp and pp do not share"),
+        ({"pp": 2}, {}, r"^the model has experts .* and the mesh pp of 2; tp and pp do not share"),
+        ({"cp": 2}, {}, r"^sequence_aux_loss with cp 2: a rank counts the experts of its posi"),
+    ],
+)
+def test_layouts_in_which_terms_would_not_add_up_are_refused(sizes, changes, message):
+    for found in run_ranks(_laid_out, 2, sizes, changes):
+        with pytest.raises(ValueError, match=message):
+            raise found
