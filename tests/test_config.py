@@ -444,3 +444,19 @@ def test_a_default_of_a_type_that_no_command_line_gives_is_left_alone():
         activation: Callable[[float], float] = abs
 
     assert load_config(Config, ["steps=5"]).activation is abs
+
+
+def test_a_function_beside_a_number_is_left_to_scripts(capsys):
+    """A file gives the number; what a script gives stays as it is."""
+
+    @attrs.frozen
+    class Balanced:
+        rate: float | Callable[[int], float] | None = None
+
+    assert structure(Balanced, {"rate": 1}).rate == 1.0
+    assert structure(Balanced, {}).rate is None
+    with pytest.raises(ConfigError, match=r"^rate: expected float( \| none)?, read \"fast\" \(str"):
+        structure(Balanced, {"rate": "fast"})
+    with pytest.raises(SystemExit):
+        load_config(Balanced, ["--help"])
+    assert "Callable" not in capsys.readouterr().out

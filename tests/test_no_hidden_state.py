@@ -206,6 +206,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "parameter.grad": TORCH,
         "register_forward_hook(_check_output)": WHILE,
     },
+    "steps/experts.py": {"register_forward_pre_hook(self._add_routing, with_kwargs=True)": WHILE},
     "steps/forward.py": {"module.training": TORCH},
     "steps/losses.py": {"register_hook(_without_nan)": "autograd's, of one result"},
     "steps/position_proof.py": {

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -62,8 +62,10 @@ def fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
 
 
 def arms_of(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; one type alone is a union of one."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    """The types of a union that a file can give, so no functions; one type alone is one of one."""
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    return tuple(arm for arm in get_args(kind) if get_origin(arm) is not Callable)
 
 
 def section_of(kind: Any) -> Any:
