@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.model.moe import MoE, cosine_rate
+from forgekit.model.routing import Routing
 from forgekit.steps.experts import StepRouters
 
 MOE = fk.MoESpec(
@@ -176,6 +177,63 @@ def test_without_targets_terms_are_summed_over_all_that_is_no_padding():
         results.append(fk.gradients(state, totals))
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
     assert relative_error(results[2], results[0]) > 1e-3
+
+
+# Where the auxiliary loss settles
+
+
+def usual_form(layer, x):
+    """``e`` times the sum of today's shares of the load, held constant, and mean probability."""
+    probabilities = (x @ layer.router.weight.T).softmax(-1).flatten(0, 1)
+    counts = torch.bincount(probabilities.topk(2).indices.flatten(), minlength=6)
+    return 6 * (counts.double() / counts.sum() * probabilities.mean(0)).sum()
+
+
+def test_at_rest_the_gradient_is_that_of_the_usual_form():
+    """With weights that stay, the shares of the last step are those of this one."""
+    model = build(**{**ZERO, "aux_loss": 1.0}, bias_rate=None, first=3)
+    batch = rows()
+    batch["doc_ids"].zero_(), batch["labels"].fill_(3)
+
+    def only_terms(model, batch):
+        loss = loss_fn(model, batch)
+        return fk.Loss(loss.sum * 0.0, loss.count)
+
+    state = create(model)
+    entered = watch(model)
+    gradients = []
+    for _ in range(2):
+        totals = fk.reduce_totals(fk.accumulate(state, [batch], only_terms), state)
+        gradients.append(fk.gradients(state, totals)["layers.3.feed_forward.router.weight"])
+        state = fk.update(state, fk.clip(totals), lr=0.0, totals=totals)
+    (layer,) = routed(model)
+    value = usual_form(layer, entered[0].detach())
+    expected = torch.autograd.grad(value, layer.router.weight)[0]
+    assert relative_error({"w": gradients[1]}, {"w": expected}) < 1e-6  # shares are float32
+    assert relative_error({"w": gradients[0]}, {"w": expected}) > 0.1
+
+
+def test_the_auxiliary_loss_balances_as_the_usual_form_does():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 8, 16, generator=generator).double() + 0.7
+    loads = []
+    for form in ("ours", "usual"):
+        layer = MoE(16, attrs.evolve(MOE, **{**ZERO, "aux_loss": 1.0}, shared=0), "layer").double()
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator.manual_seed(3))
+        for _ in range(150):
+            routing = Routing(scale=1 / 512)
+            out = layer(x, routing)
+            value = (out * 0.0).sum() if form == "ours" else usual_form(layer, x)
+            (gradient,) = torch.autograd.grad(value, layer.router.weight)
+            layer.router.weight.data -= 0.3 * gradient
+            counts = routing.notes["layer"]["counts"].double()
+            layer.router.rebalance(counts, torch.tensor(data=True), 0.0)
+            loads.append(float(counts.max() / counts.mean()))
+    ours, usual = loads[:150], loads[150:]
+    assert ours[0] == usual[0] > 1.6
+    assert ours[-1] < 1.15
+    assert abs(ours[-1] - usual[-1]) < 0.05
 
 
 # Balance
