@@ -71,7 +71,8 @@ def build_mesh(
     Args:
         spec: Sizes of the dimensions; all ranks on ``dp_shard`` if not given.
         device: ``"cpu"`` or an accelerator that torch finds, as ``"cuda"``; by default the
-            accelerator where there is one.
+            accelerator where there is one. Each rank of a machine gets one of its own; an index, as
+            in ``"cuda:1"``, chooses that of one process.
 
     Returns:
         A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. Where ranks
@@ -91,10 +92,10 @@ def build_mesh(
     spec = spec or MeshSpec()
     kind = _kind_of(device)
     rank, world, local = identity(os.environ)
-    sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
+    world = dist.get_world_size() if dist.is_initialized() else world
+    sizes = resolve_sizes(spec, world)
     if kind != "cpu":
-        module = torch.get_device_module(kind)
-        module.set_device(local % module.device_count())
+        torch.get_device_module(kind).set_device(_index_of(device, kind, world, local))
     if not dist.is_initialized():
         _start(kind, rank, world)
     return _arrange(kind, sizes, spec.ep)
@@ -239,6 +240,27 @@ def _kind_of(device: str | torch.device | None) -> str:
             f"{' and '.join(found)}. Use one of them, or leave it out to get {found[0]}."
         )
     return kind
+
+
+def _index_of(device: str | torch.device | None, kind: str, world: int, local: int) -> int:
+    """Number of the accelerator that a rank computes on: its own, or the one that was asked for."""
+    count = torch.get_device_module(kind).device_count()
+    own = local % count
+    asked = str(device).partition(":")[2]
+    if device is None or asked in ("", str(own)):
+        return own
+    if asked not in map(str, range(count)):
+        shown = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+        raise ValueError(
+            f"device is {str(device)!r} and this process sees {shown} only. Use {kind!r}: each "
+            "rank gets one of its own."
+        )
+    if world > 1:
+        raise ValueError(
+            f"device is {str(device)!r} and this rank, {local} on its machine, gets {kind}:{own}. "
+            f"Use {kind!r}: each rank gets one of its own."
+        )
+    return int(asked)
 
 
 def _devices_here() -> list[str]:

@@ -39,6 +39,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 __all__ = ["Ledger", "PretendTensor", "install", "watching"]
 
 NAME = "pretend"
+PEAK = 3 * 2**30
+"""Bytes that the device says were allocated."""
 LINES = 12
 """Of the stack to keep for each wait."""
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -563,7 +565,7 @@ def _replace_what_stays_in_cpp() -> None:
         "current_stream": streams.current_stream,
         "set_stream": streams.set_stream,
         "synchronize": streams.synchronize,
-        "max_memory_allocated": lambda _device=None: 0,
+        "max_memory_allocated": lambda _device=None: PEAK,
     }.items():
         setattr(accelerator, name, value)
     torch.Generator = _Generator

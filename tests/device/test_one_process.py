@@ -63,6 +63,53 @@ def test_every_device_starts_from_the_same_weights():
         assert torch.equal(there[name], here[name]), name
 
 
+INDICES = {
+    (
+        "pretend:1",
+        1,
+        1,
+    ): r"device is 'pretend:1' and this process sees pretend:0 only\. Use 'pretend'",
+    ("pretend:2", 2, 1): "device is 'pretend:2' and this process sees pretend:0 to pretend:1 only",
+    ("pretend:x", 2, 1): "device is 'pretend:x' and this process sees pretend:0 to pretend:1 only",
+    (
+        "pretend:1",
+        2,
+        2,
+    ): "and this rank, 0 on its machine, gets pretend:0. Use 'pretend': each rank",
+    (
+        "cuda",
+        1,
+        1,
+    ): "device is 'cuda' and torch finds no such device here; it finds pretend and cpu",
+}
+CHOSEN = {("pretend", 2): 0, ("pretend:0", 2): 0, ("pretend:1", 2): 1, (None, 2): 0}
+
+
+def choose(_rank, _world, device, count, message):
+    with pytest.MonkeyPatch.context() as patch:
+        module, chosen = torch.get_device_module(NAME), []
+        patch.setattr(module, "device_count", lambda: count)
+        patch.setattr(module, "set_device", chosen.append)
+        if message is None:
+            fk.build_mesh(device=device)
+            return chosen[0]
+        with pytest.raises(ValueError, match=message):
+            fk.build_mesh(device=device)
+    return chosen
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("asked", "message"), INDICES.items(), ids=map(str, INDICES))
+def test_a_device_that_is_not_there_or_not_this_rank_s_is_refused(asked, message):
+    device, count, world = asked
+    assert run_ranks(choose, world, device, count, message, setup=SETUP) == [[]] * world
+
+
+def test_one_process_computes_on_the_device_that_it_chose():
+    for (device, count), expected in CHOSEN.items():
+        assert run_ranks(choose, 1, device, count, None, setup=SETUP) == [expected]
+
+
 # Around the step
 
 
