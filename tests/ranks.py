@@ -5,6 +5,10 @@ hundredths. A *zygote* is forked when the test session starts, before torch has 
 (its thread pools do not survive a fork), and forks workers when they are asked for. Each job gets
 a process group of its own over a fresh file store. After a failure the workers are replaced.
 
+Half of what a small job costs is what a first step finds out: groups that connect, and what
+DTensor keeps for each operation on a mesh. ``run_again`` keeps the groups for the next job on as
+many ranks.
+
 What a process can do only once, as installing a device, is a *setup*: each has workers of its own.
 """
 
@@ -26,10 +30,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from forgekit import mesh
 
@@ -52,6 +58,7 @@ def run_ranks(
     group: bool = True,
     timeout_s: float = 60,
     setup: str = "",
+    keep: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` on ``world`` ranks and return their results by rank.
 
@@ -63,6 +70,7 @@ def run_ranks(
         timeout_s: Seconds until the job is given up.
         setup: ``"module:function"``, called once in each worker, which then serves this setup
             alone. The function returns the backend of the process groups.
+        keep: Whether the process groups may be those of the job before and stay for the next one.
 
     Returns:
         What each rank returned.
@@ -72,11 +80,18 @@ def run_ranks(
     """
     assert _zygote is not None, "call ranks.start() in conftest.py before torch computes"
     where = (inspect.getfile(function), function.__module__, function.__qualname__)
-    _zygote.send_bytes(pickle.dumps((where, world, pickle.dumps(args), group, timeout_s, setup)))
+    assert group or not keep
+    job = where, world, pickle.dumps(args), group
+    _zygote.send_bytes(pickle.dumps((job, timeout_s, setup, keep)))
     ok, payload = pickle.loads(_zygote.recv_bytes())
     if not ok:
         raise RankError(payload)
     return [pickle.loads(result) for result in payload]
+
+
+def run_again(function: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
+    """As ``run_ranks``, for a function in which no rank raises or leaves a message behind."""
+    return run_ranks(function, world, *args, keep=True, **options)
 
 
 def start() -> None:
@@ -105,25 +120,32 @@ def _serve(parent: Connection) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pools: dict[str, list[tuple[Any, Connection]]] = {}
+    kept: dict[str, tuple[int, tempfile.TemporaryDirectory[str]]] = {}
     while request := parent.recv_bytes():
-        where, world, args, group, timeout_s, setup = pickle.loads(request)
-        workers = pools.setdefault(setup, [])
+        job, timeout_s, setup, keep = pickle.loads(request)
+        world, workers = job[1], pools.setdefault(setup, [])
         while len(workers) < world:
             here, there = _FORK.Pipe()
             process = _FORK.Process(target=_work, args=(there, setup))
             process.start()
             there.close()  # or a worker that dies would not be noticed
             workers.append((process, here))
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, connection) in enumerate(workers[:world]):
-                connection.send_bytes(pickle.dumps((where, rank, world, args, group, folder)))
-            ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
+        before, folder = kept.pop(setup, (0, None))
+        again = keep and before == world
+        if folder is None or not again:
+            folder = tempfile.TemporaryDirectory()
+        for rank, (_, connection) in enumerate(workers[:world]):
+            connection.send_bytes(pickle.dumps((rank, job, folder.name, keep, again)))
+        ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
+        if keep and ok:
+            kept[setup] = world, folder
         if not ok or any(_threads(process.pid) > MOST_THREADS for process, _ in workers):
             while workers:  # all of them, for the groups that they still hold join them
                 process, connection = workers.pop()
                 process.kill()
                 process.join()
                 connection.close()
+            kept.pop(setup, None)
         parent.send_bytes(pickle.dumps((ok, payload)))
     for process, _ in itertools.chain(*pools.values()):
         process.kill()
@@ -168,46 +190,74 @@ def _work(connection: Connection, setup: str) -> None:
     torch.set_num_threads(1)
     module, _, name = setup.partition(":")
     backend = getattr(importlib.import_module(module), name)() if setup else "gloo"
+    groups: dict[Any, Any] = {}
     gc.freeze()  # what was imported; a collection after each job then costs little
     gc.disable()  # groups of past jobs are not to be taken down in the midst of the next one
     while True:
         try:
-            where, rank, world, args, group, folder = pickle.loads(connection.recv_bytes())
+            rank, (where, world, args, group), folder, keep, again = pickle.loads(
+                connection.recv_bytes()
+            )
         except EOFError:
             os._exit(0)
         try:
             function = _load(*where)
-            with warnings.catch_warnings():
+            if groups and not again:
+                _leave(groups)
+            with warnings.catch_warnings(), _sharing(groups) if keep else nullcontext():
                 warnings.simplefilter("error")
                 # FSDP's advice on in-place operations for each model that ends in a biased Linear.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-                store = Path(folder) / "store" if group else None
-                result = _run(function, rank, world, pickle.loads(args), backend, store)
+                if group and not again:
+                    _join(rank, world, backend, Path(folder) / "store")
+                    groups[None] = torch.distributed.group.WORLD
+                torch.manual_seed(0)
+                result = function(rank, world, *pickle.loads(args))
+                if group:
+                    torch.distributed.barrier()
             answer = True, pickle.dumps(result)
             del result
-            _forget_meshes()
+            if keep:
+                gc.collect()
+            else:
+                _leave(groups)
         except BaseException:  # torch's CheckpointException derives from it
             answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
         connection.send_bytes(pickle.dumps(answer))
 
 
-def _run(
-    function: Callable[..., Any], rank: int, world: int, args: Any, backend: str, file: Path | None
-) -> Any:
-    import torch
+def _join(rank: int, world: int, backend: str, file: Path) -> None:
     import torch.distributed as dist
 
-    torch.manual_seed(0)
-    if file is None:
-        return function(rank, world, *args)
     store = dist.FileStore(str(file), world)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=40)
     )
-    result = function(rank, world, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
+
+
+def _leave(groups: dict[Any, Any]) -> None:
+    """Destroy the groups of the jobs before, and forget what was kept with them."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    groups.clear()
+    _forget_meshes()
+
+
+def _sharing(groups: dict[Any, Any]) -> AbstractContextManager[Any]:
+    """Let meshes of the same ranks share their groups, those of a later job too."""
+    from torch.distributed import device_mesh
+
+    new_group = device_mesh.new_group
+
+    def shared(**options: Any) -> Any:
+        key = pickle.dumps(options)
+        if key not in groups:
+            groups[key] = new_group(**options)
+        return groups[key]
+
+    return mock.patch.object(device_mesh, "new_group", shared)
 
 
 def _forget_meshes() -> None:

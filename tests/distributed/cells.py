@@ -18,7 +18,7 @@ from distributed.matrix import Cell
 from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model
 from distributed.mutations import MUTATIONS
 from oracle import full
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +49,8 @@ def run_layout(
         mutations: What is broken in each; nothing if not given.
     """
     world, broken = cells[0].row.world, list(mutations or [None] * len(cells))
-    by_rank = run_ranks(run_cells, world, list(cells), broken, timeout_s=60 + 20 * len(cells))
+    run = run_ranks if mutations else run_again
+    by_rank = run(run_cells, world, list(cells), broken, timeout_s=60 + 20 * len(cells))
     return list(zip(*by_rank, strict=True))
 
 

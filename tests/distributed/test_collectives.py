@@ -10,7 +10,7 @@ from distributed.cells import lay_out, own_batches
 from distributed.collectives import Collectives
 from distributed.matrix import LAYOUTS, SCHEDULES, SINGLE, Cell, Row
 from distributed.models import BUILDERS, logits_loss
-from ranks import run_ranks
+from ranks import run_again
 
 import forgekit as fk
 
@@ -43,7 +43,7 @@ AS_ON_TWO = {f"pp4-{name}" for name in SCHEDULES} - {"pp4-1f1b", "pp4-zbv"}
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, *AS_ON_TWO, "fsdp2-tp2-cp2"))
 def test_a_step_runs_what_its_layout_needs_and_one_more(layout):
     row, micros = LAYOUTS[layout], _cell(layout).micros
-    for rank, (second, third) in enumerate(run_ranks(_count, row.world, layout)):
+    for rank, (second, third) in enumerate(run_again(_count, row.world, layout)):
         assert second == third == _needed(row, micros, rank) + Counter(all_reduce=1)
 
 

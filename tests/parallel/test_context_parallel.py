@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covering import covering, first_and_in_turn
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -176,7 +176,7 @@ def errors_of(
     """Largest difference from one device over the largest value, for each case."""
     _, ring_size, ulysses = LAYOUTS[layout]
     world = ring_size * ulysses
-    found = run_ranks(attend_slices, world, layout, dtype, path, cases, mutation)
+    found = run_again(attend_slices, world, layout, dtype, path, cases, mutation)
     errors = {}
     for number, (heads, documents) in enumerate(cases):
         for what, exact in enumerate(on_one_device(heads, getattr(torch, dtype), documents)):
@@ -241,7 +241,7 @@ def attend_changed(rank: int, world: int, layout: str, dtype: str, changed: int)
 )
 def test_a_changed_document_leaves_the_others_bit_equal(layout, dtype, changed):
     world = LAYOUTS[layout][1] * LAYOUTS[layout][2]
-    assert all(run_ranks(attend_changed, world, layout, dtype, changed))
+    assert all(run_again(attend_changed, world, layout, dtype, changed))
 
 
 SPEC = fk.TransformerSpec(
@@ -318,7 +318,7 @@ def test_models_train_on_slices_as_on_whole_sequences(layout, how, documents):
     around = {"none": 4, "full": 5, "selective": 4}[what] * SPEC.layers if ring_size > 1 else 0
     gathers = 0 if documents == "none" else (ring_size > 1) + (ulysses > 1)
     arguments = layout, what, sharded, documents
-    for gradients, calls in run_ranks(train_slices, ring_size * ulysses, *arguments):
+    for gradients, calls in run_again(train_slices, ring_size * ulysses, *arguments):
         assert calls == {"all_gather": gathers, "batch_isend_irecv": around}
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from covering import first_of
 from oracle import full, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -221,7 +221,7 @@ def test_experts_train_as_in_one_process(layout, kind, name):
     assert norms[0] > 2 * MAX_NORM  # so that the one factor clips
     idle = gradients["layers.0.routed.experts.up"][1].abs().max()
     assert (idle == 0) == (kind == "idle expert")
-    for found, found_norms, found_parameters in run_ranks(_train, world, sizes, kind, name):
+    for found, found_norms, found_parameters in run_again(_train, world, sizes, kind, name):
         assert relative_error(found, gradients) < 1e-10
         assert found_norms == pytest.approx(norms, rel=1e-10)
         assert relative_error(found_parameters, parameters) < 1e-10
@@ -230,7 +230,7 @@ def test_experts_train_as_in_one_process(layout, kind, name):
 @pytest.mark.parametrize("what", ["full", "selective"])
 def test_recomputation_sends_the_tokens_again(what):
     gradients, norms, _ = _reference(4, "ragged", "sgd")
-    for found, found_norms, _ in run_ranks(_train, 4, {"ep": 2}, "ragged", "sgd", what):
+    for found, found_norms, _ in run_again(_train, 4, {"ep": 2}, "ragged", "sgd", what):
         assert relative_error(found, gradients) < 1e-10
         assert found_norms == pytest.approx(norms, rel=1e-10)
 
@@ -263,7 +263,7 @@ def test_the_norm_needs_the_right_owners(layout, owners):
     world, sizes = LAYOUTS[layout]
     expected = _reference(world, "ragged", "sgd")[1][0]
     is_right = owners == "counted" or (owners == "replicas forgotten" and layout == "EP2xFSDP2")
-    for found in run_ranks(_norms, world, sizes, owners):
+    for found in run_again(_norms, world, sizes, owners):
         assert (abs(found / expected - 1) < 1e-10) == is_right
         assert is_right or abs(found / expected - 1) > 0.05
 

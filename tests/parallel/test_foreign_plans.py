@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import SPEC, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -167,7 +167,7 @@ def _foreign(rank, world, case, with_fsdp):
 def test_a_foreign_model_has_the_gradients_of_one_process(case, with_fsdp):
     torch.manual_seed(0)
     expected_loss, expected = gradients(filled(CASES[case][0]), by_torch)
-    for results in run_ranks(_foreign, 2, case, with_fsdp):
+    for results in run_again(_foreign, 2, case, with_fsdp):
         for loss, found in results:
             torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
             assert relative_error(found, expected) < 1e-10

@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import in_turn
 from oracle import SPEC, full_tensors, logits_loss, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,7 +87,7 @@ def test_a_foreign_model_has_the_gradient_of_one_process(layout, what):
     fk.cross_entropy(model(IDS), IDS.roll(-1, 1)).sum.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     options = {"activation_checkpoint": what}
-    for found, wrapped in run_ranks(_foreign_gradients, world, sizes, options):
+    for found, wrapped in run_again(_foreign_gradients, world, sizes, options):
         assert relative_error(found, expected) < 1e-6
         names = ["", "net.body.0", "net.body.1", "net.body.2"]
         assert wrapped == (names if world > 1 else [])
@@ -110,7 +110,7 @@ def _sharded(rank, world, sizes):
 )
 def test_each_parameter_is_spread_over_the_shards(world, sizes, copies):
     total = sum(p.numel() for p in _transformer().parameters())
-    results = run_ranks(_sharded, world, sizes)
+    results = run_again(_sharded, world, sizes)
     assert all(is_sharded for is_sharded, _ in results)
     assert sum(local for _, local in results) == total * copies
 
@@ -140,7 +140,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32(world, sizes):
     logits = reference(IDS).detach()
     loss, expected = gradients(reference)
     angles = torch.arange(12.0, dtype=torch.float64)[:, None] * 10_000.0 ** -torch.tensor([0, 0.5])
-    for found, value, dtypes, masters, cos, grads in run_ranks(_bf16, world, sizes):
+    for found, value, dtypes, masters, cos, grads in run_again(_bf16, world, sizes):
         assert dtypes == {
             0: torch.bfloat16,
             1: torch.float32,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from covering import covering
 from oracle import LOSSES, SPEC, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -96,7 +96,7 @@ def _gradients(rank, world, kind, loss, dtype):
 def test_gradients_are_those_of_one_process(kind, loss, how):
     world, dtype, most = how
     expected_loss, expected = reference(build(kind), BATCHES[:1])
-    everyone = run_ranks(_gradients, world, kind, loss, dtype)
+    everyone = run_again(_gradients, world, kind, loss, dtype)
     for found_loss, found in everyone:
         assert torch.equal(found_loss, everyone[0][0])
         torch.testing.assert_close(found_loss, expected_loss, rtol=most, atol=0)
@@ -133,7 +133,7 @@ def _with_fsdp(rank, world, shape, kind, loss, precision, recompute):
 def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
     batches = BATCHES if shape[0] == 2 else BATCHES[:1] if shape[0] == 1 else BATCHES[:1] * 2
     expected_loss, expected = reference(build(kind), batches)
-    everyone = run_ranks(_with_fsdp, 4, shape, kind, loss, "fp64", recompute)
+    everyone = run_again(_with_fsdp, 4, shape, kind, loss, "fp64", recompute)
     for _, found in everyone:
         assert relative_error(found, expected) < 1e-10
     if shape[0] == 2:
@@ -144,7 +144,7 @@ def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
 def test_gradients_in_bfloat16_come_in_float32():
     _, expected = reference(build(), BATCHES)
     args = (2, 2), "untied, norms of heads", "head", "bf16", True
-    for _, found in run_ranks(_with_fsdp, 4, *args):
+    for _, found in run_again(_with_fsdp, 4, *args):
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
         assert relative_error(found, expected) < 0.03
         assert relative_error(found, expected) > 1e-5, "it was not computed in bfloat16"
@@ -170,7 +170,7 @@ def test_fused_adamw_trains_it():
         optimizer.zero_grad()
         reference(model, [draw_batch(seed)])
         optimizer.step()
-    for found in run_ranks(_train, 2):
+    for found in run_again(_train, 2):
         assert relative_error(found, full_tensors(model)) < 1e-10
 
 
@@ -241,8 +241,8 @@ def _counted(rank, world, layers, loss):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_block_takes_two_gathers_and_two_scatters_each_way(loss):
     gathers, scatters = "allgatherintotensor", "reducescattertensor"
-    for rank, (forward, backward) in enumerate(run_ranks(_counted, 2, 3, loss)):
-        less, less_back = run_ranks(_counted, 2, 1, loss)[rank]
+    for rank, (forward, backward) in enumerate(run_again(_counted, 2, 3, loss)):
+        less, less_back = run_again(_counted, 2, 1, loss)[rank]
         assert forward - less == {gathers: 4, scatters: 4}
         assert backward - less_back == {gathers: 4, scatters: 4}
         # The embedding's scatter, the last norm's gather, and the loss.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from covering import covering
 from oracle import SPEC, full_tensors, logits_loss, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributions import Categorical
@@ -299,7 +299,7 @@ def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(how, uses, 
     precision, sync = how
     batches = [b for rank in range(world) for b in _with_use(_batches(rank, 3), USES[uses][rank])]
     expected = _expected(build().double(), batches, _branch_loss)
-    for found in run_ranks(_mixed, world, precision, uses, sync, build):
+    for found in run_again(_mixed, world, precision, uses, sync, build):
         assert relative_error(found, expected) < {"bf16": 2e-2, "fp16": 2e-3}[precision]
         assert all(found[name].any() == expected[name].any() for name in expected)
 
@@ -351,7 +351,7 @@ def test_stages_reduce_in_16_bits_what_is_used_late_or_never(uses, schedule, wor
     batches = [b for at in each for b in _with_use(_batches(at, 4), USES_OF_FOUR[uses][at])]
     expected = _expected(_Stack().double(), batches, _branch_loss)
     found: dict[str, torch.Tensor] = {}
-    for gradients in run_ranks(_mixed_stages, world, schedule, uses):
+    for gradients in run_again(_mixed_stages, world, schedule, uses):
         found |= gradients
     assert relative_error(found, expected) < 3e-2
     assert all(found[name].any() == expected[name].any() for name in expected)

@@ -22,7 +22,7 @@ from oracle import (
     reference_training,
     relative_error,
 )
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
@@ -51,7 +51,7 @@ def _gradients(rank, world, layout, kind, dtype, sync, loss):
 
 
 def _run(world, *args):
-    return run_ranks(_gradients, world, *args) if world > 1 else [_gradients(0, 1, *args)]
+    return run_again(_gradients, world, *args) if world > 1 else [_gradients(0, 1, *args)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_parameters_after_five_steps_equal_one_process_in_float64(layout, build,
     reference = _adamw if build is _fused_adamw else build
     expected = reference_training(reference, world, 5, _schedule, max_norm=0.5)
     args = (sizes, build, sync, dtype)
-    results = run_ranks(_train, world, *args) if world > 1 else [_train(0, 1, *args)]
+    results = run_again(_train, world, *args) if world > 1 else [_train(0, 1, *args)]
     for found in results:
         assert relative_error(found, expected) < bound
 
@@ -129,7 +129,7 @@ def test_parameters_after_five_steps_equal_one_process_in_float64(layout, build,
 def test_recomputation_changes_nothing(layout, what):
     world, sizes = LAYOUTS[layout]
     plain, again = (
-        run_ranks(
+        run_again(
             _train, world, sizes, _sgd, "last", torch.float32, {"activation_checkpoint": name}
         )[0]
         for name in ("none", what)

@@ -14,7 +14,7 @@ from oracle import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,7 +93,7 @@ def _overflow(rank, world, sizes, optimizer):
 @pytest.mark.parametrize(("layout", "optimizer"), in_turn(LAYOUTS, [fk.adamw, _sgd]))
 def test_overflows_change_nothing_and_halve_the_scale_until_a_step_is_good(layout, optimizer):
     world, sizes = layout
-    results = run_ranks(_overflow, world, sizes, optimizer)
+    results = run_again(_overflow, world, sizes, optimizer)
     seen, parameters = results[0]
     bad = len(seen) - 1
     assert 3 < bad < 20
@@ -127,7 +127,7 @@ def _growth(rank, world, sizes):
 @pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
 def test_good_steps_in_a_row_double_the_scale(world, sizes):
     expected = [(-6, 1), (-6, 2), (-5, 0), (-5, 1), (-5, 2), (-4, 0), (-4, 1)]
-    assert run_ranks(_growth, world, sizes) == [expected] * world
+    assert run_again(_growth, world, sizes) == [expected] * world
 
 
 def test_a_bad_step_starts_the_count_again(mesh):
@@ -212,7 +212,7 @@ def test_the_gradient_is_right_at_every_scale_in_range(layout, scale):
     """Within the rounding of float16 (2**-11), and along the true one: no scale shortens it."""
     world, sizes = layout
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
-    for found, dtypes in run_ranks(_gradients, world, sizes, scale):
+    for found, dtypes in run_again(_gradients, world, sizes, scale):
         assert dtypes == {torch.float32}
         assert relative_error(found, expected) < 4 * 2**-11
         along = sum((found[n].double() * expected[n]).sum() for n in expected)
@@ -224,7 +224,7 @@ def test_the_gradient_is_right_at_every_scale_in_range(layout, scale):
 def test_a_scale_far_too_small_loses_the_gradient():
     """The control: what the scale is there for."""
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(1))
-    ((found, _),) = run_ranks(_gradients, 1, {}, 2.0**-20)
+    ((found, _),) = run_again(_gradients, 1, {}, 2.0**-20)
     assert relative_error(found, expected) > 0.1
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from covering import in_turn, some_of
 from oracle import SPEC, full_tensors, relative_error
-from ranks import RankError, run_ranks
+from ranks import RankError, run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -113,12 +113,12 @@ def _check_step(rank, world, schedule, counts, recompute):
 
 @pytest.mark.parametrize("schedule", COUNTS)
 def test_gradients_and_losses_are_those_of_one_process(schedule):
-    run_ranks(_check_step, 2, schedule, COUNTS[schedule][2], "none")
+    run_again(_check_step, 2, schedule, COUNTS[schedule][2], "none")
 
 
 @pytest.mark.parametrize("schedule", some_of(COUNTS, *(COUNTS.keys() - {"1f1b", "zbv"})))
 def test_gradients_and_losses_on_four_ranks(schedule):
-    run_ranks(_check_step, 4, schedule, COUNTS[schedule][4], "none")
+    run_again(_check_step, 4, schedule, COUNTS[schedule][4], "none")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_gradients_and_losses_on_four_ranks(schedule):
     in_turn(["1f1b", "interleaved_zero_bubble", "dualpipev"], ["full", "selective"]),
 )
 def test_recomputed_blocks_have_the_same_gradients(schedule, recompute):
-    run_ranks(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
+    run_again(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
 
 
 def _check_whole_backward(rank, world, schedule):
@@ -144,7 +144,7 @@ def _check_whole_backward(rank, world, schedule):
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_a_backward_in_one_part_gives_the_same(schedule):
     """Blocks are sharded with their stage, and resharded after forward: it needs no split."""
-    run_ranks(_check_whole_backward, 2, schedule)
+    run_again(_check_whole_backward, 2, schedule)
 
 
 def _check_float32(rank, world, schedule):
@@ -190,7 +190,7 @@ def _check_updates(rank, world, schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_steps_clip_by_the_norm_of_all_stages_and_report_what_the_last_one_knows(schedule):
-    run_ranks(_check_updates, 2, schedule)
+    run_again(_check_updates, 2, schedule)
 
 
 class _Stream:
@@ -249,7 +249,7 @@ def _check_evaluation(rank, world, schedule, count):
     ("schedule", "count"), [("1f1b", 1), ("interleaved_1f1b", 5), ("zbv", 3), ("dualpipev", 2)]
 )
 def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, count):
-    run_ranks(_check_evaluation, 2, schedule, count)
+    run_again(_check_evaluation, 2, schedule, count)
 
 
 def _check_reuse(rank, world):
@@ -500,12 +500,12 @@ def _square(width):
     ("schedule", "block"), in_turn(["1f1b", "interleaved_zero_bubble", "zbv"], [_Turn, _square])
 )
 def test_a_foreign_model_that_returns_views_in_a_mapping(schedule, block):
-    run_ranks(_check_foreign, 2, schedule, block, 1.0)
+    run_again(_check_foreign, 2, schedule, block, 1.0)
 
 
 def test_a_model_scales_its_stream_once():
     """Each stage runs the model's forward; what is not its own does not count."""
-    run_ranks(_check_foreign, 2, "1f1b", _square, 2.0)
+    run_again(_check_foreign, 2, "1f1b", _square, 2.0)
 
 
 def _check_frozen(rank, world, schedule):
@@ -523,7 +523,7 @@ def _check_frozen(rank, world, schedule):
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_a_stage_without_trainable_parameters_passes_on(schedule):
-    run_ranks(_check_frozen, 2, schedule)
+    run_again(_check_frozen, 2, schedule)
 
 
 def _autocast_loss(model, batch):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from covering import in_turn
 from oracle import SPEC, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -182,7 +182,7 @@ def _mixed(rank, world, layout, term, alone, micro_batches):
 @pytest.mark.parametrize(("term", "alone"), in_turn([*TERMS, *PER_ROW], [False, True]))
 def test_terms_on_shared_logits_have_the_gradient_of_one_process(term, alone):
     expected, loss, _ = reference(partial(plain, term=term, alone=alone), 1)
-    check(run_ranks(_mixed, 2, {"tp": 2}, term, alone, 1), expected, loss)
+    check(run_again(_mixed, 2, {"tp": 2}, term, alone, 1), expected, loss)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_terms_on_shared_logits_in_two_dimensions(term, where):
     world, rows = world_of(layout)
     micro_batches = 2
     expected, loss, _ = reference(partial(plain, term=term, alone=False), rows, micro_batches)
-    check(run_ranks(_mixed, world, layout, term, False, micro_batches), expected, loss)
+    check(run_again(_mixed, world, layout, term, False, micro_batches), expected, loss)
 
 
 # A teacher that is itself shared
@@ -236,7 +236,7 @@ def test_a_teacher_may_be_plain_or_shared(layout, shares):
 
     world, rows = world_of(layout)
     expected, value, _ = reference(loss, rows)
-    check(run_ranks(_taught, world, layout, shares), expected, value)
+    check(run_again(_taught, world, layout, shares), expected, value)
 
 
 # A plain output beside shared logits
@@ -332,7 +332,7 @@ def test_a_mean_over_shared_logits_is_the_mean_over_all(layout):
 
     world, rows = world_of(layout)
     expected, value, _ = reference(loss, rows)
-    check(run_ranks(_averaged, world, layout), expected, value)
+    check(run_again(_averaged, world, layout), expected, value)
 
 
 def _gradient_of_shared(rank, world):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import SPEC, full_tensors, head_loss, logits_loss, relative_error
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -135,7 +135,7 @@ def _added(rank, world, name, sizes, micros, options):
 @pytest.mark.parametrize("name", ADDED)
 def test_a_sum_over_positions_is_exact(name, method):
     expected = _expected(ADDED[name])
-    for found in run_ranks(_added, 2, name, {"cp": 2}, 1, {"context_parallel": method}):
+    for found in run_again(_added, 2, name, {"cp": 2}, 1, {"context_parallel": method}):
         assert relative_error(found, expected) < 1e-10
 
 
@@ -143,7 +143,7 @@ def test_a_sum_over_positions_is_exact(name, method):
 @pytest.mark.parametrize("second", ["tp", "pp"])
 def test_a_sum_over_positions_is_exact_beside(second, name):
     expected, found = _expected(ADDED[name], 2), {}
-    for gradients in run_ranks(_added, 4, name, {"cp": 2, second: 2}, 2, {}):
+    for gradients in run_again(_added, 4, name, {"cp": 2, second: 2}, 2, {}):
         found |= gradients
     assert relative_error(found, expected) < 1e-10
 
@@ -157,7 +157,7 @@ def _in_16_bits(rank, world, name, precision):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ADDED)
 def test_rounding_in_16_bits_is_no_reason_to_refuse(name, precision):
-    assert all(run_ranks(_in_16_bits, 2, name, precision))
+    assert all(run_again(_in_16_bits, 2, name, precision))
 
 
 def _refused(rank, world, name, sizes, options):

@@ -10,7 +10,7 @@ import torch
 from covering import first_of
 from forms import FORMS, WORDS, Form, loss_fn
 from oracle import full_tensors, relative_error
-from ranks import RankError, run_ranks
+from ranks import RankError, run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -90,7 +90,7 @@ SOME = [
 
 @pytest.mark.parametrize(("kind", "schedule", "sizes"), first_of(SOME, EVERY))
 def test_forms_have_the_gradients_of_one_process(kind, schedule, sizes):
-    run_ranks(_check_form, math.prod(sizes.values()), kind, schedule, sizes)
+    run_again(_check_form, math.prod(sizes.values()), kind, schedule, sizes)
 
 
 def _check_evaluation(rank, world, kind, schedule):
@@ -112,7 +112,7 @@ def _check_evaluation(rank, world, kind, schedule):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_forms_are_evaluated(kind):
-    run_ranks(_check_evaluation, 2, kind, "zbv" if kind < "D" else "1f1b")
+    run_again(_check_evaluation, 2, kind, "zbv" if kind < "D" else "1f1b")
 
 
 class _Fickle(FORMS["EmbeddingToAll"]):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -91,7 +91,7 @@ def _logits(rank, world, logits, labels, z_loss, kind):
 def test_cross_entropy_of_shared_logits_equals_torch(world, kind, z_loss):
     logits = LOGITS if kind != "places" else LOGITS[:, :4]
     labels = LABELS if kind != "places" else LABELS[:, :4]
-    everyone = run_ranks(_logits, world, logits, labels, z_loss, kind)
+    everyone = run_again(_logits, world, logits, labels, z_loss, kind)
     assert_alike(everyone, expected_by_logits(logits, labels, z_loss))
 
 
@@ -100,21 +100,21 @@ def test_what_stands_in_masked_logits_does_not_matter(value):
     for where in (slice(None), slice(0, 1)):  # on all ranks, on one
         dirty = LOGITS.clone()
         dirty[..., where] = torch.where(MASKED[..., None], value, dirty[..., where])
-        everyone = run_ranks(_logits, 2, dirty, LABELS, 0.3, "shard")
+        everyone = run_again(_logits, 2, dirty, LABELS, 0.3, "shard")
         assert_alike(everyone, expected_by_logits(LOGITS, LABELS, 0.3))
         assert not everyone[0][1][MASKED].any()
 
 
 def test_without_targets_the_loss_and_its_gradient_are_zero():
     labels = torch.full_like(LABELS, -100)
-    everyone = run_ranks(_logits, 2, LOGITS, labels, 0.3, "shard")
+    everyone = run_again(_logits, 2, LOGITS, labels, 0.3, "shard")
     assert_alike(everyone, (torch.zeros(()).double(), torch.zeros_like(LOGITS)))
 
 
 def test_nan_at_a_target_makes_the_loss_nan_on_all_ranks():
     dirty = LOGITS.clone()
     dirty[1, 1, 0] = math.nan
-    for loss, _ in run_ranks(_logits, 2, dirty, LABELS, 0.0, "shard"):
+    for loss, _ in run_again(_logits, 2, dirty, LABELS, 0.0, "shard"):
         assert loss.isnan()
 
 
@@ -123,14 +123,14 @@ def test_a_rank_whose_columns_are_all_minus_infinity():
     logits = LOGITS.clone()
     logits[..., VOCAB // 2 :] = -math.inf
     labels = torch.where(MASKED, -100, LABELS % (VOCAB // 2))
-    everyone = run_ranks(_logits, 2, logits, labels, 0.3, "shard")
+    everyone = run_again(_logits, 2, logits, labels, 0.3, "shard")
     loss, gradient = expected_by_logits(logits[..., : VOCAB // 2], labels, 0.3)
     padded = F.pad(gradient, (0, VOCAB // 2))
     assert_alike(everyone, (loss, padded))
 
 
 def test_large_logits_do_not_overflow():
-    everyone = run_ranks(_logits, 2, 1000 * LOGITS, LABELS, 0.0, "shard")
+    everyone = run_again(_logits, 2, 1000 * LOGITS, LABELS, 0.0, "shard")
     logits = 1000 * LOGITS
     log_p = logits.log_softmax(-1)
     picked = log_p.gather(-1, LABELS.clamp(min=0)[..., None])[..., 0]
@@ -169,7 +169,7 @@ def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(z_loss, chunk):
     for world in (2, 4):
         kinds = "replicate", "shard"
-        everyone = run_ranks(_linear, world, HIDDEN, kinds, LABELS, z_loss, chunk)
+        everyone = run_again(_linear, world, HIDDEN, kinds, LABELS, z_loss, chunk)
         assert_alike(everyone, expected_by_linear(LABELS, z_loss))
 
 
@@ -184,7 +184,7 @@ def test_linear_cross_entropy_of_tensors_that_are_spread_otherwise(kinds):
         hidden[:, 4], labels[:, 4] = 0.0, -100
         labels = labels[:, :4]
         hidden = hidden[:, :4]
-    everyone = run_ranks(_linear, 2, hidden, kinds, labels, 0.3, 4)
+    everyone = run_again(_linear, 2, hidden, kinds, labels, 0.3, 4)
     wanted = LABELS if kinds[0] != "places" else F.pad(labels, (0, 1), value=-100)
     loss, by_hidden, by_weight = expected_by_linear(wanted, 0.3)
     assert_alike(everyone, (loss, by_hidden[:, : hidden.shape[1]], by_weight))
@@ -193,13 +193,13 @@ def test_linear_cross_entropy_of_tensors_that_are_spread_otherwise(kinds):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_stands_in_masked_hidden_states_does_not_matter(value):
     dirty = torch.where(MASKED[..., None], value, HIDDEN)
-    everyone = run_ranks(_linear, 2, dirty, ("replicate", "shard"), LABELS, 0.3, 4)
+    everyone = run_again(_linear, 2, dirty, ("replicate", "shard"), LABELS, 0.3, 4)
     assert_alike(everyone, expected_by_linear(LABELS, 0.3))
 
 
 def test_linear_cross_entropy_without_targets_is_zero():
     labels = torch.full_like(LABELS, -100)
-    everyone = run_ranks(_linear, 2, HIDDEN, ("replicate", "shard"), labels, 0.3, 4)
+    everyone = run_again(_linear, 2, HIDDEN, ("replicate", "shard"), labels, 0.3, 4)
     zeros = (torch.zeros_like(HIDDEN), torch.zeros_like(WEIGHT))
     assert_alike(everyone, (torch.zeros(()).double(), *zeros))
 
