@@ -129,9 +129,10 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Let what follows here wait for an event."""
+        here = self.pending()
         for copy in event.pending():
             copy.proceed()
-            if not copy.is_done:
+            if not (copy.is_done or copy in here):
                 self.put(copy)  # whoever waits for this stream now waits for it too
 
     def wait_stream(self, other: Stream) -> None:

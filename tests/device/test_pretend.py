@@ -226,6 +226,10 @@ def test_the_host_waits_through_a_chain_of_streams():
     current.wait_event(event)
     event.record(device.Stream())  # the point that was waited for stays
     assert host.isnan().all()
+    for _ in range(20):  # streams that wait for each other hold what is pending once
+        side.wait_stream(current)
+        current.wait_stream(side)
+    assert len(current.pending()) == len(side.pending()) == 1
     current.synchronize()
     assert host.tolist() == [1.0, 1.0]
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 
 import pytest
-from device.pretend import NAME
+import torch
+from device.pretend import NAME, PEAK, watching
 from distributed.cells import lay_out, own_batches
 from distributed.matrix import Cell
 from distributed.models import LOSSES
+from oracle import SPEC, full_tensors, global_batch, head_loss, relative_error
 from ranks import run_ranks
 
 import forgekit as fk
+from forgekit.run.health.health import Health
+from forgekit.run.health.rendezvous import HangError
 
 SETUP = "device.pretend:install"
 PIPELINE = Cell("pp2-gpipe", 3, "ragged", False, "none", "logits", "fp64")
@@ -70,3 +74,152 @@ def retry(rank, _world, cell, where):
 @pytest.mark.parametrize("where", ["on both ranks", "on the first rank"])
 def test_a_pipeline_that_an_exception_broke_off_is_refused_where_messages_have_no_tags(where):
     run_ranks(retry, 2, PIPELINE, where, setup=SETUP)
+
+
+# A state that is sharded over two ranks
+
+SCHEDULE = fk.warmup_cosine(peak=0.01, warmup=1, total=8)
+
+
+def new_state(device, **options):
+    mesh = fk.build_mesh(device=device)
+    with torch.device("meta"):
+        model = fk.Transformer(SPEC).double()
+    model = fk.parallelize(model, mesh, **options)
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+
+def batches_of(rank, world, seed=0):
+    """The micro-batches of a rank, in pinned memory where there is a device."""
+    rows = [row[rank] for row in global_batch(world, seed=seed)]
+    if not torch.accelerator.is_available():
+        return rows
+    return [row.apply(lambda tensor: tensor.contiguous().pin_memory()) for row in rows]
+
+
+def trained(rank, world, device, **options):
+    state = new_state(device, **options)
+    step = fk.make_step(head_loss, schedule=SCHEDULE, max_norm=0.5)
+    for seed in range(2):
+        state, _ = step(state, batches_of(rank, world, seed))
+    return state
+
+
+def on_host(state):
+    return {name: tensor.cpu() for name, tensor in full_tensors(state.model).items()}
+
+
+def offload(rank, world):
+    found, expected = trained(rank, world, NAME, cpu_offload=True), trained(rank, world, NAME)
+    for entry in found.optimizer.state.values():
+        assert {tensor.device.type for tensor in entry.values()} == {"cpu"}
+    shards = [parameter.to_local() for parameter in found.model.parameters()]
+    assert {(shard.device.type, shard.is_pinned()) for shard in shards} == {("cpu", True)}
+    assert found.targets.device.type == NAME
+    return relative_error(on_host(found), on_host(expected))
+
+
+def test_parameters_that_live_on_the_host_are_trained_as_those_on_the_device():
+    assert all(error < 1e-13 for error in run_ranks(offload, 2, setup=SETUP))
+
+
+def save(rank, world, directory):
+    state = trained(rank, world, NAME)
+    fk.checkpoint_save(state, directory).wait()
+    return on_host(state)
+
+
+def load(_rank, _world, directory, device):
+    state = fk.checkpoint_load(new_state(device), directory)
+    moments = state.optimizer.state[next(state.model.parameters())]
+    assert state.step == 2
+    assert moments["exp_avg"].device.type == device
+    return on_host(state)
+
+
+def test_a_checkpoint_moves_between_devices_and_numbers_of_ranks(tmp_path):
+    expected, _ = run_ranks(save, 2, tmp_path, setup=SETUP)
+    for world, device, setup in ((2, "cpu", ""), (2, NAME, SETUP), (1, "cpu", "")):
+        for found in run_ranks(load, world, tmp_path, device, setup=setup):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected), device
+
+
+def log_and_stop(rank, world, out):
+    """Two rows of two steps, and a stop that only rank 1 was asked for."""
+    state, stop = new_state(NAME), fk.StopSignal(signals=())
+    step, heard, waits, rows = fk.make_step(head_loss, schedule=SCHEDULE, stop=stop), [], [], []
+    with fk.MetricsLog(out, every=2, total=6, is_writer=rank == 0) as log:
+        for index in range(6):
+            if index == 1 and rank == 1:
+                stop.request("enough")
+            with watching() as ledger:
+                state, metrics = step(state, batches_of(rank, world, index))
+                heard.append(stop.requested)
+                rows.append(log(state, metrics))
+            waits.append(len(ledger.waits))
+    assert [row is not None for row in rows] == [False, True] * 3
+    assert {row["memory/peak_gib"] for row in rows[1::2]} == {PEAK / 2**30}
+    assert waits[2:] == [0, 1] * 2, ledger.waits
+    return heard, [row["train/loss"] for row in rows[1::2]]
+
+
+def test_ranks_read_a_row_once_and_agree_on_a_stop_without_a_wait(tmp_path):
+    first, second = run_ranks(log_and_stop, 2, tmp_path, setup=SETUP)
+    assert first == second
+    assert first[0] == [False, False, False, True, True, True]
+
+
+def evaluate(rank, world, device):
+    state, batches = new_state(device), batches_of(rank, world)
+    fk.evaluate(state, batches, head_loss)
+    if device == "cpu":
+        return fk.evaluate(state, batches, head_loss)["loss"].item()
+    with watching() as ledger:
+        found = fk.evaluate(state, batches, head_loss)
+    assert not ledger.waits, ledger.waits[0]
+    return found["loss"].item()
+
+
+def test_ranks_evaluate_without_a_wait():
+    found = run_ranks(evaluate, 2, NAME, setup=SETUP)
+    assert found == pytest.approx(run_ranks(evaluate, 2, "cpu"), rel=1e-13)
+
+
+# Health
+
+
+def watch(rank, world, out):
+    state = new_state(NAME)
+    step = fk.make_step(head_loss, schedule=SCHEDULE)
+    with Health(out, state.mesh, every=2, timeout_s=1.0, first_timeout_s=20.0) as health:
+        for index in range(3):
+            state, _ = step(state, batches_of(rank, world))
+            with watching() as ledger:
+                row = health(state)
+            assert (row is not None) == (index == 1)
+            assert row or not ledger.waits, ledger.waits[0]
+        if rank == 1:
+            time.sleep(3)
+        with pytest.raises(HangError, match=r"step 4: rank 1 did not come within 1 s; rank 1 was"):
+            health(fk.donate(state, step=4))
+    return sorted(path.name for path in (out / "hang").iterdir())
+
+
+def test_health_meets_without_a_wait_and_names_who_is_missing(tmp_path):
+    files = ["rank_0.json", "rank_0.txt", "rank_1.json", "rank_1.txt"]
+    assert files in run_ranks(watch, 2, tmp_path, setup=SETUP)
+
+
+def run_out_of_memory(_rank, _world, out):
+    held = torch.zeros(17, 19, 23, dtype=torch.float64, device=NAME)
+    with pytest.raises(torch.OutOfMemoryError, match="of 80 GiB"), Health(out):  # noqa: PT012
+        assert held.shape == (17, 19, 23)
+        raise torch.OutOfMemoryError("tried to allocate 90 GiB of 80 GiB")
+    return (out / "memory" / "rank_0.txt").read_text()
+
+
+def test_a_device_without_memory_leaves_a_report_of_what_filled_it(tmp_path):
+    (report,) = run_ranks(run_out_of_memory, 1, tmp_path, group=False, setup=SETUP)
+    assert report.startswith("OutOfMemoryError: tried to allocate 90 GiB of 80 GiB")
+    assert "1 x float64 [17, 19, 23] on pretend:0" in report
