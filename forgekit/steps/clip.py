@@ -54,21 +54,23 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
         tensor(4., dtype=torch.float64)
     """
     check_max_norm(max_norm)
-    targets, grad_sq = totals["targets"], totals["grad_sq"]
+    targets, norm = totals["targets"], totals["grad_sq"].sqrt()
     has_targets = targets > 0
-    finite = is_finite(totals) & has_targets
-    normalise = (totals["loss_scale"] * torch.where(has_targets, targets, 1.0)).reciprocal()
-    grad_norm = normalise * grad_sq.sqrt()
-    factor = normalise * (max_norm / (grad_norm + EPS)).clamp(max=1.0)
-    return Correction(torch.where(finite, factor, 0.0), grad_norm, finite)
+    divisor = scaled = totals["loss_scale"] * torch.where(has_targets, targets, 1.0)
+    if max_norm < math.inf:  # `fmax` passes over NaN: the divisor of a bad step is a number too
+        divisor = scaled.fmax(norm.add(scaled, alpha=EPS) / max_norm)
+    good = is_good(totals, has_targets)
+    return Correction(good / divisor, norm / scaled, good)
 
 
-def is_finite(totals: Totals) -> Tensor:
-    """Whether the loss and the gradient of a step are finite, ``[]`` bool."""
-    largest = totals["grad_sq"]
+def is_good(totals: Totals, has_targets: Tensor) -> Tensor:
+    """Whether a step has targets, a finite loss and a finite gradient, ``[]`` bool."""
+    square = totals["grad_sq"]
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        largest = largest + totals["loss"].abs()
-    return largest < math.inf  # False for NaN as well
+        # Nothing times what is not finite is NaN, and so is what is divided by False.
+        square = square.addcdiv(totals["loss"], has_targets, value=0)
+        return square < math.inf  # False for NaN as well
+    return (square < math.inf) & has_targets
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -6,7 +6,6 @@ pass finds it while the logits are there, and masked positions contribute exactl
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -78,18 +77,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         grad_hidden = torch.empty_like(hidden) if backward else None
-        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if backward else None
+        grad_weight = _empty_sum(weight, hidden) if backward else None
+        is_masked = (labels == IGNORED)[:, None]
         take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
         size = _chunk_rows(weight)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
+            part = hidden[rows]
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            found, gradient = take(hidden[rows] @ weight.T, labels[rows], z_loss, backward)
+            found, gradient = take(part @ weight.T, labels[rows], z_loss, backward)
             losses[rows] = found
             if grad_hidden is not None and grad_weight is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
-                is_target = (labels[rows] != IGNORED)[:, None]
-                _add_product(grad_weight, gradient, torch.where(is_target, hidden[rows], 0.0))
+                part = part.masked_fill(is_masked[rows], 0.0)
+                _add_product(grad_weight, gradient, part, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
@@ -111,7 +112,11 @@ def _take_chunk(
     """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
     dtype = logits.dtype
     log_p = F.log_softmax(logits, -1, dtype=wide(dtype))
-    losses, log_z = _place_losses(logits, log_p, labels, z_loss)
+    # A label outside the vocabulary fails here, instead of training class 0.
+    losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
+    log_z = _log_partition(logits, losses, labels) if z_loss else None
+    if log_z is not None:
+        losses = losses + z_loss * log_z.square()
     if not backward:
         return losses, log_p
     del logits
@@ -130,46 +135,39 @@ def _take_shared_chunk(
     return found.losses, found.gradient_().to(dtype)
 
 
-def _place_losses(
-    logits: Tensor, log_p: Tensor, labels: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor | None]:
-    """Each position's loss, and its log-partition where the z-loss needs it; ``[n]`` each."""
-    is_target, picked = _picked(labels)
-    chosen = log_p.gather(1, picked)[:, 0]
-    losses, log_z = -chosen, None
-    if z_loss:
-        log_z = logits.gather(1, picked)[:, 0].to(chosen.dtype) - chosen
-        losses = losses + z_loss * log_z.square()
+def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
+    """Logarithm of each position's sum of exponentials, ``[n]``; 0 without a target."""
+    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     # `where`, not a product: masked values may be NaN.
-    return torch.where(is_target, losses, 0.0), log_z
+    return torch.where(labels != IGNORED, chosen.to(losses.dtype) + losses, 0.0)
 
 
 def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
-    """Gradient of the summed losses by the logits, ``[n v]``.
+    """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``log_p``.
 
-    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, through
-    torch's fused backward of log-softmax: it needs one pass where ``exp``, a product and a mask
-    need three.
+    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, and zero
+    in rows without a target, whatever they hold.
     """
-    is_target, picked = _picked(labels)
-    one = torch.where(is_target, torch.ones_like(log_p[:, 0]), 0.0)
-    slope = one if log_z is None else torch.where(is_target, 1 + 2 * z_loss * log_z, 0.0)
-    at_label = torch.zeros_like(log_p).scatter_(1, picked, -slope[:, None])
-    gradient = torch._log_softmax_backward_data(at_label, log_p, 1, log_p.dtype)
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # as in losses.py
-    return gradient if log_z is None else gradient.scatter_add_(1, picked, (slope - one)[:, None])
+    is_masked = (labels == IGNORED)[:, None]
+    gradient = log_p.exp_()
+    if log_z is not None:
+        gradient *= (1 + 2 * z_loss * log_z)[:, None]
+    gradient.masked_fill_(is_masked, 0.0)
+    at_label = is_masked.to(gradient.dtype).sub_(1)
+    return gradient.scatter_add_(1, labels.clamp(min=0)[:, None], at_label)
 
 
-def _picked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows have a target, ``[n]``, and the column to read, ``[n 1]``."""
-    is_target = labels != IGNORED
-    # Not clamped: a label outside the vocabulary must fail in gather instead of training class 0.
-    return is_target, torch.where(is_target, labels, 0)[:, None]
+def _empty_sum(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Memory for the gradient of the projection, which the first chunk fills."""
+    make = torch.empty_like if hidden.shape[0] else torch.zeros_like
+    return make(weight, dtype=wide(weight.dtype))
 
 
-def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:
     if total.dtype == gradient.dtype:
-        total.addmm_(gradient.T, hidden)
+        total.addmm_(gradient.T, hidden, beta=0 if is_first else 1)  # 0: what it holds is not read
+    elif is_first:
+        total.copy_(gradient.T @ hidden)
     else:
         total += gradient.T @ hidden
 

@@ -44,7 +44,8 @@ class Loss:
         metrics: Further numbers to report, by name: ``(sum, count)`` pairs, added up over the
             step and divided then; a single number counts as one observation. Of one that is named
             ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
-        rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
+        rows: Optionally the sum and count of each row, ``([b], [b])``, or of each position of it,
+            ``([b s], [b s])``; see ``losses_by_source``.
         means: The part of the sum that ``with_mean`` added.
 
     Examples:
@@ -158,16 +159,12 @@ def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
         labels: ``[b ...]`` of ``n`` positions; rows are told apart if there are two dimensions.
 
     Returns:
-        ``Loss`` with the number of labels that are not -100.
+        ``Loss`` with the number of labels that are not -100. Its rows are positions as yet: only
+        ``losses_by_source`` needs their sums.
     """
     is_target = labels != IGNORED
-    if labels.ndim < 2:
-        return Loss(total, is_target.sum())
-    positions = tuple(range(1, labels.ndim))
-    counts = is_target.sum(positions)
-    return Loss(
-        total, counts.sum(), rows=(losses.detach().view(labels.shape).sum(positions), counts)
-    )
+    rows = (losses.detach().view(labels.shape), is_target) if labels.ndim > 1 else None
+    return Loss(total, is_target.sum(), rows=rows)
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:
@@ -203,6 +200,8 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
         TypeError: If it does not: what wraps around would train on wrong targets, silently.
     """
     dtype = labels.dtype
+    if dtype == torch.int64:  # as nearly always
+        return
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(
             f"labels hold {dtype}; they must hold signed integers. Move a batch with .to(device) "

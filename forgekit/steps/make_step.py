@@ -130,6 +130,6 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "grad_norm": correction.grad_norm,
         "lr": torch.full_like(loss, lr),
         "targets": totals["targets"],
-        "skipped": torch.where(correction.finite, 0.0, 1.0).to(loss.dtype),
+        "skipped": torch.logical_not(correction.finite, out=torch.empty_like(loss)),
     }
     return TensorDict(metrics | expert_metrics(totals.sums) | mean_metrics(totals), [])

@@ -31,10 +31,11 @@ class Totals:
     """Sums over a step's targets: this rank's until ``reduce_totals``, then everybody's.
 
     Attributes:
-        sums: TensorDict of ``[]`` float64: ``targets``, ``loss``, ``loss_scale``, each metric's
-            ``sum`` and ``count`` under ``metrics``, votes such as ``stop``, and, once reduced,
-            ``grad_sq``, the squared norm of the raw gradient. Of a model with experts also what
-            its routers noted under ``experts``, with a row for each layer.
+        sums: TensorDict of ``[]`` float64: ``targets``, ``loss``, each metric's ``sum`` and
+            ``count`` under ``metrics``, votes such as ``stop``, and, once reduced, ``grad_sq``, the
+            squared norm of the raw gradient. ``loss_scale`` is a power of two in float32. Of a
+            model with experts also what its routers noted under ``experts``, with a row for each
+            layer.
         samples: Rows consumed globally in this step; padding does not count.
         rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
         digest: Of the rows of a run's first micro-batch, for the ranks to compare.
@@ -115,7 +116,7 @@ class LossSums:
         values = {
             "targets": self._total(self.counts),
             "loss": self._total(self.losses),
-            "loss_scale": loss_scale.double(),
+            "loss_scale": loss_scale,
             "metrics": TensorDict(metrics, []),
         }
         return Totals(TensorDict(values, []), samples)
@@ -133,7 +134,10 @@ class LossSums:
                 )
             else:
                 by_dtype.setdefault(value.dtype, []).append(value)
-        parts = [torch.stack(values).sum(dtype=torch.float64) for values in by_dtype.values()]
+        parts = [
+            torch.stack(values).sum(dtype=torch.float64) if values[1:] else values[0].double()
+            for values in by_dtype.values()
+        ]
         if numbers or not parts:
             parts.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
         total = sum(parts[1:], parts[0]).detach()
@@ -302,11 +306,14 @@ def _gradient_square(state: TrainState) -> Tensor:
             if (gradient := parameter.grad) is not None:
                 shard, owners = shard_and_owners(gradient, world)
                 by_owners.setdefault(owners, []).append(shard)
-    total = torch.zeros((), dtype=torch.float64, device=state.targets.device)
+    parts = []
     for owners, shards in by_owners.items():
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64))
-        total = total + norms.dot(norms) / owners
-    return total
+        square = norms.dot(norms)
+        parts.append(square / owners if owners > 1 else square)
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=state.targets.device)
+    return sum(parts[1:], parts[0])
 
 
 def _check_names(totals: Totals, state: TrainState) -> None:

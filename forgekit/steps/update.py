@@ -14,7 +14,7 @@ from forgekit.model.attention import wide
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
-from forgekit.steps.clip import Correction, is_finite
+from forgekit.steps.clip import Correction, is_good
 from forgekit.steps.experts import rebalance
 from forgekit.steps.totals import Totals
 
@@ -79,13 +79,14 @@ def update(
     _step_optimizer(state.optimizer, correction)
     rebalance(state.model, totals.sums, correction.finite, state.step, total)
     release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
-    trained = torch.where(correction.finite, totals["targets"], 0.0).to(torch.int64)
+    finite = correction.finite
+    trained = totals["targets"].to(torch.int64)  # an integer first: NaN times 0 is NaN
     return donate(
         state,
         step=state.step + 1,
         samples=state.samples + totals.samples,
-        targets=state.targets + trained,
-        skipped=torch.where(correction.finite, 0, state.skipped + 1),
+        targets=state.targets.addcmul(trained, finite),
+        skipped=(state.skipped + 1).masked_fill_(finite, 0),
         bad_since=torch.where(state.skipped == 0, state.samples, state.bad_since),
         agreed=totals.agreed or state.agreed,
         **_rescale(state, correction, totals, growth_interval),
@@ -99,7 +100,8 @@ def _rescale(
     if not state.layout.dynamic_loss_scale:
         return {}
     scale, finite = state.loss_scale, correction.finite
-    overflow = ~is_finite(totals) & (totals["targets"] > 0)
+    has_targets = totals["targets"] > 0
+    overflow = has_targets & ~is_good(totals, has_targets)
     good = state.good_steps + finite.to(torch.int64)
     grows = good >= growth_interval
     # A scale that was chosen beyond the bounds stays there.
@@ -149,12 +151,13 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
 
 def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
     # The kernel divides by grad_scale. Where the step is bad the factor is 0 and nothing is read.
-    optimizer.found_inf = torch.where(correction.finite, 0.0, 1.0).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+    factor, found_inf = correction.factor, correction.factor.new_empty((), dtype=torch.float32)
+    optimizer.found_inf = torch.logical_not(correction.finite, out=found_inf)  # pyright: ignore[reportAttributeAccessIssue]
     if _first_parameter(optimizer).dtype == torch.float64:
         # A float32 grad_scale would round the factor more than the gradients.
-        _multiply_gradients(optimizer, correction.factor)
+        _multiply_gradients(optimizer, factor)
     else:
-        optimizer.grad_scale = correction.factor.reciprocal().to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.grad_scale = torch.reciprocal(factor, out=torch.empty_like(found_inf))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         optimizer.step()
     finally:
