@@ -59,6 +59,10 @@ class Layout:
         tensor: Ranks that share each matrix.
         sequence: Ranks over which tensor parallelism shards the positions of the residual stream.
         longest: Most positions of a whole sequence that the model takes; None if it does not say.
+        attention: The kernel for each use of attention, as ``parallelize`` found it: of ``"rows"``
+            and ``"documents"``, or of the blocks of a ``"ring"``.
+        documents: Where batches note the document ids that they move to a device; None where no
+            kernel needs them on the host.
         locates: Whether a module of the model has a ``locate`` socket for positions.
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
@@ -77,6 +81,8 @@ class Layout:
     tensor: int = 1
     sequence: int = 1
     longest: int | None = None
+    attention: Mapping[str, str] = attrs.field(factory=dict)
+    documents: Any = None
     locates: bool = False
     owns_loss: bool = True
     stages: Any = None

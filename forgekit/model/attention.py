@@ -2,20 +2,27 @@
 
 Attention never crosses from one document of a packed row into another. On a CPU, where
 ``scaled_dot_product_attention`` computes masked pairs as well, the documents are attended one by
-one when that is less work; elsewhere, and for many short documents, a boolean mask says the same.
+one when that is less work, and many short ones under a boolean mask. Elsewhere a kernel that never
+holds a mask of all pairs is used where there is one; see ``attention_kernels``.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+import threading
+import weakref
+from typing import Any, NamedTuple, Protocol
 
+import attrs
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-__all__ = ["Attend", "attend_causal", "document_mask", "wide"]
+from forgekit.model.attention_kernels import AttentionChoice, choose
+
+__all__ = ["Attend", "Bounds", "Documents", "attend_causal", "document_mask", "wide"]
 
 CALL_COST = 30_000
 """Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""
@@ -29,7 +36,110 @@ class Attend(Protocol):
         ...
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
+class Bounds(NamedTuple):
+    """Where documents begin in rows laid end to end.
+
+    Attributes:
+        starts: ``[n+1]`` int32, and last the end, on the device.
+        longest: Positions of the longest document.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+@attrs.define
+class _Known:
+    """What is known of one tensor of document ids."""
+
+    ids: weakref.ref[Tensor]
+    version: int
+    host: Tensor | None
+    bounds: Bounds | None = None
+    has_bounds: bool = False  # they were looked for
+    mask: Any = None
+
+
+@attrs.define(eq=False)
+class Documents:
+    """The documents of the micro-batches under way, found once for all layers.
+
+    Kernels are launched with the number of documents and the longest one, which a step must not
+    ask the device for. Whoever moves ids to a device notes what they were on the host. Ids are
+    known by identity and version: those that were replaced or changed are not.
+    """
+
+    _known: list[_Known] = attrs.field(factory=list)
+    _lock: Any = attrs.field(factory=threading.Lock)  # a loader's thread notes what it copies
+
+    def note(self, ids: Tensor, host: Tensor | None) -> None:
+        """Remember, as long as ``ids`` live, what they are on the host: ``[b s]``, whole rows."""
+        if self._find(ids) is None:
+            self._add(ids, host)
+
+    def host(self, ids: Tensor) -> Tensor | None:
+        """Return the whole rows' ids on the host; None if they were not noted."""
+        if ids.device.type == "cpu":
+            return ids
+        known = self._find(ids)
+        return None if known is None else known.host
+
+    @_disable_dynamo
+    def bounds(self, ids: Tensor, *, may_read: bool = False) -> Bounds | None:
+        """Find where documents begin.
+
+        Args:
+            ids: ``[b s]``.
+            may_read: Whether ids that were not noted are read from the device.
+
+        Returns:
+            The bounds; None if they are not known, or an id comes back after another in a row.
+        """
+        host = self.host(ids)
+        if host is None and not may_read:
+            return None
+        known = self._find(ids) or self._add(ids, host)
+        if not known.has_bounds:
+            host = ids.cpu() if host is None else host
+            known.bounds, known.has_bounds = _bounds(host, ids.device), True
+        return known.bounds
+
+    @_disable_dynamo
+    def block_mask(self, ids: Tensor) -> Any:
+        """Make the ``BlockMask`` of ids, once."""
+        known = self._find(ids) or self._add(ids, None)
+        if known.mask is None:
+            rows, positions = ids.shape
+            known.mask = _block_mask(ids.device, rows, positions, ids)
+        return known.mask
+
+    def _find(self, ids: Tensor) -> _Known | None:
+        if ids.is_inference():  # without a version it cannot be told whether they have changed
+            return None
+        alike = (one for one in self._known if one.ids() is ids and one.version == ids._version)
+        return next(alike, None)
+
+    def _add(self, ids: Tensor, host: Tensor | None) -> _Known:
+        version = 0 if ids.is_inference() else ids._version
+        known = _Known(weakref.ref(ids), version, None if host is ids else host)
+        with self._lock:
+            alive = [one for one in self._known if one.ids() is not None and one.ids() is not ids]
+            self._known = [*alive, known]
+        return known
+
+    def __reduce__(self) -> Any:
+        return Documents, ()
+
+
+def attend_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    doc_ids: Tensor | None = None,
+    attention: AttentionChoice = "auto",
+    documents: Documents | None = None,
+) -> Tensor:
     """Causal grouped-query attention on one device.
 
     Args:
@@ -37,17 +147,34 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = N
         k: ``[b s k c]`` keys; ``k`` divides ``h``.
         v: ``[b s k c]`` values.
         doc_ids: ``[b s]`` document of each position, -1 on padding; None for one document a row.
+        attention: The kernel; ``"auto"`` takes the best that the device has for these queries.
+        documents: Where ``doc_ids`` were noted on the host; without it ``"auto"`` does not take
+            ``"varlen"``, which would make the host wait for the device.
 
     Returns:
         ``[b s h c]``.
+
+    Raises:
+        ValueError: If the kernel that was asked for cannot run here, or takes no documents, or an
+            id comes back after another, and the kernel is ``"varlen"``.
     """
+    here = q.device, q.dtype, q.shape[-1], attention
     if doc_ids is None:
-        return _sdpa(q, k, v)
-    if q.device.type == "cpu":
-        lengths = _document_lengths(doc_ids)
-        if lengths is not None and _is_cheaper(lengths, q):
-            return _attend_documents(q, k, v, lengths)
-    return _sdpa(q, k, v, mask=document_mask(doc_ids))
+        return _attend_rows(choose("rows", *here), q, k, v)
+    kernel = choose("documents", *here)
+    if kernel == "varlen":
+        bounds = (documents or Documents()).bounds(doc_ids, may_read=attention == "varlen")
+        if bounds is not None:
+            return _flash(q, k, v, bounds)
+        if attention == "varlen":
+            raise ValueError(
+                "attention is 'varlen', and in doc_ids an id comes back after another in a row; "
+                "the kernel takes documents that lie together. Pass 'flex', 'sdpa' or 'auto'."
+            )
+        kernel = choose("documents", *here, without=["varlen"])
+    if kernel == "flex":
+        return _flex(q, k, v, (documents or Documents()).block_mask(doc_ids))
+    return _attend_sdpa(q, k, v, doc_ids)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -72,6 +199,76 @@ def document_mask(doc_ids: Tensor) -> Tensor:
     """
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
     return same.tril_()
+
+
+def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, positions = q.shape[:2]
+    if kernel == "flash":
+        return _flash(q, k, v)
+    if kernel == "varlen":
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * positions
+        return _flash(q, k, v, Bounds(ends, positions))
+    if kernel == "flex":
+        return _flex(q, k, v, _block_mask(q.device, None, positions))
+    return _sdpa(q, k, v)
+
+
+def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
+    if q.device.type == "cpu":
+        lengths = _document_lengths(doc_ids)
+        if lengths is not None and _is_cheaper(lengths, q):
+            return _attend_documents(q, k, v, lengths)
+    return _sdpa(q, k, v, mask=document_mask(doc_ids))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Tensor:
+    """Torch's flash kernel; with bounds on rows laid end to end, ``torch.nn.attention.varlen``.
+
+    The operator itself, which the blocks of a ring need too, has been the same for longer than the
+    function around it.
+    """
+    flash = torch.ops.aten._flash_attention_forward
+    if bounds is None:
+        return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False)[0]
+    starts, longest = bounds
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash(*flat, starts, starts, longest, longest, 0.0, True, False)[0]
+    return out.unflatten(0, q.shape[:2])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    is_eager = q.device.type == "cpu" or torch.compiler.is_compiling()
+    attend: Any = flex_attention if is_eager else torch.compile(flex_attention)
+    q, k, v = (rearrange(x, "b s h c -> b h s c") for x in (q, k, v))
+    out = attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return rearrange(out, "b h s c -> b s h c")
+
+
+def _block_mask(
+    device: torch.device, rows: int | None, positions: int, doc_ids: Tensor | None = None
+) -> Any:
+    """Blocks of pairs that may attend: 1 / 128**2 of a mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def may_attend(b: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j if doc_ids is None else (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+
+    # Uncompiled it would first hold all pairs.
+    compiled = device.type != "cpu"
+    return create_block_mask(
+        may_attend, rows, None, positions, positions, device, _compile=compiled
+    )
+
+
+def _bounds(host: Tensor, device: torch.device) -> Bounds | None:
+    lengths = _document_lengths(host)
+    if lengths is None:
+        return None
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    starts = starts.pin_memory() if host.is_pinned() else starts
+    return Bounds(starts.to(device, non_blocking=True), max(lengths))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:

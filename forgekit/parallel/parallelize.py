@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import check_dimensions, expert_ranks
+from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.initial import init_weights
 from forgekit.model.moe import MoE
 from forgekit.parallel.activation_checkpoint import (
@@ -28,7 +29,13 @@ from forgekit.parallel.activation_checkpoint import (
     compile_blocks,
     recompute,
 )
-from forgekit.parallel.context.context_parallel import Context, ContextParallel, apply_context
+from forgekit.parallel.context.context_parallel import (
+    ChosenAttention,
+    Context,
+    ContextParallel,
+    apply_context,
+    choose_attention,
+)
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
 from forgekit.parallel.fsdp import Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
@@ -60,6 +67,7 @@ def parallelize(
     compile: bool = False,
     pipeline_schedule: PipelineSchedule = "1f1b",
     context_parallel: ContextParallel = "ring",
+    attention: AttentionChoice = "auto",
     plan: Plan | None = None,
     blocks: str | None = None,
     reshard_after_forward: bool | int = True,
@@ -86,6 +94,9 @@ def parallelize(
         pipeline_schedule: Order of work between pipeline stages; without effect on one rank.
         context_parallel: How ranks share a sequence: ``"ring"``, ``"ulysses"`` or ``"both"``;
             without effect where each rank holds it whole.
+        attention: The kernel: ``"flash"``, ``"varlen"``, ``"flex"``, ``"sdpa"``, or ``"auto"``: the
+            best that the device has for the dtype and the width of a head. ``state.layout
+            .attention`` says which.
         plan: How ranks share each matrix, as patterns of module names to styles: see
             ``forgekit.parallel.tensor.tensor_parallel``, and ``"expert"`` for modules of
             ``[e ...]`` parameters. The model's own ``plan`` if None.
@@ -102,7 +113,8 @@ def parallelize(
 
     Raises:
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
-            (heads, features, layers), the plan does not fit, the blocks are not found, a buffer is
+            (heads, features, layers), the device or the dtype has no such attention, the plan does
+            not fit, the blocks are not found, a buffer is
             on meta (only its module knows its values), a parameter on meta is shared by two
             modules or one is shared by two blocks, parameters are complex or sparse, or experts
             of a ``MoESpec`` meet tp or pp, or their ``sequence_aux_loss`` cp.
@@ -114,6 +126,7 @@ def parallelize(
         compile=compile,
         pipeline_schedule=pipeline_schedule,
         context_parallel=context_parallel,
+        attention=attention,
         plan=plan,
         blocks=blocks,
         reshard_after_forward=reshard_after_forward,
@@ -125,12 +138,15 @@ def parallelize(
     _check_ranks(model, mesh, asked)
     _check_options(model, asked)
     _check_model(model, mesh, asked)
+    chosen = _choose_attention(model, mesh, asked)
     whole = dict(model.named_modules())
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
     ranks = _Ranks(*arrange(mesh), expert_mesh(mesh))
     experts = _find_experts(model, ranks, plan)
-    context = apply_context(model, mesh, context_parallel, tensor=size_of(mesh, "tp"))
+    context = apply_context(
+        model, mesh, context_parallel, tensor=size_of(mesh, "tp"), chosen=chosen
+    )
 
     _copy_from_first_rank(model, mesh)
     stages = _split(model, mesh, asked)
@@ -146,7 +162,7 @@ def parallelize(
         recompute(layer, activation_checkpoint)
     if compile:
         compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
-    layout = _describe(model, mesh, asked, context, styles, stages)
+    layout = _describe(model, mesh, asked, context, styles, stages, chosen)
     if _is_wrapped(mesh, asked):
         _shard(roots, layers, experts, ranks, asked, layout)
     if ranks.tensor is not None and layout.has_last:
@@ -167,6 +183,7 @@ class _Options:
     compile: bool
     pipeline_schedule: PipelineSchedule
     context_parallel: ContextParallel
+    attention: AttentionChoice
     plan: Plan | None
     blocks: str | None
     reshard_after_forward: bool | int
@@ -203,6 +220,7 @@ def _check_options(model: nn.Module, asked: _Options) -> None:
     _check_choice("activation_checkpoint", what, get_args(ActivationCheckpoint))
     _check_choice("pipeline_schedule", asked.pipeline_schedule, get_args(PipelineSchedule))
     _check_choice("context_parallel", asked.context_parallel, get_args(ContextParallel))
+    _check_choice("attention", asked.attention, get_args(AttentionChoice))
     check_recompute(what, is_compiled=asked.compile, memory_budget=asked.memory_budget)
     if not _blocks(model, asked.blocks) and (asked.compile or what != "none"):
         raise ValueError(
@@ -225,6 +243,13 @@ def _is_wrapped(mesh: DeviceMesh, asked: _Options) -> bool:
     return mesh.size() > 1 or asked.precision != "fp32" or asked.cpu_offload
 
 
+def _choose_attention(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> ChosenAttention:
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(asked.precision, own)
+    is_ring = size_of(mesh, "cp") > 1 and asked.context_parallel != "ulysses"
+    return choose_attention(model, mesh, dtype, asked.attention, is_ring=is_ring)
+
+
 def _split(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> Stages | None:
     """Keep this rank's pipeline stages, in place; None where a rank has the whole model."""
     if size_of(mesh, "pp") == 1:
@@ -242,6 +267,7 @@ def _describe(
     context: Context,
     styles: Mapping[str, Style],
     stages: Stages | None,
+    chosen: ChosenAttention,
 ) -> Layout:
     tensor, is_fp16 = size_of(mesh, "tp"), asked.precision == "fp16"
     has_last = stages is None or stages.has_last
@@ -254,6 +280,8 @@ def _describe(
         tensor=tensor,
         sequence=tensor if "sequence" in styles.values() else 1,
         longest=longest_of(model),
+        attention=chosen.kernels,
+        documents=chosen.documents,
         locates=any("locate" in own for own in context.sockets.values()),
         owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
         stages=stages,

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 from tensordict import TensorDict
+from torch import Tensor
 
 from forgekit.data.loading.loader import Loader, make_loader
 from forgekit.mesh import data_ranks
@@ -84,6 +85,7 @@ def train_loader(
         workers=workers,
         transforms=transforms,
         device=state.targets.device,
+        note_documents=_note_documents(state),
     )
 
 
@@ -113,4 +115,10 @@ def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader 
         rank=rank,
         world=world,
         device=state.targets.device,
+        note_documents=_note_documents(state),
     )
+
+
+def _note_documents(state: TrainState) -> Callable[[Tensor, Tensor], None] | None:
+    documents = state.layout.documents
+    return None if documents is None else documents.note

@@ -133,6 +133,8 @@ class Run:
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
         self._say(self._greeting(state))
+        if kernels := state.layout.attention:
+            self._say(f"attention: {', '.join(f'{use} {k}' for use, k in kernels.items())}")
         if changed:
             self._say(f"configuration changed: {changed}")
         if state.step >= self._total:

@@ -79,7 +79,7 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    first = _first_tensor(batch)
+    first, given = _first_tensor(batch), batch.get("doc_ids", None)
     _check_positions(batch, layout)
     if first.device != device:  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
@@ -88,6 +88,8 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         whole = TensorDict(dict(batch.items()), batch.batch_size)
         whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
         batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
+    if layout.documents is not None and given is not None:
+        layout.documents.note(batch["doc_ids"], layout.documents.host(given))
     return batch
 
 

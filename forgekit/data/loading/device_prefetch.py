@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 __all__ = ["DeviceCopies"]
 
@@ -28,10 +30,13 @@ class DeviceCopies:
     Attributes:
         device: The device.
         ahead: Most micro-batches on the device before they are requested.
+        note: Told of each copy of document ids: ``note(there, here)``.
     """
 
-    def __init__(self, device: torch.device, ahead: int) -> None:
-        self.device, self.ahead = device, ahead
+    def __init__(
+        self, device: torch.device, ahead: int, note: Callable[[Tensor, Tensor], None] | None = None
+    ) -> None:
+        self.device, self.ahead, self.note = device, ahead, note
         try:
             self._module: Any = torch.get_device_module(device)
         except RuntimeError:  # "meta" has no module
@@ -43,10 +48,12 @@ class DeviceCopies:
         if self._stream is None:
             return Copy(batch.to(self.device), None)
         done = self._module.Event()
-        pinned = {key: tensor.pin_memory() for key, tensor in batch.items()}
+        pinned: dict[str, Any] = {key: tensor.pin_memory() for key, tensor in batch.items()}
         with self._module.stream(self._stream):
             copied = {key: p.to(self.device, non_blocking=True) for key, p in pinned.items()}
             done.record(self._stream)
+        if self.note is not None and "doc_ids" in pinned:
+            self.note(copied["doc_ids"], pinned["doc_ids"])
         return Copy(TensorDict(copied, batch.batch_size), done)
 
     def finish(self, copy: Copy) -> TensorDict:

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from forgekit.data.batches.batch import mask_rows
 from forgekit.data.loading.batch_size import count_micro_batches
@@ -52,6 +53,7 @@ def make_loader(
     transforms: Sequence[Callable[[TensorDict], TensorDict]] = (),
     device: str | torch.device | None = None,
     ahead: int = 1,
+    note_documents: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Loader:
     """Load one data-parallel rank's micro-batches from a map-style dataset.
 
@@ -82,6 +84,8 @@ def make_loader(
         device: Where micro-batches are needed. To an accelerator they are copied from pinned
             memory, on a separate stream, while the step computes.
         ahead: Most micro-batches on the device before they are requested; 0 copies on request.
+        note_documents: Given document ids on the device, and the same on the host:
+            ``state.layout.documents.note``, where attention needs both.
 
     Returns:
         A loader, to be used in ``for``.
@@ -123,7 +127,7 @@ def make_loader(
         transforms=tuple(transforms),
     )
     target = torch.device(device or "cpu")
-    copies = None if target.type == "cpu" else DeviceCopies(target, ahead)
+    copies = None if target.type == "cpu" else DeviceCopies(target, ahead, note_documents)
     compute = partial(compute_ahead, workers=workers, processes=processes, copies=copies)
     return Loader(batches, compute)
 

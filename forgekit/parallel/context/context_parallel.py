@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -19,15 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import slice_positions
-from forgekit.model.attention import Attend
+from forgekit.model.attention import Attend, Documents, attend_causal
+from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.layout import size_of
 
 __all__ = [
+    "ChosenAttention",
     "Context",
     "ContextParallel",
     "Sockets",
     "apply_context",
+    "choose_attention",
     "locate_slice",
     "split_context",
     "with_sockets",
@@ -55,10 +60,77 @@ class Context(NamedTuple):
     sockets: Sockets
 
 
+class ChosenAttention(NamedTuple):
+    """What computes attention.
+
+    Attributes:
+        asked: What was asked for.
+        kernels: The kernel for each use of this layout, as found at set-up.
+        documents: Where batches note the document ids that they move to a device; None where no
+            kernel needs them on the host.
+    """
+
+    asked: AttentionChoice = "auto"
+    kernels: Mapping[str, str] = MappingProxyType({})
+    documents: Documents | None = None
+
+    @property
+    def attend(self) -> Attend:
+        """The ``attend`` socket of a rank that has whole rows."""
+        if self.asked == "auto" and self.documents is None:
+            return attend_causal
+        return partial(attend_causal, attention=self.asked, documents=self.documents)
+
+
+def choose_attention(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    attention: AttentionChoice,
+    *,
+    is_ring: bool,
+) -> ChosenAttention:
+    """Choose the kernels of a model's attention, before anything is computed.
+
+    Args:
+        model: Modules with an ``attend`` socket and ``channels`` say how wide a head is; of others
+            it is not known before they run.
+        mesh: Where the model will be.
+        dtype: What it computes in.
+        attention: ``"auto"``, or the kernel that was asked for.
+        is_ring: Whether sequences go round a ring.
+
+    Raises:
+        ValueError: If the kernel that was asked for cannot run there, or nothing would use it.
+    """
+    attending = [m for m in model.modules() if hasattr(m, "attend")]
+    if attention != "auto" and not any(m.attend is attend_causal for m in attending):
+        raise ValueError(
+            f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
+            "socket with forgekit.model.attend_causal in it. Pass attention='auto'."
+        )
+    found = [getattr(m, "channels", None) for m in attending]
+    widths = [channels if isinstance(channels, int) else None for channels in found]
+    uses: tuple[AttentionUse, ...] = ("ring",) if is_ring else ("rows", "documents")
+    device = torch.device(mesh.device_type)
+    kernels = {
+        use: "/".join(sorted({choose(use, device, dtype, width, attention) for width in widths}))
+        for use in uses
+        if use != "documents" or attention in ("auto", *ORDER[use])
+    }
+    needs = {"varlen", "flash"} & {kernels.get("documents"), kernels.get("ring")}
+    return ChosenAttention(attention, kernels, Documents() if needs else None)
+
+
 def apply_context(
-    model: nn.Module, mesh: DeviceMesh, method: ContextParallel, *, tensor: int = 1
+    model: nn.Module,
+    mesh: DeviceMesh,
+    method: ContextParallel,
+    *,
+    tensor: int = 1,
+    chosen: ChosenAttention | None = None,
 ) -> Context:
-    """Put context-parallel attention and position ids into a model's sockets, in place.
+    """Put attention, and under context parallelism position ids, into a model's sockets, in place.
 
     Every rank of the mesh calls it with the same arguments: it makes process groups.
 
@@ -68,6 +140,7 @@ def apply_context(
         method: ``"ring"``, ``"ulysses"``, or ``"both"``.
         tensor: Ranks over which tensor parallelism will shard the heads. Modules with ``query``
             and ``channels`` say how many there are; others are checked when they run.
+        chosen: What computes attention; chosen at each call if None.
 
     Returns:
         How the ranks were split, and the sockets that were there before.
@@ -79,8 +152,11 @@ def apply_context(
     References:
         Unified sequence parallelism, https://arxiv.org/abs/2405.07719
     """
-    context = size_of(mesh, "cp")
+    context, chosen = size_of(mesh, "cp"), chosen or ChosenAttention()
     if context == 1:
+        modules = dict(model.named_modules()).items()
+        own = [name for name, m in modules if getattr(m, "attend", None) is attend_causal]
+        _put(model, {name: {"attend": chosen.attend} for name in own})
         return Context(1, 1, 0, {})
     attending = [module for module in model.modules() if hasattr(module, "attend")]
     if not attending:
@@ -94,7 +170,7 @@ def apply_context(
     ring, ulysses = split_context(context, method, heads or None)
     rank = mesh.get_local_rank("cp")
     shared = {
-        "attend": _build_attend(mesh, ring, ulysses),
+        "attend": _build_attend(mesh, ring, ulysses, chosen),
         "locate": locate_slice(ring, ulysses, rank),
     }
     found = {
@@ -209,7 +285,7 @@ def _put(model: nn.Module, sockets: Sockets) -> Sockets:
     return before
 
 
-def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int) -> Attend:
+def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAttention) -> Attend:
     # Imported here: they register operators with torch, which takes a while.
     from forgekit.parallel.context.ring_attention import ring_attention
     from forgekit.parallel.context.sequence_exchange import Members
@@ -218,12 +294,12 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int) -> Attend:
     if ulysses == 1:
         return ring_attention(Members.of(mesh.get_group("cp")))
     if ring == 1:
-        return ulysses_attention(Members.of(mesh.get_group("cp")))
+        return ulysses_attention(Members.of(mesh.get_group("cp")), chosen.attend, chosen.documents)
     dim = (mesh.mesh_dim_names or ()).index("cp")
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
     rings = Members.of(_own_group(shared.mT.reshape(-1, ring)))
     return ulysses_attention(
-        Members.of(_own_group(shared.reshape(-1, ulysses))), ring_attention(rings)
+        Members.of(_own_group(shared.reshape(-1, ulysses))), ring_attention(rings), chosen.documents
     )
 
 

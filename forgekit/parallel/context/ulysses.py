@@ -17,20 +17,23 @@ from einops import rearrange
 from torch import Tensor
 
 from forgekit.inputs import nearest_multiples
-from forgekit.model.attention import Attend, attend_causal
+from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.parallel.context.ring_attention import check_shapes
 from forgekit.parallel.context.sequence_exchange import Members, gathering_ids
 
 __all__ = ["check_heads", "ulysses_attention"]
 
 
-def ulysses_attention(members: Members, attend: Attend = attend_causal) -> Attend:
+def ulysses_attention(
+    members: Members, attend: Attend = attend_causal, documents: Documents | None = None
+) -> Attend:
     """Make the ``attend`` socket of a rank that exchanges positions for heads.
 
     Args:
         members: The ranks that share the positions; each has a contiguous slice of them.
         attend: What then attends with some of the heads from all of these positions; that of a ring
             where they are a slice themselves.
+        documents: Where ``doc_ids`` were noted on the host; what is gathered of them is noted too.
 
     Returns:
         ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for shapes that
@@ -42,6 +45,8 @@ def ulysses_attention(members: Members, attend: Attend = attend_causal) -> Atten
         check_shapes(q, k, v, doc_ids)
         check_heads(q.shape[2], members.size)
         ids = None if doc_ids is None else gather(doc_ids)
+        if doc_ids is not None and ids is not None and documents is not None:
+            documents.note(ids, documents.host(doc_ids))
         out = attend(*_positions_for_heads(q, k, v, members), doc_ids=ids)
         return _heads_for_positions(out, members)
 

@@ -1,0 +1,154 @@
+"""Which kernel computes attention: one table of what each takes, asked at set-up and at each call.
+
+A device counts by what its backend offers, not by its name: whether a kernel is registered for it,
+or the compiler writes Triton for it. What a kernel does not take stands here too, since torch
+refuses some of it late and some (float32 on a fake device) never.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import attrs
+import torch
+
+__all__ = ["FLASH", "ORDER", "AttentionChoice", "AttentionUse", "Kernel", "choose", "refusal"]
+
+Kernel = Literal["flash", "varlen", "flex", "sdpa"]
+
+AttentionChoice = Literal["auto", "flash", "varlen", "flex", "sdpa"]
+
+AttentionUse = Literal["rows", "documents", "ring"]
+"""Whole rows, packed rows whose documents do not see each other, the blocks of a ring."""
+
+FLASH = "aten::_flash_attention_forward"
+TRITON = "Triton"
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@attrs.frozen
+class Takes:
+    """What a kernel needs of the device and takes of queries.
+
+    Attributes:
+        needs: The operator that the device must have a kernel for, or ``TRITON``.
+        dtypes: Of queries, keys and values.
+        multiple: Divides the channels of a head.
+        most: Channels of a head.
+    """
+
+    needs: str
+    dtypes: tuple[torch.dtype, ...]
+    multiple: int
+    most: int
+
+
+KERNELS: Mapping[str, Takes] = MappingProxyType(
+    {
+        "flash": Takes(FLASH, HALVES, 8, 256),
+        "varlen": Takes(FLASH, HALVES, 8, 256),
+        "flex": Takes(TRITON, (*HALVES, torch.float32), 16, 256),
+    }
+)
+"""``"sdpa"`` takes everything: torch's own choice, with a mask or one call for each document."""
+
+ORDER: Mapping[AttentionUse, tuple[Kernel, ...]] = MappingProxyType(
+    {
+        "rows": ("sdpa", "flash", "varlen", "flex"),
+        "documents": ("varlen", "flex", "sdpa"),
+        "ring": ("flash", "sdpa"),
+    }
+)
+"""The kernels that can serve each use; the first that takes it is chosen."""
+
+
+def choose(
+    use: AttentionUse,
+    device: torch.device,
+    dtype: torch.dtype,
+    channels: int | None,
+    attention: AttentionChoice = "auto",
+    *,
+    without: Collection[Kernel] = (),
+) -> Kernel:
+    """Choose the kernel, or check the one that was asked for.
+
+    Args:
+        use: What it is to compute.
+        device: Where.
+        dtype: Of queries, keys and values.
+        channels: Of a head, ``c``; None if they are not known yet.
+        attention: ``"auto"``, or the only kernel that may be chosen.
+        without: Kernels that are out of the question.
+
+    Returns:
+        The kernel.
+
+    Raises:
+        ValueError: If the one that was asked for cannot do it; names those that can.
+
+    Examples:
+        >>> choose("documents", torch.device("cpu"), torch.float32, 64)
+        'sdpa'
+    """
+    able: list[Kernel] = [kernel for kernel in ORDER[use] if kernel not in without]
+    fitting = (k for k in able if refusal(k, device, dtype, channels) is None)
+    chosen = next((k for k in fitting if attention == "auto" or k == attention), None)
+    if chosen is not None:
+        return chosen
+    fitting = [k for k in able if refusal(k, device, dtype, channels) is None]
+    why = f"it cannot compute {use}"
+    if attention in able:
+        why = refusal(attention, device, dtype, channels)
+    raise ValueError(
+        f"attention is {attention!r}, and {why}. For {use} in {dtype} on {device.type} pass "
+        f"{', '.join(map(repr, fitting))} or 'auto'."
+    )
+
+
+def refusal(
+    kernel: str, device: torch.device, dtype: torch.dtype, channels: int | None
+) -> str | None:
+    """Say why a kernel cannot run on a device, or with a dtype or head width; None if it can."""
+    takes = KERNELS.get(kernel)
+    if takes is None:
+        return None
+    if not _offers(device.type, takes.needs):
+        return f"{device.type} has no {takes.needs} for it"
+    if dtype not in takes.dtypes:
+        return f"it takes {', '.join(map(str, takes.dtypes))}, not {dtype}"
+    if channels is not None and (channels % takes.multiple or channels > takes.most):
+        return (
+            f"it takes heads of up to {takes.most} channels that {takes.multiple} divides, "
+            f"not of {channels}"
+        )
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _offers(device: str, needs: str) -> bool:
+    """Whether a kind of device has an operator's kernel; constant for the compiler."""
+    if needs == TRITON:
+        return device != "cpu" and _writes_triton(device)  # flex has no backward on a CPU
+    key = torch._C._dispatch_key_for_device(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(needs, key) and _generation(device) >= 8
+
+
+def _generation(device: str) -> float:
+    """Major compute capability: CUDA registers flash kernels that need 8; infinite elsewhere."""
+    ask = getattr(getattr(torch, device, None), "get_device_capability", None)
+    found = ask() if ask is not None else None
+    return found[0] if isinstance(found, tuple) else math.inf
+
+
+def _writes_triton(device: str) -> bool:
+    from torch._dynamo.device_interface import get_interface_for_device
+    from torch.utils._triton import has_triton_package
+
+    try:
+        return has_triton_package() and get_interface_for_device(device).is_triton_capable()
+    except NotImplementedError:  # a device that the compiler was not told of
+        return False

@@ -1,0 +1,192 @@
+"""The kernels of accelerators, on the CPU in plain formulas: float64 attention is the oracle."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from flash_kernels import flash_kernels
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forgekit.model import attention, attention_kernels
+from forgekit.model.attention import Documents, attend_causal
+
+CPU = torch.device("cpu")
+WIDE = {"dtypes": (torch.float64, torch.bfloat16)}
+TOLERANCES = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
+DOCUMENTS = {
+    "none": None,
+    "ragged": [[0, 0, 0, 0, 1, 2, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 7, 8]],
+    "ids fall, and are the same in two rows": [[9, 9, 4, 4, 4, 2, 2, 0, 0], [9] * 9],
+    "padded": [[0, 0, 0, 1, 1, -1, -1, -1, -1], [-1] * 9],
+}
+
+
+def draw(dtype: torch.dtype, heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 9, n, 8) for n in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def exact(doc_ids: Tensor | None, *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients by the formula, in float64."""
+    q, k, v, upstream = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    heads = [x.transpose(1, 2) for x in leaves]
+    k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in heads[1:])
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    if doc_ids is not None:
+        seen = seen & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    scores = (heads[0] @ k.mT / 8**0.5).masked_fill(~seen, float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def ids_of(name: str) -> Tensor | None:
+    rows = DOCUMENTS[name]
+    return None if rows is None else torch.tensor(rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "documents"),
+    [("flash", "none"), *(("varlen", documents) for documents in DOCUMENTS)],
+)
+def test_a_kernel_gives_what_the_formula_gives(kernel, documents, heads, dtype):
+    doc_ids, (*inputs, upstream) = ids_of(documents), draw(dtype, heads)
+    wanted = exact(doc_ids, *inputs, upstream)
+    leaves = [x.requires_grad_() for x in inputs]
+    with flash_kernels(**WIDE) as calls:
+        out = attend_causal(*leaves, doc_ids=doc_ids, attention=kernel)
+        found = [out, *torch.autograd.grad(out, leaves, upstream)]
+    assert [call["kind"] for call in calls] == ["forward", "backward"]
+    assert all(call["k"][-2] == heads[1] for call in calls)  # keys are not repeated
+    for one, other in zip(found, wanted, strict=True):
+        real = torch.ones(2, 9, dtype=torch.bool) if doc_ids is None else doc_ids != -1
+        torch.testing.assert_close(
+            one[real].double(), other[real], rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_flex_gives_forward_what_the_formula_gives(documents, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_offers", lambda device, needs: True)
+    monkeypatch.setattr(attention_kernels, "KERNELS", {"flex": _wide_flex()})
+    doc_ids, inputs = ids_of(documents), draw(torch.float64)
+    with torch.no_grad():
+        found = attend_causal(*inputs[:3], doc_ids=doc_ids, attention="flex")
+    torch.testing.assert_close(found, exact(doc_ids, *inputs)[0], rtol=1e-6, atol=1e-6)
+
+
+def _wide_flex():
+    return attention_kernels.Takes(attention_kernels.TRITON, (torch.float64,), 8, 256)
+
+
+def test_what_auto_chooses_follows_from_what_the_device_offers():
+    choose = partial(attention_kernels.choose, device=CPU, channels=64)
+    assert choose("documents", dtype=torch.bfloat16) == "sdpa"
+    with flash_kernels():
+        assert choose("rows", dtype=torch.bfloat16) == "sdpa"  # torch chooses by itself
+        assert choose("documents", dtype=torch.bfloat16) == "varlen"
+        assert choose("documents", dtype=torch.float32) == "sdpa"
+        assert choose("ring", dtype=torch.bfloat16) == "flash"
+        assert choose("ring", dtype=torch.bfloat16, channels=20) == "sdpa"
+    assert choose("documents", dtype=torch.bfloat16) == "sdpa"
+
+
+def test_a_device_without_the_generation_that_a_kernel_needs_does_not_offer_it(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_device_capability", lambda: (7, 5), raising=False)
+    with flash_kernels():
+        assert attention_kernels.choose("documents", CPU, torch.bfloat16, 64) == "sdpa"
+
+
+REFUSED = {
+    "no kernel": ("varlen", "rows", torch.bfloat16, 64, "cpu has no aten::_flash_attention_fo"),
+    "no compiler": ("flex", "rows", torch.bfloat16, 64, "cpu has no Triton for it"),
+    "float32": ("flash", "rows", torch.float32, 64, "bfloat16, not torch.float32"),
+    "float64": ("varlen", "documents", torch.float64, 64, "bfloat16, not torch.float64"),
+    "odd width": ("flash", "rows", torch.bfloat16, 20, "channels that 8 divides, not of 20"),
+    "wide": ("varlen", "documents", torch.bfloat16, 264, "up to 256 channels that 8 divides"),
+    "documents": ("flash", "documents", torch.bfloat16, 64, "it cannot compute documents"),
+    "ring by flex": ("flex", "ring", torch.bfloat16, 64, "it cannot compute ring"),
+    "ring by varlen": ("varlen", "ring", torch.float16, 64, "pass 'flash', 'sdpa' or 'auto'"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_kernel_that_cannot_run_is_refused_with_what_would_work(case):
+    kernel, use, dtype, channels, message = REFUSED[case]
+    offered = nullcontext() if case.startswith("no ") else flash_kernels()
+    with offered, pytest.raises(ValueError, match=message):
+        attention_kernels.choose(use, CPU, dtype, channels, kernel)
+
+
+def test_ids_are_known_until_they_change_or_end():
+    documents, ids = Documents(), torch.tensor([[0, 0, 1]])
+    host = ids.clone()
+    documents.note(ids, host)
+    assert documents._known[0].host is host
+    assert documents.bounds(ids) is documents.bounds(ids)
+    assert documents.bounds(ids).starts.tolist() == [0, 2, 3]
+    assert documents.bounds(ids).longest == 2
+    ids[0, 1] = 1
+    assert documents.bounds(ids).starts.tolist() == [0, 1, 3]
+    assert len(documents._known) == 1
+    del ids
+    gc.collect()
+    documents.note(host, None)
+    assert len(documents._known) == 1
+
+
+@pytest.mark.parametrize("kernel", ["auto", "varlen"])
+def test_an_id_that_comes_back_is_no_document_of_its_own(kernel):
+    doc_ids = torch.tensor([[0, 1, 1, 0, 2, 2, 2, 2, 2]] * 2)
+    *inputs, upstream = draw(torch.float64)
+    with flash_kernels(**WIDE) as calls:
+        if kernel == "varlen":
+            with pytest.raises(ValueError, match="comes back after another in a row"):
+                attend_causal(*inputs, doc_ids=doc_ids, attention=kernel, documents=Documents())
+        else:
+            found = attend_causal(*inputs, doc_ids=doc_ids, documents=Documents())
+            torch.testing.assert_close(found, exact(doc_ids, *inputs, upstream)[0])
+    assert calls == []
+
+
+@pytest.mark.bad_input
+def test_documents_are_refused_by_a_kernel_that_takes_whole_rows():
+    with flash_kernels(**WIDE), pytest.raises(ValueError, match=r"flash.*pass 'varlen', 'sdpa' or"):
+        attend_causal(*draw(torch.float64)[:3], doc_ids=ids_of("ragged"), attention="flash")
+
+
+def test_nothing_of_all_pairs_is_allocated_for_a_long_row():
+    """Shapes at 128 k: the largest tensor is one of the inputs."""
+    s = 2**17
+    leaves = [torch.empty(1, s, n, 64, device="meta", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    leaves = [x.requires_grad_() for x in leaves]
+    bounds = attention.Bounds(torch.empty(9, dtype=torch.int32, device="meta"), s // 4)
+    with Largest() as largest:
+        out = attention._flash(*leaves, bounds)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    assert out.shape == leaves[0].shape
+    assert [x.shape for x in gradients] == [x.shape for x in leaves]
+    assert largest.elements == leaves[0].numel()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that an operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = (x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return result

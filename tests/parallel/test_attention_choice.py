@@ -1,0 +1,137 @@
+"""The kernel that a model's attention runs in: what is chosen, forced, refused and shown."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from flash_kernels import flash_kernels
+from ranks import run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+from forgekit.model.attention import attend_causal
+
+SIZES = {"vocab_size": 11, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 16}
+SPEC = fk.TransformerSpec(**SIZES, max_seq_len=16)
+NARROW = fk.TransformerSpec(**SIZES | {"dim": 48}, max_seq_len=16)
+F64 = (torch.float64,)
+
+
+@pytest.fixture
+def mesh():
+    yield fk.build_mesh(device="cpu")
+    fk.shutdown()
+
+
+def packed_batch() -> TensorDict:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (2, 13), generator=generator)
+    documents = torch.tensor([[0] * 5 + [1] * 6 + [2], [4] * 3 + [3] * 7 + [-1] * 2])
+    labels = ids[:, 1:].masked_fill(documents == -1, -100)
+    return TensorDict({"input_ids": ids[:, :-1], "labels": labels, "doc_ids": documents}, [2])
+
+
+def loss_fn(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
+
+
+def gradients(model, mesh):
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    fk.accumulate(state, [packed_batch()], loss_fn)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_on_a_cpu_nothing_is_replaced(mesh):
+    model = fk.parallelize(fk.Transformer(SPEC), mesh)
+    assert all(layer.attention.attend is attend_causal for layer in model.layers)
+    layout = fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout
+    assert layout.attention == {"rows": "sdpa", "documents": "sdpa"}
+    assert layout.documents is None
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen"])
+def test_a_step_in_a_kernel_has_the_gradients_of_another(mesh, attention):
+    wanted = gradients(fk.Transformer(SPEC).double(), mesh)
+    with flash_kernels(dtypes=F64) as calls:
+        model = fk.parallelize(fk.Transformer(SPEC).double(), mesh, attention=attention)
+        found = gradients(model, mesh)
+    assert [call["kind"] for call in calls] == ["forward", "forward", "backward", "backward"]
+    assert all(call["lengths"] == [5, 6, 1, 3, 7, 2] for call in calls)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+
+
+def test_forced_sdpa_is_bitwise_what_a_cpu_does_by_itself(mesh):
+    wanted = gradients(fk.Transformer(SPEC).double(), mesh)
+    with flash_kernels(dtypes=F64) as calls:
+        model = fk.parallelize(fk.Transformer(SPEC).double(), mesh, attention="sdpa")
+        found = gradients(model, mesh)
+    assert calls == []
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def test_a_copied_model_has_documents_of_its_own(mesh):
+    with flash_kernels(dtypes=F64):
+        model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
+        gradients(model, mesh)
+        other = copy.deepcopy(model)
+        state = fk.TrainState.create(other, fk.adamw(other), mesh=mesh)
+        given = {id(layer.attention.attend.keywords["documents"]) for layer in other.layers}
+    assert given == {id(state.layout.documents)}
+    assert given != {id(layer.attention.attend.keywords["documents"]) for layer in model.layers}
+
+
+class Own(nn.Module):
+    """Attention of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+REFUSED = {
+    "unknown": (SPEC, {"attention": "fast"}, "'fast'; it is one of 'auto', 'flash', 'varlen', 'fl"),
+    "no kernel": (SPEC, {"attention": "varlen"}, "and cpu has no aten::_flash.*'sdpa' or"),
+    "no compiler": (SPEC, {"attention": "flex"}, "'flex', and cpu has no Triton.*pass 'sdpa'"),
+    "float32": (SPEC, {"attention": "flash"}, "not torch.float32. For rows in torch.flo"),
+    "width": (NARROW, {"attention": "flash", "precision": "bf16"}, "8 divides, not of 12. For"),
+    "no socket": (None, {"attention": "sdpa"}, "and no module of Own has an 'attend' socke"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", REFUSED)
+def test_attention_that_cannot_run_is_refused_before_anything_is_laid_out(mesh, case):
+    spec, options, message = REFUSED[case]
+    model = Own() if spec is None else fk.Transformer(spec)
+    offered = nullcontext() if case.startswith("no ") else flash_kernels()
+    with offered, pytest.raises(ValueError, match=message):
+        fk.parallelize(model, mesh, **options)
+
+
+def refuse_in_ring(_rank, _world):
+    mesh = fk.build_mesh(fk.MeshSpec(cp=2, dp_shard=1), device="cpu")
+    with flash_kernels(), pytest.raises(ValueError, match="'varlen', and it cannot compute ring"):
+        fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16", attention="varlen")
+    return True
+
+
+@pytest.mark.bad_input
+def test_a_kernel_for_whole_rows_is_refused_in_a_ring():
+    assert all(run_ranks(refuse_in_ring, 2))
+
+
+def test_the_choice_is_shown_when_a_run_starts(mesh, tmp_path, capsys):
+    with flash_kernels(), fk.open_run(tmp_path / "run", {}) as run:
+        model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        with run.start(state, every=1):
+            pass
+    assert "attention: rows sdpa, documents varlen" in capsys.readouterr().err
