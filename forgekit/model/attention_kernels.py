@@ -95,10 +95,9 @@ def choose(
         'sdpa'
     """
     able: list[Kernel] = [kernel for kernel in ORDER[use] if kernel not in without]
-    fitting = (k for k in able if refusal(k, device, dtype, channels) is None)
-    chosen = next((k for k in fitting if attention == "auto" or k == attention), None)
-    if chosen is not None:
-        return chosen
+    for kernel in able:
+        if attention in ("auto", kernel) and refusal(kernel, device, dtype, channels) is None:
+            return kernel
     fitting = [k for k in able if refusal(k, device, dtype, channels) is None]
     why = f"it cannot compute {use}"
     if attention in able:
