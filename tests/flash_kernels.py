@@ -84,6 +84,7 @@ def _backward(calls, dtypes, gradient, q, k, v, out, lse, bounds, causal, option
         assert other.dtype == q.dtype
         assert other.stride(-1) == 1
     assert lse.dtype == _wide(q)
+    assert lse.is_contiguous()
     assert lse.shape == _lse_shape(q, bounds)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     group = q.shape[-2] // k.shape[-2]

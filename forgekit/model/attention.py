@@ -79,8 +79,6 @@ class Documents:
 
     def host(self, ids: Tensor) -> Tensor | None:
         """Return the whole rows' ids on the host; None if they were not noted."""
-        if ids.device.type == "cpu":
-            return ids
         known = self._find(ids)
         return None if known is None else known.host
 
@@ -95,12 +93,11 @@ class Documents:
         Returns:
             The bounds; None if they are not known, or an id comes back after another in a row.
         """
-        host = self.host(ids)
-        if host is None and not may_read:
-            return None
-        known = self._find(ids) or self._add(ids, host)
+        known = self._find(ids) or self._add(ids, None)
         if not known.has_bounds:
-            host = ids.cpu() if host is None else host
+            if known.host is None and not may_read and ids.device.type != "cpu":
+                return None
+            host = ids.cpu() if known.host is None else known.host
             known.bounds, known.has_bounds = _bounds(host, ids.device), True
         return known.bounds
 

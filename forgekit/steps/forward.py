@@ -89,7 +89,8 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
         batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
     if layout.documents is not None and given is not None:
-        layout.documents.note(batch["doc_ids"], layout.documents.host(given))
+        is_here = given.device.type == "cpu"
+        layout.documents.note(batch["doc_ids"], given if is_here else layout.documents.host(given))
     return batch
 
 

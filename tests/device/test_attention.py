@@ -24,6 +24,8 @@ CELLS = [
     Cell("tp2", 1, "ragged", True, "full", "head", "fp64", steps=2),
     Cell("cp2-ulysses", 2, "ragged", True, "none", "head", "fp64", steps=2),
     Cell("pp2-1f1b", 2, "ragged", True, "none", "logits", "fp64", steps=2),
+    Cell("cp2-ring", 2, "ragged", True, "selective", "head", "fp64", steps=2),
+    Cell("cp2-ring", 1, "ragged", False, "none", "head", "fp64", steps=2),
 ]
 
 
@@ -56,7 +58,8 @@ def test_documents_in_a_kernel_are_those_of_one_process(cell):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_host_waits_for_no_bounds_and_masks_are_not_built(cell):
     for ledger, calls, attention in run_ranks(watch_step, cell.row.world, cell, setup=SETUP):
-        assert attention == {"rows": "sdpa", "documents": "varlen"}
+        whole_rows = {"rows": "sdpa", "documents": "varlen"}
+        assert attention == ({"ring": "flash"} if "ring" in cell.layout else whole_rows)
         assert not ledger.waits, ledger.waits[0]
         assert ledger.copied["pageable"] == 0
         assert not any("scaled_dot_product" in name for name in ledger.launches)

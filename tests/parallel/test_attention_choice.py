@@ -7,6 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from distributed.cells import merge, run_cells
+from distributed.compare import check
+from distributed.matrix import Cell
 from flash_kernels import flash_kernels
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -114,6 +117,30 @@ def test_attention_that_cannot_run_is_refused_before_anything_is_laid_out(mesh, 
     offered = nullcontext() if case.startswith("no ") else flash_kernels()
     with offered, pytest.raises(ValueError, match=message):
         fk.parallelize(model, mesh, **options)
+
+
+def run_ring(rank, world, cell):
+    with flash_kernels(dtypes=F64) as calls:
+        (found,) = run_cells(rank, world, [cell], [None])
+    return found, {(call["kind"], call["causal"], call["k"][2]) for call in calls}
+
+
+RINGS = [
+    Cell("cp2-ring", 1, "rank_without", False, "none", "logits", "fp64", steps=2),
+    Cell("cp2-ring", 2, "ragged", True, "full", "head", "fp64", steps=2),
+    Cell("cp4-both", 2, "ragged", True, "none", "head", "fp64", steps=2),
+]
+
+
+@pytest.mark.parametrize("cell", RINGS, ids=str)
+def test_a_ring_in_the_flash_kernel_is_one_process(cell):
+    by_rank = run_ranks(run_ring, cell.row.world, cell, timeout_s=200)
+    check(cell, merge([found for found, _ in by_rank]))
+    for _, calls in by_rank:
+        assert {(kind, causal) for kind, causal, _ in calls} == {
+            (kind, causal) for kind in ("forward", "backward") for causal in (True, False)
+        }
+        assert {heads for *_, heads in calls} == {1 if "both" in cell.layout else 2}
 
 
 def refuse_in_ring(_rank, _world):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from flash_kernels import flash_kernels
 from torch import Tensor
 
 from forgekit.parallel.context import block_attention
@@ -151,6 +152,45 @@ def test_a_block_without_keys_to_see_changes_nothing():
     merge_block(*merged, *attend_block(q, k, v, ids=ids))
     assert torch.equal(merged[0], out)
     assert torch.equal(merged[1], lse)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize("name", ["all", "causal"])
+def test_blocks_of_the_flash_kernel_are_the_naive_formula(monkeypatch, name, heads):
+    """Backward with the output and the logarithm of a softmax over more keys than the block's."""
+    monkeypatch.setattr(f"{__name__}.CHANNELS", 8)
+    queries, offset, _, pairs = case(name)
+    q, k, v = inputs = draw(*heads, queries, torch.float64)
+    exact = [x.clone().requires_grad_() for x in inputs]
+    upstream = torch.randn(q.shape, dtype=torch.float64)
+    block, block_lse = naive(*exact, pairs)
+    # Of the whole softmax: the block has this share of it, all else gives an output of zeros.
+    share = torch.rand(q.shape[:3], dtype=torch.float64) + 0.1
+    lse = block_lse.detach() - share.log()
+    whole = block * (block_lse - lse).exp()[..., None]
+    with flash_kernels(dtypes=(torch.float64,)) as calls:
+        out, found_lse = attend_block(q, k, v, offset=offset, kernel="flash")
+        found = attend_block_backward(
+            upstream, q, k, v, whole.detach(), lse, offset=offset, kernel="flash"
+        )
+    assert [call["k"][2] for call in calls] == [heads[1]] * 2
+    close(out, block.detach(), torch.float64)
+    close(found_lse, block_lse.detach(), torch.float64)
+    wanted = block_gradients(*exact, pairs, lse, upstream, whole.detach())
+    for gradient, exactly in zip(found, wanted, strict=True):
+        close(gradient, exactly, torch.float64)
+
+
+def block_gradients(q, k, v, pairs, lse, upstream, whole):
+    """A block's share by the formula: weights of the whole softmax, keys of the block."""
+    group = q.shape[1] // k.shape[1]
+    repeated = [x.repeat_interleave(group, 1) for x in (k, v)]
+    scores = q @ repeated[0].mT / math.sqrt(CHANNELS)
+    weights = torch.where(pairs[:, None], (scores - lse[..., None]).exp(), 0.0).detach()
+    inner = (upstream * whole).sum(-1, keepdim=True)
+    of_scores = weights * (upstream @ repeated[1].mT - inner).detach()
+    total = (of_scores * scores).sum() + (weights @ repeated[1] * upstream).sum()
+    return torch.autograd.grad(total, (q, k, v))
 
 
 def test_large_scores_do_not_overflow(way):

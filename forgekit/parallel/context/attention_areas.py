@@ -9,12 +9,15 @@ two whole pairs of chunks, and all ranks always have as much to do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import attrs
+import numpy as np
 from torch import Tensor
 
 from forgekit.model.attention import CALL_COST
+from forgekit.model.attention_kernels import Kernel
 from forgekit.parallel.context.block_attention import Ids, has_flash
 
 __all__ = ["Area", "Route", "areas_of_documents", "areas_of_queries", "areas_seen"]
@@ -107,7 +110,9 @@ def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> l
     return blocks
 
 
-def areas_of_documents(area: Area, queries: Tensor, keys: Tensor, heads: int) -> list[Area]:
+def areas_of_documents(
+    area: Area, queries: Tensor, keys: Tensor, heads: int, *, may_mask: bool = True
+) -> list[Area]:
     """Split an area by documents, one rectangle for each that two runs of positions share.
 
     Where there are so many that one call each costs more, the documents are left to a mask. Two
@@ -118,9 +123,12 @@ def areas_of_documents(area: Area, queries: Tensor, keys: Tensor, heads: int) ->
         queries: ``[b s]`` documents of this rank's slice, on the CPU.
         keys: ``[b s]`` documents of the slice that came round, on the CPU.
         heads: Query heads, ``h``.
+        may_mask: Whether the kernel takes masks.
     """
-    rows = zip(queries.tolist(), keys.tolist(), strict=True)
+    rows = zip(queries.numpy(), keys.numpy(), strict=True)
     one_each = [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
+    if not may_mask:
+        return one_each
     masked = areas_of_queries(area, len(queries), heads, is_masked=True)
     one_by_one = sum(heads * part.pairs + CALL_COST for part in one_each)
     at_once = sum(len(queries) * heads * part.pairs + CALL_COST for part in masked)
@@ -135,18 +143,22 @@ class Route:
         rank: This rank.
         size: Ranks in the ring.
         ids: ``[b size*s]`` documents of all slices; None for one document a row.
+        kernel: What computes an area.
         steps: The areas of each step; step ``n`` brings the slice of the rank ``n`` before this.
     """
 
     rank: int
     size: int
     ids: Tensor | None
+    kernel: Kernel
     steps: list[list[Area]]
 
     @classmethod
-    def plan(cls, q: Tensor, ids: Tensor | None, *, rank: int, size: int) -> Route:
+    def plan(
+        cls, q: Tensor, ids: Tensor | None, *, rank: int, size: int, kernel: Kernel = "sdpa"
+    ) -> Route:
         """Plan for queries ``[b s h c]``, in the forward and again in the backward pass."""
-        route = cls(rank, size, ids, [])
+        route = cls(rank, size, ids, kernel, [])
         route.steps.extend(route._areas(step, q) for step in range(size))
         return route
 
@@ -160,14 +172,18 @@ class Route:
     def _areas(self, step: int, q: Tensor) -> list[Area]:
         rows, positions, heads, _ = q.shape
         seen = areas_seen(self.rank, self._source(step), positions)
-        if not has_flash(q):
+        is_flash = self.kernel == "flash"
+        if not (is_flash or has_flash(q)):
             is_masked = self.ids is not None
             parts = (areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen)
         elif self.ids is None:
             return seen
         else:
             queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
-            parts = (areas_of_documents(area, queries, keys, heads) for area in seen)
+            parts = (
+                areas_of_documents(area, queries, keys, heads, may_mask=not is_flash)
+                for area in seen
+            )
         return list(itertools.chain.from_iterable(parts))
 
     def _source(self, step: int) -> int:
@@ -177,7 +193,9 @@ class Route:
         return ids.chunk(self.size, 1)[self._source(step)]
 
 
-def _shared_runs(area: Area, row: int, queries: Sequence[int], keys: Sequence[int]) -> list[Area]:
+def _shared_runs(
+    area: Area, row: int, queries: np.ndarray[Any, Any], keys: np.ndarray[Any, Any]
+) -> list[Area]:
     rows = slice(row, row + 1)
     by_document: dict[int, list[slice]] = {}
     for document, run in _runs(keys, area.keys):
@@ -192,13 +210,12 @@ def _shared_runs(area: Area, row: int, queries: Sequence[int], keys: Sequence[in
     return shared
 
 
-def _runs(ids: Sequence[int], where: slice) -> Iterator[tuple[int, slice]]:
+def _runs(ids: np.ndarray[Any, Any], where: slice) -> Iterator[tuple[int, slice]]:
     """Runs of equal ids, with their positions."""
-    start = where.start
-    for document, run in itertools.groupby(ids[where]):
-        stop = start + len(list(run))
-        yield document, slice(start, stop)
-        start = stop
+    ids = ids[where]
+    starts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+    for start, stop in itertools.pairwise(starts):
+        yield int(ids[start]), slice(where.start + start, where.start + stop)
 
 
 def _size(positions: slice) -> int:

@@ -2,8 +2,9 @@
 
 Each block gives its own normalised output and the logarithm of its weight, from which blocks are
 merged; backward takes output and weight of the *whole* softmax and gives the block's share of the
-gradients. Statistics are float32 or wider. On a CPU torch's flash kernel does the work; elsewhere
-a plain product, whose scores the caller bounds by giving few queries at a time.
+gradients. Statistics are float32 or wider. A flash kernel does the work where there is one, torch's
+for a CPU or that of the device; elsewhere a plain product, whose scores the caller bounds by giving
+few queries at a time.
 
 References:
     FlashAttention-2, https://arxiv.org/abs/2307.08691
@@ -16,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from forgekit.model.attention import wide
+from forgekit.model.attention_kernels import Kernel
 
 __all__ = ["Ids", "attend_block", "attend_block_backward", "has_flash", "merge_block"]
 
@@ -29,7 +31,13 @@ def has_flash(tensor: Tensor) -> bool:
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, *, offset: int | None = None, ids: Ids | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offset: int | None = None,
+    ids: Ids | None = None,
+    kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor]:
     """Attend from some positions to some others.
 
@@ -40,11 +48,14 @@ def attend_block(
         offset: Position of the first query among the keys: query ``i`` sees the keys up to
             ``i + offset``. None where all keys come before.
         ids: Documents; a query sees the keys of its own. None for one document.
+        kernel: ``"flash"``: the device's, for one document and whole or causal squares.
 
     Returns:
         ``[b h m c]`` output, zero where a query sees no key, and ``[b h m]`` logarithm of the sum
         of exponentials in float32 or wider, there minus infinity.
     """
+    if kernel == "flash":
+        return _flash(q, k, v, is_causal=offset == 0)
     if not has_flash(q):
         return _plain(q, k, v, _mask(q, k, offset, ids))
     causal, mask = _flash_mask(q, k, offset, ids)
@@ -67,6 +78,7 @@ def attend_block_backward(
     *,
     offset: int | None = None,
     ids: Ids | None = None,
+    kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give a block's share of the gradients of the whole softmax.
 
@@ -79,10 +91,13 @@ def attend_block_backward(
         lse: ``[b h m]`` merged logarithm of the sum of exponentials; finite.
         offset: As for ``attend_block``.
         ids: As for ``attend_block``.
+        kernel: As for ``attend_block``.
 
     Returns:
         Shares of the gradients of ``q``, ``k`` and ``v``, in their dtype or wider.
     """
+    if kernel == "flash":
+        return _flash_backward(gradient, q, k, v, out, lse, is_causal=offset == 0)
     if not has_flash(q):
         return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
     causal, mask = _flash_mask(q, k, offset, ids)
@@ -130,6 +145,28 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    lengths = None, None, q.shape[2], k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    flash = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = flash(q, k, v, *lengths, 0.0, is_causal, False)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Of dropout, which there is none of; torch.nn.attention.varlen passes the same.
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    lengths = None, None, q.shape[2], k.shape[2]
+    given = (x.transpose(1, 2) for x in (gradient, q, k, v, out))
+    flash = torch.ops.aten._flash_attention_backward
+    shares = flash(*given, lse.contiguous(), *lengths, 0.0, is_causal, state, unused)
+    dq, dk, dv = (x.transpose(1, 2) for x in shares)
+    return dq, dk, dv
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

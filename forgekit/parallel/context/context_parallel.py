@@ -292,14 +292,16 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAtten
     from forgekit.parallel.context.ulysses import ulysses_attention
 
     if ulysses == 1:
-        return ring_attention(Members.of(mesh.get_group("cp")))
+        return ring_attention(Members.of(mesh.get_group("cp")), chosen.asked, chosen.documents)
     if ring == 1:
         return ulysses_attention(Members.of(mesh.get_group("cp")), chosen.attend, chosen.documents)
     dim = (mesh.mesh_dim_names or ()).index("cp")
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
     rings = Members.of(_own_group(shared.mT.reshape(-1, ring)))
     return ulysses_attention(
-        Members.of(_own_group(shared.reshape(-1, ulysses))), ring_attention(rings), chosen.documents
+        Members.of(_own_group(shared.reshape(-1, ulysses))),
+        ring_attention(rings, chosen.asked, chosen.documents),
+        chosen.documents,
     )
 
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from forgekit.model.attention import Attend, wide
+from forgekit.data.batches.sequence_slices import slice_positions
+from forgekit.model.attention import Attend, Documents, wide
+from forgekit.model.attention_kernels import AttentionChoice, Kernel, choose
 from forgekit.parallel.context.attention_areas import Area, Route
 from forgekit.parallel.context.block_attention import (
     attend_block,
@@ -40,11 +43,16 @@ TURN_BYTES = 2**18
 """Bytes of keys and values that one of several turns carries at least."""
 
 
-def ring_attention(members: Members) -> Attend:
+def ring_attention(
+    members: Members, attention: AttentionChoice = "auto", documents: Documents | None = None
+) -> Attend:
     """Make the ``attend`` socket of a rank in a ring.
 
     Args:
         members: The ranks that share the sequence; each has a zigzag slice of it.
+        attention: The kernel of the blocks.
+        documents: Where ``doc_ids`` were noted on the host. Without it the device's flash kernel,
+            which is called once for each document, is not taken by itself.
 
     Returns:
         ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for shapes that
@@ -59,10 +67,43 @@ def ring_attention(members: Members) -> Attend:
                 f"a rank of the ring holds {q.shape[1]} positions; a zigzag slice is two chunks of "
                 f"one size. Take sequences whose length 2 * {members.size} divides."
             )
-        ids = None if doc_ids is None else gather(doc_ids)
-        return torch.ops.forgekit.attend_ring(q, k, v, ids, members.name)[0]
+        kernel = choose("ring", q.device, q.dtype, q.shape[-1], attention)
+        if doc_ids is None:
+            return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, kernel)[0]
+        if kernel == "flash":
+            host = None if documents is None else documents.host(doc_ids)
+            if host is not None or attention == "flash":
+                return attend_documents(q, k, v, doc_ids, host)
+        return torch.ops.forgekit.attend_ring(q, k, v, gather(doc_ids), members.name)[0]
+
+    @_disable_dynamo  # lengths of documents are no constants of a graph
+    def attend_documents(
+        q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, host: Tensor | None
+    ) -> Tensor:
+        whole = gather(doc_ids).cpu() if host is None else _by_rank(host, members.size)
+        runs = torch.stack(_runs(whole)).flatten().tolist()
+        return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, "flash", runs)[0]
 
     return attend
+
+
+def _by_rank(host: Tensor, size: int) -> Tensor:
+    """Whole rows' positions in the order in which ranks hold them: ``[b size*s]``."""
+    return torch.cat([slice_positions(host, rank=r, world=size, dim=1) for r in range(size)], 1)
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and lengths of the runs in rows laid end to end, as an operator can take them."""
+    found, lengths = ids.flatten().unique_consecutive(return_counts=True)
+    return found, lengths
+
+
+def _ids(runs: list[int] | None, rows: int) -> Tensor | None:
+    """``[b size*s]`` on the CPU, of what ``_runs`` found."""
+    if runs is None:
+        return None
+    found, lengths = torch.tensor(runs, device="cpu").chunk(2)
+    return found.repeat_interleave(lengths).unflatten(0, (rows, -1))
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> None:
@@ -84,10 +125,17 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Non
 @torch.library.custom_op(
     "forgekit::attend_ring",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? ids, str name) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? ids, str name, str kernel='sdpa', "
+    "int[]? runs=None) -> (Tensor, Tensor)",
 )
 def attend_ring(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, name: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None,
+    name: str,
+    kernel: Kernel = "sdpa",
+    runs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from this rank's positions to those of all members.
 
@@ -97,13 +145,16 @@ def attend_ring(
         v: ``[b s k c]`` values.
         ids: ``[b size*s]`` documents of all members' slices; None for one document a row.
         name: The members' name.
+        kernel: The kernel of the blocks.
+        runs: In place of ``ids``, for the host: ids of the runs of equal ones in all rows, then
+            their lengths.
 
     Returns:
         ``[b s h c]`` output and ``[b h s]`` logarithm of the sum of exponentials, which only the
         backward pass needs.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size)
+    route = _route(members, q, ids, kernel, runs)
     q, out = _dense(q), _like(q)
     shape = q.shape[0], q.shape[2], q.shape[1]
     # Minus infinity: a softmax over no keys. The first block, each position's own, makes it finite.
@@ -121,7 +172,7 @@ def attend_ring(
     "forgekit::attend_ring_backward",
     mutates_args=(),
     schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor out, Tensor lse, "
-    "str name) -> (Tensor, Tensor, Tensor)",
+    "str name, str kernel='sdpa', int[]? runs=None) -> (Tensor, Tensor, Tensor)",
 )
 def attend_ring_backward(
     gradient: Tensor,
@@ -132,6 +183,8 @@ def attend_ring_backward(
     out: Tensor,
     lse: Tensor,
     name: str,
+    kernel: Kernel = "sdpa",
+    runs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's queries, and of its keys and values from all members' queries.
 
@@ -144,12 +197,14 @@ def attend_ring_backward(
         out: What ``attend_ring`` returned.
         lse: What ``attend_ring`` returned.
         name: The members' name.
+        kernel: As for ``attend_ring``.
+        runs: As for ``attend_ring``.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, shaped like them.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size)
+    route = _route(members, q, ids, kernel, runs)
     gradient, q = _dense(gradient), _dense(q)
     dq, shared_gradients = _like(q), []
     for own, shared in _turns(q, k):
@@ -173,6 +228,13 @@ def attend_ring_backward(
     return dq, dk, dv
 
 
+def _route(
+    members: Members, q: Tensor, ids: Tensor | None, kernel: Kernel, runs: list[int] | None
+) -> Route:
+    ids = ids if runs is None else _ids(runs, q.shape[0])
+    return Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
+
+
 def _attend(
     members: Members, route: Route, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
@@ -181,7 +243,8 @@ def _attend(
     def add(area: Area, step: int, keys: Tensor, values: Tensor) -> None:
         here, there = _indices(area)
         ids = route.documents(area, step)
-        block = attend_block(q[here], keys[there], values[there], offset=area.offset, ids=ids)
+        options = {"offset": area.offset, "ids": ids, "kernel": route.kernel}
+        block = attend_block(q[here], keys[there], values[there], **options)
         merge_block(out[here], lse[here], *block)
 
     def visit(step: int, keys: Tensor, values: Tensor) -> None:
@@ -218,6 +281,7 @@ def _attend_back(
             lse[here],
             offset=area.offset,
             ids=route.documents(area, step),
+            kernel=route.kernel,
         )
         dq[here] += shares[0]
         # Only now: what others found of these keys may arrive while this rank computes.
@@ -283,15 +347,14 @@ def _indices(area: Area) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ids, name = inputs
+    q, k, v, ids, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, ids, *output)
-    ctx.name = name
 
 
 def _back(ctx: Any, gradient: Tensor, _lse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, ids, out, lse = ctx.saved_tensors
     back = torch.ops.forgekit.attend_ring_backward
-    return *back(gradient, q, k, v, ids, out, lse, ctx.name), None, None
+    return *back(gradient, q, k, v, ids, out, lse, *ctx.rest), None, None, None, None
 
 
 def _like(x: Tensor) -> Tensor:
