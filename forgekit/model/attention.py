@@ -107,7 +107,8 @@ class Documents:
         known = self._find(ids) or self._add(ids, None)
         if known.mask is None:
             rows, positions = ids.shape
-            known.mask = _block_mask(ids.device, rows, positions, ids)
+            # Detached: a mask that held the ids themselves would keep them for ever.
+            known.mask = _block_mask(ids.device, rows, positions, ids.detach())
         return known.mask
 
     def _find(self, ids: Tensor) -> _Known | None:

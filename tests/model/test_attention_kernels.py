@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -190,3 +191,16 @@ class Largest(TorchDispatchMode):
         sizes = (x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
         self.elements = max(self.elements, *sizes, 0)
         return result
+
+
+def test_a_block_mask_is_made_once_and_does_not_keep_its_ids(monkeypatch):
+    made = []
+    original = attention._block_mask
+    monkeypatch.setattr(attention, "_block_mask", lambda *a: made.append(1) or original(*a))
+    documents, ids = Documents(), torch.tensor([[0, 0, 1]])
+    assert documents.block_mask(ids) is documents.block_mask(ids)
+    assert made == [1]
+    gone = weakref.ref(ids)
+    del ids
+    gc.collect()
+    assert gone() is None
