@@ -8,7 +8,7 @@ from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cell
 from distributed.compare import check
 from distributed.matrix import Cell
 from distributed.models import LOSSES, SCHEDULES
-from ranks import run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -64,7 +64,7 @@ def pinned(batches):
     "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.oracle) for cell in LARGE)], ids=str
 )
 def test_a_layout_gives_on_the_device_what_one_process_gives_and_the_host_waits_for_nothing(cell):
-    by_rank = run_ranks(run_and_watch, cell.row.world, cell, setup=SETUP, timeout_s=200)
+    by_rank = run_again(run_and_watch, cell.row.world, cell, setup=SETUP, timeout_s=200)
     check(cell, merge([found for found, _ in by_rank]))
     exchanges = cell.row.layers * cell.micros if cell.row.experts else 0
     for _, ledger in by_rank:

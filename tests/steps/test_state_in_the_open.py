@@ -11,7 +11,7 @@ import torch
 from covering import first_of, some_of
 from distributed.experts import Routed
 from oracle import SPEC
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ def test_runs_side_by_side_give_the_bits_of_each_alone(first, second):
     runs = [(first, 0), (second, 1)]
     together = run_ranks(_train, 2, runs)
     for index, run in enumerate(runs):
-        for found, (alone,) in zip(together, run_ranks(_train, 2, [run]), strict=True):
+        for found, (alone,) in zip(together, run_again(_train, 2, [run]), strict=True):
             assert all(value.isfinite().all() for value in found[index].values())
             _assert_same(found[index], alone)
 
@@ -148,5 +148,5 @@ def _rebuild(rank: int, world: int, name: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", some_of(RUNS, "fsdp", "recomputed", "ulysses", "pp"))
 def test_a_state_of_the_parts_of_another_behaves_like_it(name):
-    for kept, built in run_ranks(_rebuild, 2, name):
+    for kept, built in run_again(_rebuild, 2, name):
         _assert_same(built, kept)
