@@ -15,15 +15,20 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import torch
 from oracle import SPEC
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 import forgekit as fk
+from forgekit.model.moe import cosine_rate
 
 VOCAB, WIDTH, PLACES, ROWS = 36, 12, 8, 2
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+MOE = fk.MoESpec(
+    experts=4, top_k=2, ffn_dim=8, first=1, aux_loss=3.0, z_loss=0.5, bias_rate=cosine_rate(0.2)
+)
 
 
 class Layer(nn.Module):
@@ -142,6 +147,8 @@ def make_model(kind: str) -> nn.Module:
     """The model that has the mistake, or is right."""
     if kind == "own positions":
         return OwnPositions(SPEC)
+    if kind == "experts":
+        return fk.Transformer(attrs.evolve(SPEC, moe=MOE))
     return Opaque() if kind == "opaque" else Model(kind)
 
 

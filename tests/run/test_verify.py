@@ -94,6 +94,13 @@ def test_what_travels_between_stages_is_equal(kind):
     assert report.error < EXACT
 
 
+def test_experts_and_their_balance_are_equal():
+    report = fk.verify(partial(verified.build, "experts", ()), layout(dp_shard=2, ep=2))
+    assert report.equal, report
+    assert report.error < EXACT
+    assert any(row.name == "layers.1.feed_forward.router.weight" for row in report.rows)
+
+
 @pytest.mark.parametrize("name", FAILED)
 def test_a_rank_that_fails_is_reported_with_its_message(name):
     build, message = FAILED[name]

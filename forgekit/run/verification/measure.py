@@ -2,7 +2,8 @@
 
 A rank of a layout takes its steps as a run does. The one process that it is compared with uses
 nothing of the step: it calls the loss function for each micro-batch, runs a backward pass, divides
-by the number of targets, and subtracts. Full tensors go into a folder under the name of their
+by the number of targets, and subtracts; only the balance of experts is moved by the step's own
+function. Full tensors go into a folder under the name of their
 content, so that what all ranks agree on is written once and compared by name.
 """
 
@@ -31,6 +32,7 @@ from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
+from forgekit.steps.experts import StepRouters, rebalance
 from forgekit.steps.forward import check_loss, compute_loss
 from forgekit.steps.gradients import gradients
 from forgekit.steps.totals import reduce_totals
@@ -160,7 +162,7 @@ def measure_layout(task: Task, given: Given | None) -> Found:
             found.gradients = {n: kept.save(_full(means[n])) for n in _trained(state.model)}
             found.loss = float(totals["loss"] / totals["targets"])
             found.norm = float(correction.grad_norm)
-        state = update(state, correction, lr=LEARNING_RATE, totals=totals)
+        state = update(state, correction, lr=LEARNING_RATE, totals=totals, total=STEPS)
     found.after = _full_parameters(state.model, kept)
     return found
 
@@ -185,7 +187,9 @@ def measure_plainly(task: Task, given: Given, merge: bool) -> Found:
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
             _backward(state.model, joined, record.loss_fn)
             found.merged = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
-        loss = _backward(state.model, batches, record.loss_fn)
+        routers = StepRouters(state.model, torch.ones(()), state.targets.device)
+        with routers.noting():
+            loss = _backward(state.model, batches, record.loss_fn)
         if number == 0:
             found.loss = loss
             found.gradients = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
@@ -194,6 +198,7 @@ def measure_plainly(task: Task, given: Given, merge: bool) -> Found:
         with torch.no_grad():
             for parameter in trained.values():
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)  # pyright: ignore[reportArgumentType]
+        rebalance(state.model, routers.sums(), torch.ones((), dtype=torch.bool), number, STEPS)
     found.after = _full_parameters(state.model, kept)
     found.is_random = not torch.equal(random, torch.get_rng_state())
     return found
