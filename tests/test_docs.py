@@ -49,7 +49,15 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/layouts.md", "docs/step.md", "docs/running.md", "docs/data.md"]
+    "name",
+    [
+        "README.md",
+        "docs/layouts.md",
+        "docs/step.md",
+        "docs/running.md",
+        "docs/data.md",
+        "docs/experts.md",
+    ],
 )
 def test_names_of_tests_and_files_in_the_text_exist(name):
     root = DOCS.parent

@@ -21,6 +21,7 @@ CONTRACT = [
     "data_ranks",
     "Transformer",
     "TransformerSpec",
+    "MoESpec",
     "parallelize",
     "TrainState",
     "DonatedStateError",

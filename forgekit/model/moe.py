@@ -289,7 +289,21 @@ def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
 
 def _multiply_grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     ends = counts.cumsum(0).to(torch.int32)
-    return lambda rows, weight: F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+        # The compiler's shapes of a grouped product are those of bfloat16 alone.
+        is_traced = rows.dtype == torch.bfloat16
+        product = _grouped_product if is_traced else _grouped_product_as_written
+        return product(rows, weight, ends)
+
+    return multiply
+
+
+def _grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+
+_grouped_product_as_written = torch.compiler.disable(_grouped_product)
 
 
 def _multiply_each(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

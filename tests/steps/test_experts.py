@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forgekit as fk
 from forgekit.model.moe import MoE, cosine_rate
 from forgekit.model.routing import Routing
+from forgekit.parallel.activation_checkpoint import compile_blocks, recompute
 from forgekit.steps.experts import StepRouters
 
 MOE = fk.MoESpec(
@@ -62,14 +63,14 @@ def create(model=None, **options):
     return fk.TrainState.create(model, torch.optim.SGD(model.parameters()), **options)
 
 
-def rows(seed=0, count=ROWS):
+def rows(seed=0, count=ROWS, positions=9):
     """Rows with ragged padding and targets; the last row has no target."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randint, generator=generator)
-    ids, labels = draw(0, 19, (count, 9)), draw(0, 19, (count, 9))
-    doc_ids = (torch.arange(9) // 4).expand(count, 9).clone()
+    ids, labels = draw(0, 19, (count, positions)), draw(0, 19, (count, positions))
+    doc_ids = (torch.arange(positions) // 4).expand(count, positions).clone()
     for row in range(count):
-        doc_ids[row, 9 - row % 4 :] = -1
+        doc_ids[row, positions - row % 4 :] = -1
     labels[(doc_ids < 0) | (draw(0, 10, labels.shape) < 3)] = -100
     labels[-1] = -100
     return TensorDict({"input_ids": ids, "labels": labels, "doc_ids": doc_ids}, [count])
@@ -103,6 +104,8 @@ def terms_of(layer, x, batch, spec=None):
     probabilities = logits.softmax(-1)
     bias = layer.router.selection_bias
     choice = (probabilities if bias is None else probabilities + bias).topk(spec.top_k).indices
+    if spec.force_balance:
+        choice = (torch.arange(choice.numel()) % spec.experts).view(choice.shape)
     hits = F.one_hot(choice, spec.experts).sum(2).double() * is_token.unsqueeze(-1)
     counts = hits.sum((0, 1))
     per_row = hits.sum(1, keepdim=True) / hits.sum((1, 2)).clamp(min=1)[:, None, None]
@@ -241,9 +244,9 @@ def test_the_auxiliary_loss_balances_as_the_usual_form_does():
 
 def balance(state):
     return [
-        tensor.clone()
+        None if buffer is None else buffer.clone()
         for layer in routed(state.model)
-        for tensor in (layer.router.load, layer.router.selection_bias)
+        for buffer in (layer.router.load, layer.router.selection_bias)
     ]
 
 
@@ -282,7 +285,7 @@ def test_balance_is_bitwise_the_same_for_any_split_and_recomputation():
     for sizes, what in (([3, 5], "none"), ([8], "full"), ([2, 6], "selective")):
         model = build()
         for block in model.layers:
-            fk.parallel.activation_checkpoint.recompute(block, what)
+            recompute(block, what)
         found, _ = train(5, sizes, model)
         assert is_same(balance(found), balance(expected)), (sizes, what)
 
@@ -375,6 +378,26 @@ def test_a_frozen_bias_stays():
     assert metrics["moe/bias_range"] == pytest.approx(0.5)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings(r"ignore:.*Function'> should not be instantiated")
+@pytest.mark.oracle
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_blocks_learn_and_count_alike(dtype):
+    torch.compiler.reset()
+    found = []
+    for is_compiled in (False, True):
+        model = build(dtype, **TURNS)
+        if is_compiled:
+            compile_blocks([model.layers[1]], backend="aot_eager")
+        state, metrics = train(1, [8], model)
+        counts = metrics["moe/load_max"], metrics["moe/load_min"]
+        found.append((full_tensors(state.model), balance(state)[::2], counts))
+    assert relative_error(found[1][0], found[0][0]) < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert is_same(found[1][1], found[0][1])
+    assert found[1][2] == found[0][2]
+
+
 # Metrics
 
 
@@ -465,6 +488,43 @@ def test_two_ranks_learn_and_count_as_one_process(sizes, what):
         assert relative_error(found, expected) < 1e-10
         assert counted == counts.tolist()
         assert is_same(balanced, balance(state))
+
+
+def _on_slices(rank, world, options):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=2, **options), device="cpu")
+    state = create(fk.parallelize(build(sequence_aux_loss=0.0), mesh), mesh=mesh)
+    totals, found = run(state, split(rows(positions=12), [3, 5]))
+    return found, totals.sums["experts", "counts"].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"ep": 2}], ids=["CP2", "CP2xEP2"])
+def test_ranks_that_share_sequences_learn_and_count_as_one_process(options):
+    expected, counts = reference(build(sequence_aux_loss=0.0), rows(positions=12))
+    for found, counted in run_ranks(_on_slices, 2, options):
+        assert relative_error(found, expected) < 1e-10
+        assert counted == counts.tolist()
+
+
+def _in_16_bits(rank, world, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = build(torch.float32, **TURNS)
+    model = fk.parallelize(model, mesh, precision="bf16", activation_checkpoint="selective")
+    state = create(model, mesh=mesh)
+    found = run(state, [batch[rank::world].contiguous() for batch in split(rows(), [4, 4])])[1]
+    return found, {buffer.dtype for buffer in model.buffers()}
+
+
+TURNS = {"force_balance": True, "bias_rate": None}
+"""Rounding cannot send a token to another expert."""
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["FSDP2", "EP2"])
+def test_gradients_in_bfloat16_are_near_and_buffers_stay_wide(sizes):
+    expected, _ = reference(build(**TURNS), rows())
+    for found, dtypes in run_ranks(_in_16_bits, 2, sizes):
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        assert relative_error(found, expected) < 5e-2
+        assert dtypes == {torch.float32}
 
 
 # Errors
