@@ -293,17 +293,19 @@ def _multiply_grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
         # The compiler's shapes of a grouped product are those of bfloat16 alone.
         is_traced = rows.dtype == torch.bfloat16
-        product = _grouped_product if is_traced else _grouped_product_as_written
+        product = _product if is_traced else _product_as_written
         return product(rows, weight, ends)
 
     return multiply
 
 
-def _grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
-_grouped_product_as_written = torch.compiler.disable(_grouped_product)
+@torch.compiler.disable()
+def _product_as_written(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _product(rows, weight, ends)
 
 
 def _multiply_each(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
