@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from forgekit.model.attention_kernels import AttentionChoice, choose
+from forgekit.model.document_attention import build_operator
 
 __all__ = ["Attend", "Bounds", "Documents", "attend_causal", "document_mask", "wide"]
 
@@ -213,10 +214,30 @@ def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
     if q.device.type == "cpu":
-        lengths = _document_lengths(doc_ids)
-        if lengths is not None and _is_cheaper(lengths, q):
+        if torch.compiler.is_compiling():  # nothing is read while it is traced
+            return _attend_traced(q, k, v, doc_ids)
+        lengths = _lengths_to_attend(doc_ids, q)
+        if lengths is not None:
             return _attend_documents(q, k, v, lengths)
     return _sdpa(q, k, v, mask=document_mask(doc_ids))
+
+
+def _split(doc_ids: Tensor, q: Tensor) -> tuple[list[int] | None, Tensor | None]:
+    """How to attend on a CPU: lengths of documents, or a mask to add where those are None."""
+    lengths = _lengths_to_attend(doc_ids, q)
+    if lengths is not None:
+        return lengths, None
+    mask = document_mask(doc_ids)
+    return None, torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+
+
+_attend_traced = build_operator("forgekit::attend_documents", _split)
+
+
+def _lengths_to_attend(doc_ids: Tensor, q: Tensor) -> list[int] | None:
+    """Lengths of the documents if one by one is less work than all pairs under a mask."""
+    lengths = _document_lengths(doc_ids)
+    return lengths if lengths is not None and _is_cheaper(lengths, q) else None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Tensor:

@@ -162,5 +162,5 @@ def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Chec
 
 def _is_expensive(op: Any) -> bool:
     name = getattr(op, "__name__", "").split(".")[0]
-    costly = {"mm", "addmm", "bmm", "_grouped_mm", "attend_ring"}
+    costly = {"mm", "addmm", "bmm", "_grouped_mm", "attend_ring", "attend_documents"}
     return name in costly or "scaled_dot_product" in name or "_attention" in name

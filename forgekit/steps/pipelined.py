@@ -112,9 +112,6 @@ def evaluate_staged(
     """
     work = _Work(state, batches, length_of(batches), loss_fn)
     work.start()
-    # In each slot a rank computes at most one (stage, micro-batch) and then passes its output on
-    # while it takes the input of the next slot: both in one exchange, so no two ranks wait for
-    # each other. A rank's micro-batches end by themselves, hence no length is needed.
     slot, received = 0, ()
     with work.stages.guarded():
         while not work.is_done:
@@ -231,7 +228,6 @@ class _Work:
                 "to one length, or pack them."
             )
         out = self.compute(stage, micro_batch, received)
-        # A parameter used first in the last micro-batch would bring 16 bits to a float32 sum.
         if self._size is not None and 0 < micro_batch == self._size - 1:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1

@@ -78,7 +78,6 @@ def count_assigned(bounds: Integers, first: int, blocks: int) -> Integers:
         >>> count_assigned(bounds, first=10**9, blocks=1000)
         array([256000, 768000])
     """
-    # Of each bound: a block's whole samples times the blocks, and one more for each rounding up.
     whole, rest = bounds >> BITS, bounds & _MASK
     below = blocks * whole + _count_below(first + blocks, rest) - _count_below(first, rest)
     return np.diff(below)
@@ -101,15 +100,10 @@ def assign_block(bounds: Integers, block: int, key: int) -> tuple[Integers, Inte
         >>> sources[:8], earlier[:8]
         (array([0, 1, 1, 1, 0, 1, 1, 0]), array([0, 0, 1, 2, 1, 3, 4, 2]))
     """
-    # A bound lies at so many whole samples of a block and a fraction. The fraction is rounded up in
-    # the blocks whose offset is below it; offsets are spread evenly, so on average that is exact.
-    # starts, [sources + 1]: 0 first and BLOCK last, since those bounds have no fraction.
     starts = (bounds >> BITS) + ((bounds & _MASK) > _offset(block & _MASK))
     unshuffled = np.repeat(np.arange(len(bounds) - 1), np.diff(starts))
     positions = np.arange(BLOCK)
-    # Shuffled by a hash and a stable sort: the same on every platform and version of numpy.
     sources = unshuffled[np.argsort(hash_integers(positions, key), kind="stable")]
-    # Sorted by source, samples stand as in `unshuffled`, where a source begins at its start.
     earlier = np.empty_like(positions)
     earlier[np.argsort(sources, kind="stable")] = positions - starts[unshuffled]
     return sources, earlier

@@ -78,7 +78,6 @@ def make_order(
         bounds = split_interval(mixed)
         if stretches and np.array_equal(bounds, stretches[-1].bounds):
             continue
-        # Each source goes on with its next row, however its weight changes.
         before = stretches[-1].taken(start) if stretches else np.zeros(len(counts), np.int64)
         stretches.append(Stretch(start, bounds, key, before))
     # By name: the shuffle of a source does not depend on the other sources.
@@ -149,7 +148,6 @@ class Order:
         flat = samples.ravel()
         sources, rows = np.empty_like(flat), np.empty_like(flat)
         for part, stretch, block in self._runs(flat):
-            # Positions within the block, whose two columns of BLOCK entries are cached.
             inside = flat[part] - stretch.start - block * BLOCK
             sources[part], rows[part] = (column[inside] for column in _block(self, stretch, block))
         return sources.reshape(samples.shape), rows.reshape(samples.shape)
@@ -212,7 +210,6 @@ class Order:
 
     def _runs(self, samples: Integers) -> Iterator[tuple[slice, Stretch, int]]:
         """Split sample numbers into runs within one block of one stretch."""
-        # Blocks are counted from the start of their stretch, so a phase may start anywhere.
         starts = np.array([stretch.start for stretch in self._stretches])
         which = np.searchsorted(starts, samples, side="right") - 1
         blocks = (samples - starts[which]) // BLOCK

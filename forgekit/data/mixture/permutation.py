@@ -146,15 +146,12 @@ def _positive(n: ArrayLike, otherwise: str) -> NDArray[np.int64]:
 
 
 def _permute_table(indices: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:
-    # [keys, n]: one small table for each key that occurs, in which any index is then looked up.
     distinct, which = np.unique(keys, return_inverse=True)
     tables = np.argsort(hash_integers(np.arange(n), distinct[:, None]), axis=1, kind="stable")
     return tables[which, indices]
 
 
 def _permute_network(indices: NDArray[np.int64], n: NDArray[np.int64], keys: U64) -> U64:
-    # Elements may have sizes of their own, of several sources: [elements] bits, sizes and values,
-    # [rounds, elements] keys.
     bits = np.searchsorted(_POWERS, n).astype(np.uint64)
     out, sizes = indices.astype(np.uint64), n.astype(np.uint64)
     round_keys = hash_integers(np.arange(ROUNDS)[:, None], keys)

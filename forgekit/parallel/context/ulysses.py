@@ -76,12 +76,9 @@ def check_heads(heads: int, ulysses: int) -> None:
 def _positions_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list[Tensor]:
     """``[b s h c]``, twice ``[b s k c]`` -> the same with all positions and this rank's heads."""
     size = members.size
-    # Fewer key heads than ranks, or no multiple of them: repeated until each rank has as many, and
-    # the query heads of a rank still meet the key heads that are theirs.
     repeats = size // math.gcd(k.shape[2], size)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    # Queries, keys and values in one message: side by side as heads of one tensor.
     by_rank = [rearrange(x, "b s (p h) c -> p b s h c", p=size) for x in (q, k, v)]
     exchanged = torch.ops.forgekit.exchange_heads(torch.cat(by_rank, dim=3), members.name)
     joined = rearrange(exchanged, "p b s h c -> b (p s) h c")
