@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -77,8 +78,7 @@ def bare_step(model: torch.nn.Module, batches: list[TensorDict]) -> Callable[[],
         for index, batch in enumerate(batches):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(index == len(batches) - 1)
-            logits = model(batch["input_ids"]).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / targets
+            loss = bare_loss(model, batch) / targets
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -91,6 +91,12 @@ def bare_step(model: torch.nn.Module, batches: list[TensorDict]) -> Callable[[],
     return step
 
 
+def bare_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Cross-entropy over all logits, summed."""
+    logits = model(batch["input_ids"]).flatten(0, 1).float()
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+
+
 def our_state(size: Size) -> fk.TrainState:
     """Build a state that has taken one step, so that the optimizer has its moments."""
     model = size.model()
@@ -99,9 +105,25 @@ def our_state(size: Size) -> fk.TrainState:
     return step(state, size.batches())[0]
 
 
-def our_step(model: torch.nn.Module, batches: list[TensorDict]) -> Callable[[], Any]:
+def loss_fn(model: torch.nn.Module, batch: Any) -> fk.Loss:
+    """Cross-entropy over all logits, as in the bare loop."""
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def head_loss(model: torch.nn.Module, batch: Any) -> fk.Loss:
+    """The same without ever holding all logits."""
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], head=head)
+
+
+def our_step(
+    model: torch.nn.Module,
+    batches: list[TensorDict],
+    loss_fn: Callable[..., Any] = loss_fn,
+    mesh: Any = None,
+) -> Callable[[], Any]:
     """Do the same with ``make_step``, as a recipe does."""
-    state = fk.TrainState.create(model, fk.adamw(model))
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     step = fk.make_step(loss_fn, schedule=SCHEDULE, max_norm=MAX_NORM)
 
     def run() -> torch.Tensor:
@@ -112,6 +134,4 @@ def our_step(model: torch.nn.Module, batches: list[TensorDict]) -> Callable[[], 
     return run
 
 
-def loss_fn(model: torch.nn.Module, batch: Any) -> fk.Loss:
-    """Cross-entropy over all logits, as in the bare loop."""
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+our_head_step = partial(our_step, loss_fn=head_loss)

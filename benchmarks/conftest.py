@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import ranks
 import torch
 from pairs import Times, machine
+from rich.console import Console
+from rich.table import Table
 
 ranks.start()  # before torch computes anything in this process
 
@@ -38,6 +42,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=TAPE))
         item.add_marker(pytest.mark.timeout(900))
+
+
+COUNTED = pytest.StashKey[list[tuple[str, ...]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COUNTED] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    """Print what was counted above what was timed."""
+    if not config.stash[COUNTED]:
+        return
+    table = Table(title="What a step costs, counted")
+    for column in ("what", "bare loop", "forgekit", "target"):
+        table.add_column(column, justify="left" if column in ("what", "target") else "right")
+    for cells in config.stash[COUNTED]:
+        table.add_row(*cells)
+    Console(width=110).print(table)
+
+
+@pytest.fixture
+def row(request) -> Callable[..., None]:
+    """``row(what, bare, ours, target)``: note a line for the table of what is counted."""
+
+    def note(what: str, bare: object, ours: object, target: str = "") -> None:
+        shown = (
+            f"{n:,.2f}" if isinstance(n, float) else f"{n:,}" if n != "" else ""
+            for n in (bare, ours)
+        )
+        request.config.stash[COUNTED].append((what, *shown, target))
+
+    return note
 
 
 @pytest.fixture(autouse=True, scope="session")

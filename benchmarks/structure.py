@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -24,6 +25,8 @@ __all__ = ["Counted", "Saved", "saving"]
 
 NOTHING = {"aten::detach", "aten::promote_types", "aten::lift_fresh", "aten::_local_scalar_dense"}
 """Operations that launch no kernel, beside views, allocations and the marks of a profiler."""
+LOCAL = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+"""Operations of collectives that move nothing."""
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
 
 
@@ -49,6 +52,8 @@ class Counted(TorchDispatchMode):
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # what it does with the tensors inside comes by as well
+            return NotImplemented
         for tensor in _tensors((args, kwargs)):
             self._known.add(tensor.untyped_storage())
         result = func(*args, **(kwargs or {}))
@@ -66,7 +71,7 @@ class Counted(TorchDispatchMode):
         name = func.name().partition(".")[0]
         if func.overloadpacket.__name__ in READS:
             self.reads[name] += 1
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace and name not in LOCAL:
             self.collectives[name] += 1
             self.moved += sum(_bytes(tensor) for tensor in _tensors(args))
         is_kernel = not (func.is_view or "empty" in name or name in NOTHING)
