@@ -256,10 +256,18 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     import gc
 
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.font_manager
+    import matplotlib.layout_engine  # noqa: F401
     import torch._dynamo
+    import torch.distributed.checkpoint
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.profiler
 
-    import forgekit  # noqa: F401
+    import forgekit
+    import forgekit.config  # noqa: F401
     from forgekit.cli import recipes_folder
 
     torch.set_num_threads(1)
