@@ -157,6 +157,8 @@ def attend_causal(
         ValueError: If the kernel that was asked for cannot run here, or takes no documents, or an
             id comes back after another, and the kernel is ``"varlen"``.
     """
+    if torch.is_autocast_enabled(q.device.type):  # which knows torch's own attention only
+        q, k, v = (_autocast(x) for x in (q, k, v))
     here = q.device, q.dtype, q.shape[-1], attention
     if doc_ids is None:
         return _attend_rows(choose("rows", *here), q, k, v)
@@ -198,6 +200,10 @@ def document_mask(doc_ids: Tensor) -> Tensor:
     """
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
     return same.tril_()
+
+
+def _autocast(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from forgekit.model import attention, attention_kernels
 from forgekit.model.attention import Documents, attend_causal
+from forgekit.parallel.context.block_attention import attend_block, attend_block_backward
 
-CPU = torch.device("cpu")
+CPU, HALF = torch.device("cpu"), torch.bfloat16
 WIDE = {"dtypes": (torch.float64, torch.bfloat16)}
 TOLERANCES = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
 DOCUMENTS = {
@@ -204,3 +205,26 @@ def test_a_block_mask_is_made_once_and_does_not_keep_its_ids(monkeypatch):
     del ids
     gc.collect()
     assert gone() is None
+
+
+def test_under_autocast_a_kernel_gets_what_torchs_own_attention_would():
+    """Normalised queries and keys are float32 there, values in 16 bits."""
+    doc_ids, (q, k, v, _) = ids_of("ragged"), draw(torch.float32)
+    with flash_kernels() as calls, torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend_causal(q, k, v.bfloat16(), doc_ids=doc_ids, documents=Documents())
+        wanted = attend_causal(q, k, v.bfloat16(), doc_ids=doc_ids, attention="sdpa")
+    assert [call["dtype"] for call in calls] == [torch.bfloat16]
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_the_kernels_of_a_ring_hold_nothing_of_all_pairs_at_128_k():
+    """A chunk of a slice of 16 k positions, forward and backward, on shapes alone."""
+    q, k, v = (torch.empty(1, n, 2**13, 64, device="meta", dtype=HALF) for n in (4, 2, 2))
+    with Largest() as largest:
+        out, lse = attend_block(q, k, v, offset=0, kernel="flash")
+        shares = attend_block_backward(out, q, k, v, out, lse, offset=0, kernel="flash")
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert [x.shape for x in shares] == [x.shape for x in (q, k, v)]
+    assert largest.elements == q.numel()
