@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
 from forgekit.inputs import nearest_multiples
 
@@ -71,8 +72,8 @@ def build_mesh(
     Args:
         spec: Sizes of the dimensions; all ranks on ``dp_shard`` if not given.
         device: ``"cpu"`` or an accelerator that torch finds, as ``"cuda"``; by default the
-            accelerator where there is one. Each rank of a machine gets one of its own; an index, as
-            in ``"cuda:1"``, chooses that of one process.
+            accelerator where there is one. Ranks of a launcher get one each; without a launcher an
+            index, as in ``"cuda:1"``, chooses one.
 
     Returns:
         A torch ``DeviceMesh`` with dimensions ``pp, dp_replicate, dp_shard, cp, tp``. Where ranks
@@ -90,12 +91,12 @@ def build_mesh(
         >>> shutdown()
     """
     spec = spec or MeshSpec()
-    kind = _kind_of(device)
+    found = devices_here(bindable=True)
+    kind, index = check_device(found[0] if device is None else device, found)
     rank, world, local = identity(os.environ)
-    world = dist.get_world_size() if dist.is_initialized() else world
-    sizes = resolve_sizes(spec, world)
+    sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
     if kind != "cpu":
-        torch.get_device_module(kind).set_device(_index_of(device, kind, world, local))
+        _bind(kind, index, world, local)
     if not dist.is_initialized():
         _start(kind, rank, world)
     return _arrange(kind, sizes, spec.ep)
@@ -230,45 +231,19 @@ def _forget_groups() -> None:
             getattr(module, clear)()
 
 
-def _kind_of(device: str | torch.device | None) -> str:
-    """The type of a device that is there."""
-    found = _devices_here()
-    kind = found[0] if device is None else str(device).partition(":")[0]
-    if kind not in found:
-        raise ValueError(
-            f"device is {str(device)!r} and torch finds no such device here; it finds "
-            f"{' and '.join(found)}. Use one of them, or leave it out to get {found[0]}."
-        )
-    return kind
+def _bind(kind: str, index: int | None, world: int, local: int) -> None:
+    """Let this process compute on the accelerator that was asked for, or on a rank's own.
 
-
-def _index_of(device: str | torch.device | None, kind: str, world: int, local: int) -> int:
-    """Number of the accelerator that a rank computes on: its own, or the one that was asked for."""
-    count = torch.get_device_module(kind).device_count()
-    own = local % count
-    asked = str(device).partition(":")[2]
-    if device is None or asked in ("", str(own)):
-        return own
-    if asked not in map(str, range(count)):
-        shown = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+    Of the ranks that a launcher started, each has its own: one index for all of them is a mistake.
+    """
+    module = torch.get_device_module(kind)
+    own = local % module.device_count()
+    if world > 1 and index not in (None, own):
         raise ValueError(
-            f"device is {str(device)!r} and this process sees {shown} only. Use {kind!r}: each "
-            "rank gets one of its own."
-        )
-    if world > 1:
-        raise ValueError(
-            f"device is {str(device)!r} and this rank, {local} on its machine, gets {kind}:{own}. "
+            f"device is '{kind}:{index}' and this rank, {local} on its machine, gets {kind}:{own}. "
             f"Use {kind!r}: each rank gets one of its own."
         )
-    return int(asked)
-
-
-def _devices_here() -> list[str]:
-    """Types of devices that ranks can be bound to, the preferred one first."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not hasattr(torch.get_device_module(accelerator), "set_device"):
-        return ["cpu"]
-    return [accelerator.type, "cpu"]
+    module.set_device(own if index is None else index)
 
 
 def _start(kind: str, rank: int, world: int) -> None:

@@ -68,7 +68,7 @@ INDICES = {
         "pretend:1",
         1,
         1,
-    ): r"device is 'pretend:1' and this process sees pretend:0 only\. Use 'pretend'",
+    ): r"device is 'pretend:1' and this process sees pretend:0 only\. Use 'pretend', which",
     ("pretend:2", 2, 1): "device is 'pretend:2' and this process sees pretend:0 to pretend:1 only",
     ("pretend:x", 2, 1): "device is 'pretend:x' and this process sees pretend:0 to pretend:1 only",
     (
@@ -85,8 +85,12 @@ INDICES = {
 CHOSEN = {("pretend", 2): 0, ("pretend:0", 2): 0, ("pretend:1", 2): 1, (None, 2): 0}
 
 
-def choose(_rank, _world, device, count, message):
+def choose(_rank, _world, device, count, started=1, message=None):
+    """Start on one of several devices; as one of so many ranks of a launcher."""
     with pytest.MonkeyPatch.context() as patch:
+        if started > 1:
+            for name, value in {"RANK": 0, "WORLD_SIZE": started, "LOCAL_RANK": 0}.items():
+                patch.setenv(name, str(value))
         module, chosen = torch.get_device_module(NAME), []
         patch.setattr(module, "device_count", lambda: count)
         patch.setattr(module, "set_device", chosen.append)
@@ -101,13 +105,12 @@ def choose(_rank, _world, device, count, message):
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("asked", "message"), INDICES.items(), ids=map(str, INDICES))
 def test_a_device_that_is_not_there_or_not_this_rank_s_is_refused(asked, message):
-    device, count, world = asked
-    assert run_ranks(choose, world, device, count, message, setup=SETUP) == [[]] * world
+    assert run_ranks(choose, 1, *asked, message, setup=SETUP) == [[]]
 
 
 def test_one_process_computes_on_the_device_that_it_chose():
     for (device, count), expected in CHOSEN.items():
-        assert run_ranks(choose, 1, device, count, None, setup=SETUP) == [expected]
+        assert run_ranks(choose, 1, device, count, setup=SETUP) == [expected]
 
 
 # Around the step
@@ -219,6 +222,24 @@ def test_loss_scaling_in_fp16_finds_its_scale_on_the_device():
     assert found == pytest.approx(expected, rel=2e-3)
     assert found[0] < LARGE_SCALE / 4
     assert found[2] == 0
+
+
+ABSENT = {
+    "cuda": "device is 'cuda' and torch finds no such device here; it finds pretend and cpu",
+    "pretend:1": "device is 'pretend:1' and this process sees pretend:0 only",
+    "abacus": "device is 'abacus' and torch finds no such device here; it finds pretend and cpu",
+}
+
+
+def load_to(_rank, _world, device, message):
+    with pytest.raises(ValueError, match=message):
+        loader(device)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("device", "message"), ABSENT.items(), ids=ABSENT)
+def test_a_loader_for_a_device_that_is_not_there_is_refused(device, message):
+    run_ranks(load_to, 1, device, message, group=False, setup=SETUP)
 
 
 def prefetch(_rank, _world):

@@ -25,6 +25,7 @@ from forgekit.data.loading.skipped_samples import Skips, check_skips, positions
 from forgekit.data.loading.workers import Reader, compute_ahead
 from forgekit.data.mixture.permutation import recall_rows, sample_rows
 from forgekit.data.samples import MOST_ROWS, apply_transforms, read_rows
+from forgekit.devices import check_device
 from forgekit.inputs import LARGEST, check_integers, check_rank
 
 __all__ = ["Loader", "make_loader"]
@@ -92,8 +93,8 @@ def make_loader(
 
     Raises:
         TypeError: If the dataset has no length.
-        ValueError: If it is empty or a number is out of range, or ``epochs`` are given for a
-            dataset without end.
+        ValueError: If it is empty, a number is out of range, the device is not there, or ``epochs``
+            are given for a dataset without end.
 
     Examples:
         >>> import torch
@@ -126,6 +127,8 @@ def make_loader(
         samples=None if epochs is None else epochs * len(dataset),
         transforms=tuple(transforms),
     )
+    if device is not None and str(device) != "meta":  # where batches are shapes only
+        check_device(device)
     target = torch.device(device or "cpu")
     copies = None if target.type == "cpu" else DeviceCopies(target, ahead, note_documents)
     compute = partial(compute_ahead, workers=workers, processes=processes, copies=copies)
