@@ -83,9 +83,16 @@ class Router(nn.Module):
         self.spec = spec
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(spec.experts, dim))
-        even = torch.full((spec.experts,), 1 / spec.experts, dtype=torch.float32)
-        self.register_buffer("load", even)
-        self.register_buffer("selection_bias", torch.zeros_like(even) if spec.has_bias else None)
+        empty = torch.empty(spec.experts, dtype=torch.float32)
+        self.register_buffer("load", empty)
+        self.register_buffer("selection_bias", empty.clone() if spec.has_bias else None)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill buffers as before the first step, in place."""
+        self.load.fill_(1 / self.spec.experts)
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
 
     def forward(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
         """Choose experts and weigh them.

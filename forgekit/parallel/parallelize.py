@@ -115,7 +115,7 @@ def parallelize(
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the device or the dtype has no such attention, the plan does
             not fit, the blocks are not found, a buffer is
-            on meta (only its module knows its values), a parameter on meta is shared by two
+            on meta and its module has no ``reset_buffers()``, a parameter on meta is shared by two
             modules or one is shared by two blocks, parameters are complex or sparse, or experts
             of a ``MoESpec`` meet tp or pp, or their ``sequence_aux_loss`` cp.
     """
@@ -141,6 +141,7 @@ def parallelize(
     chosen = _choose_attention(model, mesh, asked)
     whole = dict(model.named_modules())
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    buffers_on_meta = _with_buffers_on_meta(model)
     styles = read_plan(model, size_of(mesh, "tp"), plan) if size_of(mesh, "tp") > 1 else {}
     ranks = _Ranks(*arrange(mesh), expert_mesh(mesh))
     experts = _find_experts(model, ranks, plan)
@@ -168,7 +169,7 @@ def parallelize(
     if ranks.tensor is not None and layout.has_last:
         roots[-1].register_forward_hook(share_logits)
     if on_meta:
-        _fill(model, roots, on_meta, mesh, asked)
+        _fill(model, roots, on_meta, buffers_on_meta, mesh, asked)
     set_layout(model, layout)
     return model
 
@@ -313,13 +314,20 @@ def _shard(
 
 
 def _fill(
-    model: nn.Module, roots: list[nn.Module], on_meta: set[str], mesh: DeviceMesh, asked: _Options
+    model: nn.Module,
+    roots: list[nn.Module],
+    on_meta: set[str],
+    buffers_on_meta: list[nn.Module],
+    mesh: DeviceMesh,
+    asked: _Options,
 ) -> None:
-    """Give parameters that were on meta memory and initial weights, in place."""
+    """Give what was on meta memory, and initial values, in place."""
     for root in roots:
         device = mesh.device_type
         _materialise(root, device, "cpu" if asked.cpu_offload else device)
     init_weights(model, asked.seed, only=on_meta & {name for name, _ in model.named_parameters()})
+    for module in buffers_on_meta:
+        module.reset_buffers()  # pyright: ignore[reportCallIssue]
 
 
 def _find_experts(model: nn.Module, ranks: _Ranks, plan: Plan | None) -> list[nn.Module]:
@@ -387,12 +395,22 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    lost = [
+        f"{name}.{leaf}".lstrip(".")
+        for name, module in model.named_modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta and not hasattr(module, "reset_buffers")
+    ]
     if lost:
         raise ValueError(
             f"the buffers {lost} are on meta and only their modules know their values. Build the "
-            "model on the CPU, or compute them in forward."
+            "model on the CPU, compute them in forward, or give their modules reset_buffers()."
         )
+
+
+def _with_buffers_on_meta(model: nn.Module) -> list[nn.Module]:
+    own = {m: m.named_buffers(recurse=False) for m in model.modules()}
+    return [m for m, buffers in own.items() if any(buffer.is_meta for _, buffer in buffers)]
 
 
 def _check_routers(model: nn.Module, mesh: DeviceMesh) -> None:

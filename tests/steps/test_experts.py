@@ -505,6 +505,54 @@ def test_ranks_that_share_sequences_learn_and_count_as_one_process(options):
         assert counted == counts.tolist()
 
 
+def _from_meta(rank, world, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with torch.device("meta"):
+        model = fk.Transformer(SPEC)
+    assert routed(model)[0].router.load.is_meta
+    state = create(fk.parallelize(model, mesh, seed=5), mesh=mesh)
+    return full_tensors(state.model), balance(state)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["FSDP2", "EP2"])
+def test_models_from_meta_start_from_the_same_values(sizes):
+    model = fk.Transformer(SPEC, seed=5)
+    expected = full_tensors(model)
+    for found, balanced in run_ranks(_from_meta, 2, sizes):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert is_same(balanced, [torch.full((6,), 1 / 6), torch.zeros(6)] * 2)
+
+
+def test_a_choice_from_outside_travels_with_its_rows():
+    """By micro-batch, also where blocks are recomputed."""
+    batch = rows()
+    names = build().spec.routed.values()
+    numbers = torch.arange(144).view(8, 9, 2)
+    given = {name: numbers * (1 + 4 * i) % 6 for i, name in enumerate(names)}
+    batch["replay"] = TensorDict(given, [8])
+
+    def replayed(model, batch):
+        ids, doc_ids = batch["input_ids"], batch["doc_ids"]
+        logits = model(ids, doc_ids=doc_ids, replay=batch["replay"])
+        return fk.cross_entropy(logits, batch["labels"])
+
+    results = []
+    for sizes, what in (([8], "none"), ([3, 5], "none"), ([3, 5], "full")):
+        state = create()
+        for block in state.model.layers:
+            recompute(block, what)
+        totals = fk.reduce_totals(fk.accumulate(state, split(batch, sizes), replayed), state)
+        results.append(fk.gradients(state, totals))
+        is_token = (batch["doc_ids"] >= 0).flatten()
+        tokens = [given[name].flatten(0, 1)[is_token].flatten() for name in names]
+        chosen = [torch.bincount(each, minlength=6).tolist() for each in tokens]
+        assert totals.sums["experts", "counts"].tolist() == chosen
+        for name in names:
+            assert results[-1][f"{name}.router.weight"].abs().max() > 1e-3
+    assert relative_error(results[1], results[0]) < 1e-10
+    assert all(torch.equal(results[2][n], results[1][n]) for n in results[1])
+
+
 def _in_16_bits(rank, world, sizes):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     model = build(torch.float32, **TURNS)
