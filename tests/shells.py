@@ -249,6 +249,17 @@ def _keep(line: socket.socket) -> list[str]:
     os._exit(0)
 
 
+def draw() -> None:
+    """Draw a picture such as runs do at their end: most of it is imports and fonts."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    figure.subplots().loglog([1, 10])
+    figure.savefig(io.BytesIO())
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -256,10 +267,6 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     import gc
 
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import matplotlib.font_manager
-    import matplotlib.layout_engine  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -271,6 +278,7 @@ if __name__ == "__main__":
     from forgekit.cli import recipes_folder
 
     torch.set_num_threads(1)
+    draw()
     _die_with_parent()
     gc.freeze()  # what was imported stays shared with the children, also while they end
     name, *sys.argv[1:] = _serve(sys.argv[1])

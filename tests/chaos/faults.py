@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 import torch
 from runs import load_recipe
+from shells import draw
 
 import forgekit as fk
 from forgekit.run.checkpoints.save import wait_for_saves
@@ -36,11 +37,7 @@ _CAP_DAC_OVERRIDE = 1 << 1
 
 def warm_up() -> None:
     """Import what a run imports late, so that its forks need not."""
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import matplotlib.font_manager
-    import matplotlib.layout_engine  # noqa: F401
-
+    draw()
     load_recipe("pretrain")
 
 
