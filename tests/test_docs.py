@@ -57,6 +57,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/running.md",
         "docs/data.md",
         "docs/experts.md",
+        "docs/performance.md",
     ],
 )
 def test_names_of_tests_and_files_in_the_text_exist(name):

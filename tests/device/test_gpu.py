@@ -1,0 +1,75 @@
+"""``benchmarks/gpu.py`` from end to end on the pretend device, with tiny sizes."""
+
+from __future__ import annotations
+
+import attrs
+import gpu
+import pytest
+from device.pretend import NAME
+from dry_run import SEVEN_BILLION, dry_run
+from ranks import run_ranks
+
+import forgekit as fk
+
+GIB = 2**30
+
+
+def measure(_rank, _world):
+    rows = gpu.measure(gpu.Bench(NAME, memory=GIB, is_tiny=True))
+    gpu.show(rows, {"device": NAME})
+    return rows
+
+
+def test_every_part_runs_and_gives_verdicts():
+    """Kernels, memory and the waits of CUDA are not on this device, and the table says so."""
+    (rows,) = run_ranks(measure, 1, setup="device.pretend:install", timeout_s=120)
+    verdicts = {(row["what"], row["entry"]): row["verdict"] for row in rows}
+    assert "FAIL" not in verdicts.values(), [row for row in rows if row["verdict"] == "FAIL"]
+    absent = {what.partition(",")[0] for (what, _), v in verdicts.items() if "not on" in v}
+    assert absent == {"no wait of the host", "attention", "memory of a step", "step"}
+    for name in ("logits", "head", "packed", "autocast"):
+        assert verdicts["two steps as on the CPU", name] == "ok"
+    shown = {what.partition(",")[0] for what, _ in verdicts}
+    assert shown == {*absent, "two steps as on the CPU", "loss", "product in bf16", "MFU"}
+
+
+def fails(_bench):
+    raise RuntimeError("the kernel is broken\nand more")
+    yield
+
+
+def test_a_part_that_raises_is_a_row_and_the_others_go_on(monkeypatch):
+    for name in ("same_as_cpu", "waits", "attention", "losses", "steps", "speed"):
+        monkeypatch.setattr(gpu, name, lambda _bench: [])
+    monkeypatch.setattr(gpu, "memory", fails)
+    fails.__name__ = "memory"
+    (row,) = gpu.measure(gpu.Bench("cpu", memory=GIB, is_tiny=True))
+    assert (row["verdict"], row["note"]) == ("FAIL", "RuntimeError: the kernel is broken")
+
+
+def test_a_model_loses_layers_until_it_fits():
+    """By the bytes that a dry run counts; some room is left for libraries."""
+    memory, whole = 24 * GIB, attrs.evolve(SEVEN_BILLION, max_seq_len=256)
+    spec = gpu.Bench("cpu", memory).fitted(whole, bytes_each=16)
+    assert spec == attrs.evolve(whole, layers=4)
+    assert 0.65 * memory < dry_run(spec, 1).peak < gpu.USABLE * memory
+    assert gpu.Bench("cpu", 141 * GIB).fitted(whole, bytes_each=16) == whole
+
+
+def test_flops_are_those_of_every_product_and_of_keys_that_are_seen():
+    """By hand: 6 per parameter of a product and token; 12 per channel and key."""
+    spec = fk.TransformerSpec(
+        vocab_size=10, dim=4, layers=2, heads=2, kv_heads=1, ffn_dim=3, max_seq_len=8
+    )
+    products = 10 * 4 + 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 3)
+    keys = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
+    assert gpu.flops(spec, [3, 5]) == 6 * products * 8 + 12 * 2 * 4 * keys
+
+
+def test_a_machine_without_an_accelerator_is_told_so(capsys, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert (
+        "torch finds no accelerator. `make bench` measures on the CPU." in capsys.readouterr().err
+    )
