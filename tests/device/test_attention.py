@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -58,33 +59,50 @@ def test_a_kernel_gives_what_one_process_gives_and_the_host_waits_for_nothing(ce
         assert ledger.copied["pageable"] == 0
 
 
+SMALL = fk.TransformerSpec(
+    vocab_size=8, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq_len=8
+)
+ROWS = [
+    {"input_ids": torch.arange(6), "labels": torch.arange(6), "doc_ids": torch.tensor(documents)}
+    for documents in ([0, 0, 1, 1, 1, 2], [4] * 6, [1, 0, 0, 0, 0, 3], [0, 1, 2, 2, 2, -1])
+]
+
+
+def loss_fn(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
+
+
 def load(_rank, _world):
-    """A micro-batch that a loader has copied ahead."""
-    rows = [
-        TensorDict({"input_ids": torch.arange(6), "doc_ids": torch.tensor([0, 0, 1, 1, 1, 2])})
-        for _ in range(4)
-    ]
-    with flash_kernels(**KERNELS):
+    """A step and an evaluation on what a recipe's loaders have copied ahead, and a plain loop."""
+    with flash_kernels(**KERNELS) as calls:
         mesh = fk.build_mesh(device=NAME)
         model = fk.parallelize(fk.Transformer(SMALL).double(), mesh)
-    documents = fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout.documents
-    loader = fk.make_loader(rows, 2, workers=1, device=NAME, note_documents=documents.note)
-    batch = next(iter(loader))
-    with watching() as ledger:
-        bounds = documents.bounds(batch["doc_ids"])
-    changed = documents.bounds(batch["doc_ids"].clone())
-    return bounds.starts.cpu(), bounds.longest, ledger.waits, ledger.copied["pageable"], changed
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        rows = [TensorDict(row) for row in ROWS]
+        step = fk.make_step(loss_fn, schedule=lambda _: 1e-3)
+        loader, held_out = fk.train_loader(state, rows, 2), fk.held_out_loader(state, rows, 2)
+        for batches in itertools.islice(fk.groups(loader, 2), 2):
+            calls.clear()
+            with watching() as ledger:
+                state, _ = step(state, list(batches))
+        trained = Counter(call["kind"] for call in calls)
+        calls.clear()
+        fk.evaluate(state, held_out, loss_fn)
+        documents = state.layout.documents
+        ids = next(iter(held_out))["doc_ids"].clone()
+        with watching() as read:
+            found = documents.bounds(ids), documents.bounds(ids, may_read=True)
+            again = documents.bounds(ids)
+    assert found[0] is None
+    assert found[1] is again
+    return trained, ledger, len(calls), again.starts.cpu().tolist(), again.longest, len(read.waits)
 
 
-SMALL = fk.TransformerSpec(
-    vocab_size=8, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=16, max_seq_len=8
-)
-
-
-def test_a_loader_notes_the_documents_that_it_copies_ahead():
-    ((starts, longest, waits, pageable, changed),) = run_ranks(load, 1, setup=SETUP)
-    assert starts.tolist() == [0, 2, 5, 6, 8, 11, 12]
-    assert longest == 3
-    assert waits == []
-    assert pageable == 0
-    assert changed is None
+def test_a_recipes_loaders_note_the_documents_that_they_copy_ahead():
+    ((trained, ledger, evaluated, starts, longest, waits),) = run_ranks(load, 1, setup=SETUP)
+    assert trained == {"forward": 4, "backward": 4}  # two blocks, two micro-batches
+    assert not ledger.waits, ledger.waits[0]
+    assert ledger.copied["pageable"] == 0
+    assert evaluated == 4
+    assert (starts, longest) == ([0, 2, 5, 6, 12], 6)
+    assert waits == 1
