@@ -23,6 +23,7 @@ from forgekit.data.batches.sequence_slices import shard_sequence, unshard_sequen
 from forgekit.data.loading.loader import make_loader
 from forgekit.data.loading.groups import groups
 from forgekit.model.moe import MoESpec
+from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
 from forgekit.optim.adamw import adamw
@@ -84,6 +85,7 @@ __all__ = [
     "make_loader",
     "groups",
     "MoESpec",
+    "AttentionChoice",
     "Transformer",
     "TransformerSpec",
     "init_weights",

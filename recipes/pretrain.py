@@ -56,6 +56,7 @@ class Config:
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
     pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work where mesh.pp is above 1.")
     context_parallel: fk.ContextParallel = key("ring", "How ranks of mesh.cp share a sequence.")
+    attention: fk.AttentionChoice = key("auto", "The kernel; auto: the device's best.")
     max_norm: float = key(1.0, "Bound of the gradient norm; inf: none.", at_least=0, inf=True)
     spikes: float | None = key(None, "Deviations above recent steps of a bad one.", at_least=0)
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
@@ -93,6 +94,7 @@ def setup(config):
         compile=config.compile,
         pipeline_schedule=config.pipeline_schedule,
         context_parallel=config.context_parallel,
+        attention=config.attention,
         seed=config.seed,
     )
     optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)

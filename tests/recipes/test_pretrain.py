@@ -215,6 +215,11 @@ REFUSED = {
         ["device=abacus"],
         "error: device is 'abacus' and torch finds no such device here; it finds ",
     ),
+    "attention that the device has not": (
+        ["attention=varlen", "device=cpu"],
+        "error: attention is 'varlen', and cpu has no aten::_flash_attention_forward for it. For ",
+    ),
+    "attention that nobody knows": (["attention=fast"], "attention: "),
     "rows of nothing": (["data.seq_len=0"], "data.seq_len: 'seq_len' must be >= 1: 0."),
     "rows longer than the model takes": (
         ["data.seq_len=17"],
