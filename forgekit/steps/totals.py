@@ -311,8 +311,9 @@ def _gradient_square(state: TrainState) -> Tensor:
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64))
         square = norms.dot(norms)
         parts.append(square / owners if owners > 1 else square)
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=state.targets.device)
+    device = state.targets.device
+    if not parts or parts[0].device != device:  # of shards on the host: added as a number
+        parts.insert(0, torch.zeros((), dtype=torch.float64, device=device))
     return sum(parts[1:], parts[0])
 
 
