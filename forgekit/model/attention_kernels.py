@@ -148,6 +148,7 @@ def _writes_triton(device: str) -> bool:
     from torch.utils._triton import has_triton_package
 
     try:
-        return has_triton_package() and get_interface_for_device(device).is_triton_capable()
+        backend = get_interface_for_device(device)
     except NotImplementedError:  # a device that the compiler was not told of
         return False
+    return has_triton_package() and backend.is_available() and backend.is_triton_capable()

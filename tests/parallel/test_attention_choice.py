@@ -77,6 +77,21 @@ def test_forced_sdpa_is_bitwise_what_a_cpu_does_by_itself(mesh):
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
+def test_heads_of_two_widths_have_a_kernel_each(mesh):
+    model = fk.Transformer(SPEC)
+    model.layers[1] = fk.Transformer(NARROW).layers[0]
+    with flash_kernels():
+        fk.parallelize(model, mesh, precision="bf16")
+        layout = fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout
+    assert layout.attention == {"rows": "sdpa", "documents": "sdpa/varlen"}
+    assert layout.documents is not None
+
+
+def test_a_model_without_attention_has_no_kernels(mesh):
+    model = fk.parallelize(Own(), mesh)
+    assert fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout.attention == {}
+
+
 def test_a_copied_model_has_documents_of_its_own(mesh):
     with flash_kernels(dtypes=F64):
         model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)

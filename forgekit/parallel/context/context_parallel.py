@@ -113,13 +113,15 @@ def choose_attention(
     widths = [channels if isinstance(channels, int) else None for channels in found]
     uses: tuple[AttentionUse, ...] = ("ring",) if is_ring else ("rows", "documents")
     device = torch.device(mesh.device_type)
-    kernels = {
-        use: "/".join(sorted({choose(use, device, dtype, width, attention) for width in widths}))
+    kernels = {  # that of documents is refused when some come
+        use: sorted({choose(use, device, dtype, width, attention) for width in widths})
         for use in uses
         if use != "documents" or attention in ("auto", *ORDER[use])
     }
-    needs = {"varlen", "flash"} & {kernels.get("documents"), kernels.get("ring")}
-    return ChosenAttention(attention, kernels, Documents() if needs else None)
+    needing = {"varlen", *(("flash",) if is_ring else ())}
+    is_needed = any(needing.intersection(found) for found in kernels.values())
+    shown = {use: "/".join(found) for use, found in kernels.items() if found}
+    return ChosenAttention(attention, shown, Documents() if is_needed else None)
 
 
 def apply_context(
