@@ -9,7 +9,7 @@ step (an evaluation, a proof) get none, and so count nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,13 +60,13 @@ class StepRouters:
         self._device = device
         self._noted: list[dict[str, dict[str, Tensor]]] = []
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Give each call of the model inside, where gradients are computed, a ``Routing``."""
-        if self._routed is None:
-            yield
-            return
-        hook = self._routed.register_forward_pre_hook(self._add_routing, with_kwargs=True)
+        return nullcontext() if self._routed is None else self._noting(self._routed)
+
+    @contextmanager
+    def _noting(self, routed: Transformer) -> Iterator[None]:
+        hook = routed.register_forward_pre_hook(self._add_routing, with_kwargs=True)
         try:
             yield
         finally:
@@ -125,8 +125,10 @@ def rebalance(
         step: Number of the step, from 0.
         total: Number of steps, for rates that depend on it.
     """
+    if EXPERTS not in sums.keys():  # noqa: SIM118 (before the model is searched)
+        return
     routed = find_routed(model)
-    if routed is None or routed.spec.moe is None or EXPERTS not in sums.keys():  # noqa: SIM118
+    if routed is None or routed.spec.moe is None:
         return
     rate = routed.spec.moe.rate(step, total)
     counts = sums[EXPERTS]["counts"]

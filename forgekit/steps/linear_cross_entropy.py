@@ -6,12 +6,12 @@ pass finds it while the logits are there, and masked positions contribute exactl
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -56,9 +56,11 @@ def linear_cross_entropy(
     check_labels(labels, weight.shape[0])
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden, weight, columns = take_projection(hidden, weight)
-    flat = rearrange(hidden, "... d -> (...) d")
+    flat = hidden.reshape(-1, hidden.shape[-1])
     weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
-    with torch.autocast(hidden.device.type, enabled=False):
+    kind = hidden.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
     total, losses = found
     return loss_of_positions(with_plain_gradient(total), losses, labels)

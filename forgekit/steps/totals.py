@@ -78,6 +78,8 @@ class Totals:
 
     def plus(self, **sums: Tensor | TensorDictBase) -> Self:
         """Return totals with further sums, such as a vote."""
+        if not sums:
+            return self
         return attrs.evolve(self, sums=TensorDict({**dict(self.sums.items()), **sums}, []))
 
 
