@@ -94,8 +94,7 @@ class MoESpec:
         check_integers(**sizes, top_k=(self.top_k, 1), every=(self.every, 1))
         check_integers(shared=(self.shared, 0, LARGEST_SIZE), first=(self.first, 0))
         check_choice("router", self.router, ("softmax", "sigmoid"))
-        terms = {name: (getattr(self, name), 0) for name in TERMS}
-        check_numbers(**terms, scale=(self.scale, -math.inf))
+        check_numbers(**{name: (getattr(self, name), 0) for name in (*TERMS, "scale")})
         if self.top_k > self.experts:
             raise ValueError(
                 f"top_k {self.top_k} is above experts {self.experts}; a token goes to at most "
@@ -128,13 +127,14 @@ class MoESpec:
         return rate
 
     def _check_groups(self) -> None:
+        given = {name: getattr(self, name) for name in ("groups", "top_groups")}
+        check_integers(**{name: (size, 1) for name, size in given.items() if size is not None})
         if self.groups is None and self.top_groups is None:
             return
         if self.groups is None or self.top_groups is None:
             raise ValueError(
                 f"groups is {self.groups} and top_groups {self.top_groups}; give both or neither."
             )
-        check_integers(groups=(self.groups, 1), top_groups=(self.top_groups, 1))
         if self.experts % self.groups:
             raise ValueError(
                 f"experts {self.experts} must be divisible by groups {self.groups}; the nearest "
