@@ -120,7 +120,9 @@ def _serve(parent: Connection) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pools: dict[str, list[tuple[Any, Connection]]] = {}
-    kept: dict[str, tuple[int, tempfile.TemporaryDirectory[str]]] = {}
+    kept: dict[str, tuple[int, Path]] = {}
+    folder = tempfile.TemporaryDirectory()
+    stores = (Path(folder.name) / str(number) for number in itertools.count())
     while request := parent.recv_bytes():
         job, timeout_s, setup, keep = pickle.loads(request)
         world, workers = job[1], pools.setdefault(setup, [])
@@ -130,15 +132,15 @@ def _serve(parent: Connection) -> None:
             process.start()
             there.close()  # or a worker that dies would not be noticed
             workers.append((process, here))
-        before, folder = kept.pop(setup, (0, None))
+        before, store = kept.pop(setup, (0, None))
         again = keep and before == world
-        if folder is None or not again:
-            folder = tempfile.TemporaryDirectory()
+        if store is None or not again:
+            store = next(stores)
         for rank, (_, connection) in enumerate(workers[:world]):
-            connection.send_bytes(pickle.dumps((rank, job, folder.name, keep, again)))
+            connection.send_bytes(pickle.dumps((rank, job, store, keep, again)))
         ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
         if keep and ok:
-            kept[setup] = world, folder
+            kept[setup] = world, store
         if not ok or any(_threads(process.pid) > MOST_THREADS for process, _ in workers):
             while workers:  # all of them, for the groups that they still hold join them
                 process, connection = workers.pop()
@@ -150,6 +152,7 @@ def _serve(parent: Connection) -> None:
     for process, _ in itertools.chain(*pools.values()):
         process.kill()
         process.join()
+    folder.cleanup()
     os._exit(0)
 
 
@@ -195,7 +198,7 @@ def _work(connection: Connection, setup: str) -> None:
     gc.disable()  # groups of past jobs are not to be taken down in the midst of the next one
     while True:
         try:
-            rank, (where, world, args, group), folder, keep, again = pickle.loads(
+            rank, (where, world, args, group), store, keep, again = pickle.loads(
                 connection.recv_bytes()
             )
         except EOFError:
@@ -209,7 +212,7 @@ def _work(connection: Connection, setup: str) -> None:
                 # FSDP's advice on in-place operations for each model that ends in a biased Linear.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
                 if group and not again:
-                    _join(rank, world, backend, Path(folder) / "store")
+                    _join(rank, world, backend, store)
                     groups[None] = torch.distributed.group.WORLD
                 torch.manual_seed(0)
                 result = function(rank, world, *pickle.loads(args))
