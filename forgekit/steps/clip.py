@@ -55,22 +55,22 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """
     check_max_norm(max_norm)
     targets, norm = totals["targets"], totals["grad_sq"].sqrt()
-    has_targets = targets > 0
-    divisor = scaled = totals["loss_scale"] * torch.where(has_targets, targets, 1.0)
+    scale = totals["loss_scale"]
+    divisor = scaled = torch.where(targets > 0, scale * targets, scale)
     if max_norm < math.inf:  # `fmax` passes over NaN: the divisor of a bad step is a number too
         divisor = scaled.fmax(norm.add(scaled, alpha=EPS) / max_norm)
-    good = is_good(totals, has_targets)
+    good = is_good(totals)
     return Correction(good / divisor, norm / scaled, good)
 
 
-def is_good(totals: Totals, has_targets: Tensor) -> Tensor:
+def is_good(totals: Totals) -> Tensor:
     """Whether a step has targets, a finite loss and a finite gradient, ``[]`` bool."""
-    square = totals["grad_sq"]
+    square, targets = totals["grad_sq"], totals["targets"]
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        # Nothing times what is not finite is NaN, and so is what is divided by False.
-        square = square.addcdiv(totals["loss"], has_targets, value=0)
+        # 0 times what is not finite is NaN, and so is 0 times what is divided by no targets.
+        square = square.addcdiv(totals["loss"], targets, value=0)
         return square < math.inf  # False for NaN as well
-    return (square < math.inf) & has_targets
+    return (square < math.inf) & (targets > 0)
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -44,8 +44,7 @@ class Loss:
         metrics: Further numbers to report, by name: ``(sum, count)`` pairs, added up over the
             step and divided then; a single number counts as one observation. Of one that is named
             ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
-        rows: Optionally the sum and count of each row, ``([b], [b])``, or of each position of it,
-            ``([b s], [b s])``; see ``losses_by_source``.
+        rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
         means: The part of the sum that ``with_mean`` added.
 
     Examples:
@@ -159,12 +158,14 @@ def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
         labels: ``[b ...]`` of ``n`` positions; rows are told apart if there are two dimensions.
 
     Returns:
-        ``Loss`` with the number of labels that are not -100. Its rows are positions as yet: only
-        ``losses_by_source`` needs their sums.
+        ``Loss`` with the number of labels that are not -100.
     """
     is_target = labels != IGNORED
-    rows = (losses.detach().view(labels.shape), is_target) if labels.ndim > 1 else None
-    return Loss(total, is_target.sum(), rows=rows)
+    if labels.ndim < 2:
+        return Loss(total, is_target.sum())
+    counts = is_target.flatten(1).sum(1)
+    sums = losses.detach().view(labels.shape).flatten(1).sum(1)
+    return Loss(total, counts.sum(), rows=(sums, counts))
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:

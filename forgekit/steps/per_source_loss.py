@@ -76,5 +76,5 @@ def _split(loss: Loss, batch: TensorDictBase, sources: int) -> Tensor:
             f'the micro-batch has no "source"; it has {sorted(batch.keys())}. '  # pyright: ignore[reportArgumentType]
             "forgekit.mixture_dataset adds it."
         )
-    rows = torch.stack([part.detach().double().reshape(len(part), -1).sum(1) for part in loss.rows])
+    rows = torch.stack([part.detach().double() for part in loss.rows])
     return rows.new_zeros(2, sources).index_add_(1, batch["source"].to(rows.device), rows)

@@ -87,7 +87,7 @@ def update(
         samples=state.samples + totals.samples,
         targets=state.targets.addcmul(trained, finite),
         skipped=(state.skipped + 1).masked_fill_(finite, 0),
-        bad_since=torch.where(state.skipped == 0, state.samples, state.bad_since),
+        bad_since=state.bad_since.masked_fill(state.skipped == 0, state.samples),
         agreed=totals.agreed or state.agreed,
         **_rescale(state, correction, totals, growth_interval),
     )
@@ -101,7 +101,7 @@ def _rescale(
         return {}
     scale, finite = state.loss_scale, correction.finite
     has_targets = totals["targets"] > 0
-    overflow = has_targets & ~is_good(totals, has_targets)
+    overflow = has_targets & ~is_good(totals)
     good = state.good_steps + finite.to(torch.int64)
     grows = good >= growth_interval
     # A scale that was chosen beyond the bounds stays there.

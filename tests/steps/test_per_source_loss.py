@@ -97,7 +97,7 @@ def test_rows_add_up_to_the_loss():
     for loss_fn in (logits_loss, head_loss):
         loss = loss_fn(model, global_batch()[1])
         sums, counts = loss.rows
-        assert sums.shape == counts.shape == (2, 8)
+        assert sums.shape == counts.shape == (2,)
         assert float(sums.sum()) == pytest.approx(float(loss.sum.detach()), rel=1e-14)
         assert int(counts.sum()) == int(loss.count)
         assert not sums.requires_grad

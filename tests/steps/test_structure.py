@@ -7,7 +7,9 @@ import pytest
 from bare import Size, bare_step, our_step
 from structure import Counted
 
-MOST_KERNELS = 20
+MOST_KERNELS = {1: 20, 2: 21, 4: 19}
+"""More than the loop by hand, for each number of micro-batches."""
+
 SIZE = Size(dim=16, layers=1, seq_len=8, vocab_size=32, rows=2)
 
 
@@ -19,11 +21,14 @@ def count(build, size):
     return counted
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", MOST_KERNELS)
 def test_a_step_launches_few_kernels_more_than_a_loop_by_hand_and_reads_nothing(micro_batches):
     size = attrs.evolve(SIZE, micro_batches=micro_batches)
     bare, ours = count(bare_step, size), count(our_step, size)
     more = ours.kernels.total() - bare.kernels.total()
-    assert more <= MOST_KERNELS, (ours.kernels - bare.kernels, bare.kernels - ours.kernels)
+    assert more <= MOST_KERNELS[micro_batches], (
+        ours.kernels - bare.kernels,
+        bare.kernels - ours.kernels,
+    )
     assert not ours.reads
     assert not ours.collectives
