@@ -6,7 +6,7 @@ import pytest
 from device.pretend import NAME, watching
 from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cell
 from distributed.compare import check
-from distributed.matrix import Cell
+from distributed.matrix import LAYOUTS, Cell
 from distributed.models import LOSSES, SCHEDULES
 from ranks import run_again
 from tensordict import TensorDict
@@ -28,17 +28,11 @@ CELLS = [
     )
 ]
 LARGE = [
-    Cell(layout, micros, "rank_without", True, "full", "head", "fp64", steps=2)
-    for layout, micros in (
-        ("fsdp4", 4),
-        ("tp2-fsdp2", 2),
-        ("cp4-both", 2),
-        ("pp2-fsdp2", 3),
-        ("pp4-1f1b", 4),
-        ("pp4-zbv", 4),
-        ("ep2-fsdp2", 4),
-    )
+    Cell(layout, row.micros[1], "rank_without", True, "full", "head", "fp64", steps=2)
+    for layout, row in LAYOUTS.items()
+    if layout not in {cell.layout for cell in CELLS}
 ]
+"""Every other layout."""
 
 
 def run_and_watch(_rank, _world, cell):

@@ -144,6 +144,9 @@ def test_the_cheaper_path_is_taken(calls, places, length, masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_changed_document_leaves_the_others_bit_equal(path, dtype, changed):
+    lowered = torch.backends.cpu.get_cpu_capability() != "AVX512"
+    if dtype == torch.bfloat16 and lowered and torch.cpu._is_avx512_supported():
+        pytest.skip("torch's 16-bit kernel refuses ATEN_CPU_CAPABILITY below what the CPU has")
     doc_ids = torch.tensor([[0] * 7 + [1] * 30 + [2] * 27])
     before = [x.detach().to(dtype) for x in draw(4, 2, 64, rows=1)]
     after = [x.detach().to(dtype) * 3 for x in draw(4, 2, 64, rows=1, seed=1)]

@@ -99,6 +99,7 @@ class Watchdog:
             self._alarm()
         self._say(text, ended=ended, is_lost=is_lost or isinstance(error, HangError))
         if self._dumped_at != self._since:  # else the stacks are there, from before the error
+            _dump_stacks(self._folder, self._rank)
             self._dump()
         story = self._ask(self._shared_story) if is_lost else None
         if story and (late or story["silent"] or story["first"] != text):
@@ -112,12 +113,14 @@ class Watchdog:
             stuck = time.monotonic() - self._since > STUCK * self._timeout_s
             if stuck and self._since != self._spoke_at:
                 self._spoke_at = self._since
+                _dump_stacks(self._folder, self._rank)  # first: the main thread may go on
                 self._alarm()
                 self._say_where()
                 _log.warning("rank %d %s; see %s", self._rank, self._text, self._folder)
             alarms = self._ask(lambda: self._store.add("alarms", 0)) or 0
             if alarms > self._alarms:  # of another rank
                 self._alarms = alarms
+                _dump_stacks(self._folder, self._rank)
                 self._say_where()
 
     def _alarm(self) -> None:
@@ -212,17 +215,24 @@ def _is_own(file: str) -> bool:
 
 
 def _dump(folder: Path, rank: int, fields: Mapping[str, Any]) -> None:
-    """Write the stacks of this process and what it last did with others; never raise."""
+    """Write what this process last did with others; never raise."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "time": now, **fields}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank_{rank}.txt").open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
         content = json.dumps(about | {"collectives": _collectives()}, indent=1)
         write_atomic(folder / f"rank_{rank}.json", f"{content}\n".encode())
     except Exception as error:
         _log.warning("rank %d cannot write down where it is: %s", rank, error)
+
+
+def _dump_stacks(folder: Path, rank: int) -> None:
+    """Write the stacks of this process; never raise."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{rank}.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+    except Exception as error:
+        _log.warning("rank %d cannot write down its stacks: %s", rank, error)
 
 
 def _collectives() -> Any:
