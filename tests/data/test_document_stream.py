@@ -176,8 +176,9 @@ class _Torch(torch.utils.data.IterableDataset):
             yield {**batch, "reader": torch.tensor(worker), "state": self.stream.state_dict()}
 
 
-# Workers are forked here, which newer Pythons frown upon.
+# Workers are forked here, which newer Pythons frown upon, and torch where there is one core.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker:UserWarning")
 @pytest.mark.parametrize("kind", ["streamed", "files"])
 def test_workers_of_torchs_loader_share_the_documents_too(kinds, kind):
     """Hugging Face divides its files among such workers once more, which would lose documents."""
