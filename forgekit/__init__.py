@@ -22,7 +22,7 @@ from forgekit.data.batches.batch import check_batch, shift_labels
 from forgekit.data.batches.sequence_slices import shard_sequence, unshard_sequence
 from forgekit.data.loading.loader import make_loader
 from forgekit.data.loading.groups import groups
-from forgekit.model.moe import MoESpec
+from forgekit.model.moe_spec import MoESpec
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights

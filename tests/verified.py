@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import forgekit as fk
-from forgekit.model.moe import cosine_rate
+from forgekit.model.moe_spec import cosine_rate
 
 VOCAB, WIDTH, PLACES, ROWS = 36, 12, 8, 2
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}

@@ -9,7 +9,7 @@ choice there and repeats it, and writes the same notes over the old ones, so not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgekit.model.attention import wide
-
-if TYPE_CHECKING:
-    from forgekit.model.moe import MoESpec
+from forgekit.model.moe_spec import MoESpec
 
 __all__ = ["Router", "Routing", "add_gradient", "check_choices"]
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from forgekit.inputs import brief, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
-from forgekit.model.moe import MoE, MoESpec
+from forgekit.model.moe import MoE
+from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Routing, check_choices
 
 __all__ = ["Transformer", "TransformerSpec", "locate_all"]

@@ -14,7 +14,8 @@ from oracle import full_tensors, relative_error
 
 import forgekit as fk
 from forgekit.model import moe as moe_module
-from forgekit.model.moe import Experts, MoE, cosine_rate, linear_rate
+from forgekit.model.moe import Experts, MoE
+from forgekit.model.moe_spec import cosine_rate, linear_rate
 from forgekit.model.routing import Routing
 from forgekit.parallel.activation_checkpoint import recompute
 

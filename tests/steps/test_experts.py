@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.model.moe import MoE, cosine_rate
+from forgekit.model.moe import MoE
+from forgekit.model.moe_spec import cosine_rate
 from forgekit.model.routing import Routing
 from forgekit.parallel.activation_checkpoint import compile_blocks, recompute
 from forgekit.steps.experts import StepRouters
