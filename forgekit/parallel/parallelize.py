@@ -95,8 +95,8 @@ def parallelize(
         context_parallel: How ranks share a sequence: ``"ring"``, ``"ulysses"`` or ``"both"``;
             without effect where each rank holds it whole.
         attention: The kernel: ``"flash"``, ``"varlen"``, ``"flex"``, ``"sdpa"``, or ``"auto"``: the
-            best that the device has for the dtype and the width of a head. ``state.layout
-            .attention`` says which.
+            best that the device has for the dtype and the width of a head. It is written down in
+            ``state.layout.attention``.
         plan: How ranks share each matrix, as patterns of module names to styles: see
             ``forgekit.parallel.tensor.tensor_parallel``, and ``"expert"`` for modules of
             ``[e ...]`` parameters. The model's own ``plan`` if None.
@@ -114,10 +114,10 @@ def parallelize(
     Raises:
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the device or the dtype has no such attention, the plan does
-            not fit, the blocks are not found, a buffer is
-            on meta and its module has no ``reset_buffers()``, a parameter on meta is shared by two
-            modules or one is shared by two blocks, parameters are complex or sparse, or experts
-            of a ``MoESpec`` meet tp or pp, or their ``sequence_aux_loss`` cp.
+            not fit, the blocks are not found, a buffer is on meta and its module has no
+            ``reset_buffers()``, a parameter on meta is shared by two modules or one is shared by
+            two blocks, parameters are complex or sparse, or a model with a ``MoESpec`` is split by
+            tp or pp, or has a ``sequence_aux_loss`` under cp.
     """
     asked = _Options(
         precision=precision,

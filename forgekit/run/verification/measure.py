@@ -3,8 +3,8 @@
 A rank of a layout takes its steps as a run does. The one process that it is compared with uses
 nothing of the step: it calls the loss function for each micro-batch, runs a backward pass, divides
 by the number of targets, and subtracts; only the balance of experts is moved by the step's own
-function. Full tensors go into a folder under the name of their
-content, so that what all ranks agree on is written once and compared by name.
+function. Full tensors go into a folder under the name of their content, so that what all ranks
+agree on is written once and compared by name.
 """
 
 from __future__ import annotations
