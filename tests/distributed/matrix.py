@@ -1,8 +1,15 @@
 """The table that the oracle walks: layouts, what varies inside each, and which cells are run.
 
-The default run takes rows in which each pair of values of any two factors occurs, of which the
-layout is one: so each layout takes each value of the others, for two steps. ``make oracle`` takes
-the full product for five.
+The default run takes two steps of few and cheap cells, chosen by a rule:
+
+- each layout computes in float32 once;
+- each layout of two ranks computes in bfloat16 and in float64 too; pipelines, then full, take turns;
+- among the layouts of two ranks each pair of values of any two factors occurs in float32, and again
+  among the larger layouts;
+- each mesh dimension meets each value of each factor, and kinds of data with either loss differ
+  among its cells as much as they can.
+
+``make oracle`` takes the full product, five steps of each cell.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,6 +30,7 @@ __all__ = [
     "default_cells",
     "factors_of",
     "full_cells",
+    "some_cells",
 ]
 
 
@@ -62,6 +70,8 @@ class Row:
         return self.size("dp_replicate") * self.size("dp_shard")
 
 
+WIDTHS = ("bf16", "fp64")
+"""What a cell computes in besides float32."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on a rank; the others have two."""
@@ -139,17 +149,53 @@ class Cell:
         return "-".join((self.layout, *map(str, parts)))
 
 
-def default_cells(layouts: Sequence[str]) -> list[Cell]:
-    """A covering choice in float32 and, along a diagonal, cells in bfloat16 and float64."""
-    cells = []
-    for index, layout in enumerate(layouts):
-        rows = _covering(factors_of(layout), seed=index + 10)  # with 0 a pair is missing
-        cells += [Cell(layout, **row, steps=2) for row in rows]
-        steady = LAYOUTS[layout].steady or LAYOUTS[layout].micros
-        number = index % 2
-        row = rows[index % len(rows)] | {"micros": steady[number]}
-        cells.append(Cell(layout, **row, dtype=("bf16", "fp64")[number], steps=2))
-    return cells
+def default_cells() -> list[Cell]:
+    """The cells of the rule above: each takes what meets most of what is left, the cheapest of it.
+
+    Dear layouts choose last, when little is left.
+    """
+    groups = sorted(_groups(), key=lambda cells: _cost(cells[0]))
+    left = set().union(*(_met(cell) for cells in groups for cell in cells))
+    chosen = []
+    for cells in groups:
+        chosen.append(max(cells, key=lambda cell: (len(_met(cell) & left), -_cost(cell))))
+        left -= _met(chosen[-1])
+    return sorted(chosen, key=lambda cell: list(LAYOUTS).index(cell.layout))
+
+
+def _groups() -> Iterator[list[Cell]]:
+    """Cells of which the default run takes one: those of a layout in one dtype."""
+    turns = itertools.cycle(WIDTHS)
+    for layout, row in LAYOUTS.items():
+        yield [attrs.evolve(cell, steps=2) for cell in full_cells([layout])]
+        dtypes = [] if row.world > 2 else [next(turns)] if row.size("pp") > 1 else WIDTHS
+        for dtype in dtypes:
+            micros = (row.steady or row.micros)[WIDTHS.index(dtype)]
+            cells = (Cell(layout, micros, *values) for values in _product(FACTORS))
+            yield [attrs.evolve(cell, dtype=dtype, steps=2) for cell in cells]
+
+
+def _met(cell: Cell) -> set[Any]:
+    """What a cell adds: its values to each mesh dimension and, in float32, each pair of them."""
+    values = [(name, getattr(cell, name)) for name in FACTORS]
+    together = cell.targets, cell.packed, cell.loss
+    met: set[Any] = set(itertools.product(cell.row.sizes, [*values, together]))
+    if cell.dtype == "fp32":
+        values.append(("micros", cell.row.micros.index(cell.micros)))
+        met |= {(cell.row.world > 2, *pair) for pair in itertools.combinations(values, 2)}
+    return met
+
+
+def _cost(cell: Cell) -> float:
+    """About how long a cell takes, in passes of a block."""
+    passes = cell.micros * cell.row.layers * (3 + (cell.recompute != "none"))
+    return cell.row.world * (1 + 10 * (cell.row.size("tp") > 1)) * passes
+
+
+def some_cells(layout: str) -> list[Cell]:
+    """The fewest cells of a layout in which each value of each factor occurs."""
+    rows = _covering(factors_of(layout), seed=0)
+    return [Cell(layout, **row) for row in rows]
 
 
 def _covering(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:

@@ -7,40 +7,43 @@ import itertools
 import attrs
 import pytest
 from covering import covering, in_turn, pairwise
-from distributed.matrix import FACTORS, LAYOUTS, default_cells, factors_of, full_cells
+from distributed.matrix import FACTORS, LAYOUTS, default_cells, factors_of, full_cells, some_cells
 
-CELLS = default_cells(list(LAYOUTS))
-
-
-def test_all_cells_of_the_default_run_differ():
-    assert len(set(CELLS)) == len(CELLS) == 4 * len(LAYOUTS)
+CELLS = default_cells()
+SINGLE = [cell for cell in CELLS if cell.dtype == "fp32"]
 
 
-SMALL = [name for name, row in LAYOUTS.items() if row.world == 2]
-LARGE = [name for name in LAYOUTS if name not in SMALL]
+def test_each_layout_occurs_in_float32_and_no_cell_twice():
+    assert [cell.layout for cell in SINGLE] == list(LAYOUTS)
+    assert len(set(CELLS)) == len(CELLS) < 2 * len(LAYOUTS)
 
 
-def _fp32(layout):
-    return [cell for cell in CELLS if cell.layout == layout and cell.dtype == "fp32"]
+@pytest.mark.parametrize("larger", [False, True], ids=["two ranks", "more ranks"])
+def test_every_pair_of_values_occurs_among_the_layouts(larger):
+    cells = [cell for cell in SINGLE if (cell.row.world > 2) == larger]
+    for first, second in itertools.combinations(FACTORS, 2):
+        pairs = set(itertools.product(FACTORS[first], FACTORS[second]))
+        assert _pairs(cells, first, second) == pairs
+    for factor, values in FACTORS.items():
+        taken = {(cell.row.micros.index(cell.micros), getattr(cell, factor)) for cell in cells}
+        assert taken == set(itertools.product((0, 1), values))
 
 
 def _pairs(cells, first, second):
     return {(getattr(cell, first), getattr(cell, second)) for cell in cells}
 
 
+@pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate", "cp", "tp", "pp", "ep"])
+def test_every_value_of_every_factor_occurs_in_layouts_of_every_dimension(dimension):
+    alike = [cell for cell in CELLS if cell.row.size(dimension) > 1]
+    for factor, values in FACTORS.items():
+        assert {getattr(cell, factor) for cell in alike} == set(values)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_value_of_every_factor_occurs_in_every_layout(layout):
+def test_every_value_of_every_factor_occurs_in_the_table_of_errors(layout):
     for factor, values in factors_of(layout).items():
-        assert {getattr(cell, factor) for cell in _fp32(layout)} == set(values)
-    assert len({cell.dtype for cell in CELLS if cell.layout == layout}) == 2
-
-
-@pytest.mark.parametrize("layouts", [SMALL, LARGE], ids=["two ranks", "more ranks"])
-def test_every_pair_of_values_occurs_among_the_layouts(layouts):
-    cells = [cell for layout in layouts for cell in _fp32(layout)]
-    for first, second in itertools.combinations(FACTORS, 2):
-        pairs = set(itertools.product(FACTORS[first], FACTORS[second]))
-        assert _pairs(cells, first, second) == pairs
+        assert {getattr(cell, factor) for cell in some_cells(layout)} == set(values)
 
 
 @pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate", "cp", "tp", "pp", "ep"])
@@ -61,7 +64,7 @@ def test_pairwise_rows_cover_factors_of_any_size():
 def test_the_full_product_holds_every_combination_and_the_default_run():
     product = full_cells(list(LAYOUTS))
     assert len(product) == len(LAYOUTS) * 2 * 2 * 2 * 3 * 2
-    assert {attrs.evolve(cell, steps=5) for cell in CELLS if cell.dtype == "fp32"} < set(product)
+    assert {attrs.evolve(cell, steps=5) for cell in SINGLE} < set(product)
 
 
 def test_what_is_not_chosen_is_left_to_the_oracle():
