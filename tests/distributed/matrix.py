@@ -3,7 +3,7 @@
 The default run takes two steps of few and cheap cells, chosen by a rule:
 
 - each layout computes in float32 once;
-- each layout of two ranks computes in bfloat16 and in float64 too; pipelines, then full, take turns;
+- each layout of two ranks computes in bfloat16 and in float64 too; full pipelines take turns;
 - among the layouts of two ranks each pair of values of any two factors occurs in float32, and again
   among the larger layouts;
 - each mesh dimension meets each value of each factor, and kinds of data with either loss differ
