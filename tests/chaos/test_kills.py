@@ -80,10 +80,6 @@ def assert_each_row_once(notes, steps):
         assert sorted(rows) == list(range(ROWS))
 
 
-def test_killed_at_random_moments(scene, chance):
-    die_often(scene, chance, kills=3, steps=30, seed=1)
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_killed_a_hundred_times(scene, chance, survived):
@@ -119,14 +115,7 @@ MOMENTS = {
 }
 
 
-SHORT = (
-    "while the shards of a checkpoint are written",
-    "before `latest` moves",
-    "in the midst of deleting an old checkpoint",
-)
-
-
-@pytest.mark.parametrize("name", in_short(MOMENTS, *SHORT))
+@pytest.mark.parametrize("name", in_short(MOMENTS, "before `latest` moves"))
 def test_killed_during_a_save(scene, survived, name):
     life = scene.live(faults={0: {"die_before": MOMENTS[name]}})
     outcome = scene.survive(life, lost=MOST_LOST)

@@ -36,6 +36,7 @@ def test_a_bad_step_changes_nothing_on_any_rank(scene, survived, name):
     survived(name, Outcome(ended="exit 0", status=status, lost=0, after=after))
 
 
+@pytest.mark.chaos
 def test_ten_bad_steps_in_a_row_and_the_run_goes_back(scene, survived, tmp_path):
     """It ends as if the samples of these steps had never been there."""
     settings = {"bad_steps": "roll_back", "patience": 10, "steps": 30}

@@ -41,6 +41,7 @@ def test_a_second_signal_changes_nothing(scene, survived):
     survived("SIGTERM to all ranks, twice", scene.survive(life, lost=0))
 
 
+@pytest.mark.chaos
 def test_a_signal_during_an_evaluation(scene, survived):
     """The evaluation after step 12 ends first, and its numbers are those of the undisturbed run."""
     settings = {"eval_every": AFTER}
@@ -58,6 +59,7 @@ def test_a_signal_while_rows_are_read(scene, survived):
     survived("SIGTERM while rows are read", scene.survive(life, lost=0, data__workers=0))
 
 
+@pytest.mark.chaos
 def test_a_signal_while_the_data_of_one_rank_are_stuck(scene, survived, tmp_path):
     """It never gets to the vote; both give up, and the last committed checkpoint counts."""
     mark = tmp_path / "mark"
@@ -74,6 +76,7 @@ def test_a_signal_while_the_data_of_one_rank_are_stuck(scene, survived, tmp_path
     survived("SIGTERM to all ranks while the data of one are stuck", outcome)
 
 
+@pytest.mark.chaos
 def test_a_signal_while_the_last_checkpoint_is_written(scene, survived):
     """The loop has ended and the run has stopped listening to votes, but not to signals."""
     last = AFTER + 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from chaos.scene import MOST_LOST, Scene, describe, in_short
+from chaos.scene import MOST_LOST, Scene, describe
 from chaos.survival import Outcome
 from runs import last_step, saved_step, status_of
 
@@ -52,6 +52,7 @@ def test_the_disk_is_full_when_a_row_is_written(scene, survived):
     survived("the disk is full when a row of metrics is written", outcome)
 
 
+@pytest.mark.chaos
 def test_the_checkpoints_become_read_only(scene, survived):
     faults = {"read_only_after": (7, str(scene.out / "checkpoints"))}
     life = scene.live(faults={0: faults, 1: {"obey_modes": None}})
@@ -116,7 +117,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", in_short(DAMAGES, "the newest checkpoint is truncated"))
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(scene, stopped, survived, name):
     damage, lost = DAMAGES[name]
     outcome = Outcome(ended="exit 0", status=status_of(stopped)["status"], lost=0)
@@ -137,7 +139,8 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("name", in_short(FOREIGN, "the newest checkpoint is from a newer version"))
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", FOREIGN)
 def test_a_checkpoint_that_does_not_belong_is_refused_and_kept(scene, stopped, survived, name):
     """Whoever asks for the right thing afterwards loses nothing."""
     settings, message = FOREIGN[name]

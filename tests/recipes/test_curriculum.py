@@ -18,7 +18,7 @@ from runs import (
 )
 
 PEAK, ROWS = 0.01, 4
-STEPS, FIRST, SECOND, DECAY = 120, 20, 90, 20
+STEPS, FIRST, SECOND, DECAY = 80, 12, 60, 14
 PHASES = (
     f"[{{step={FIRST}, weights={{mail=1}}, lr_scale=0.5}}, "
     f"{{step={SECOND}, weights={{asyncio=0, tables=1}}, lr_scale=0.25}}]"
@@ -120,7 +120,7 @@ BAD = {
         "phases=[{step=3, lr=0.1}]",
         "phases[0].lr: unknown key; the nearest is lr.",
     ),
-    "no room": ("decay=117", "error: warmup 4 + decay 117 = 121 must fit into total 120"),
+    "no room": ("decay=77", "error: warmup 4 + decay 77 = 81 must fit into total 80"),
 }
 
 

@@ -73,14 +73,21 @@ def assert_stopped(job, out, reason):
     assert status["samples"] == 8 * status["step"]
 
 
-def test_one_process_resumes_bitwise_after_each_signal(tmp_path, tokens, undisturbed):
+SIGNALS = (signal.SIGTERM, "command"), (signal.SIGINT, "fork"), (signal.SIGKILL, "fork")
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param(SIGNALS[::2], id="asked and killed"),
+        pytest.param(SIGNALS, id="each", marks=pytest.mark.oracle),
+    ],
+)
+def test_one_process_resumes_bitwise_after_signals(signals, tmp_path, tokens, undisturbed):
+    """What Ctrl-C does has tests of its own, in shells."""
     out, log = tmp_path / "run", tmp_path / "log"
     start = 0
-    for number, by in (
-        (signal.SIGTERM, "command"),
-        (signal.SIGINT, "fork"),
-        (signal.SIGKILL, "fork"),
-    ):
+    for number, by in signals:
         with launch("pretrain", command_line(out, tokens), log=log, by=by) as job:
             go_on(job, out, start)
             job.process.send_signal(number)
@@ -100,20 +107,12 @@ def test_one_process_resumes_bitwise_after_each_signal(tmp_path, tokens, undistu
     assert_same_run(out, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param([signal.SIGTERM], id="a stop"),
-        pytest.param(
-            [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], id="each", marks=pytest.mark.oracle
-        ),
-    ],
-)
-def test_two_ranks_resume_bitwise_after_signals(numbers, tmp_path, tokens, undisturbed_pair):
+@pytest.mark.oracle
+def test_two_ranks_resume_bitwise_after_signals(tmp_path, tokens, undisturbed_pair):
     """By torchrun: once with Slurm, and with every signal in the chaos suite."""
     out, log = tmp_path / "run", tmp_path / "log"
     start = 0
-    for number in numbers:
+    for number, _ in SIGNALS:
         with launch("pretrain", command_line(out, tokens), log=log, ranks=2) as job:
             go_on(job, out, start)
             for rank in job.ranks:

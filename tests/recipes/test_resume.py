@@ -14,8 +14,7 @@ import forgekit as fk
 SEED, SEQ_LEN, ROWS, GLOBAL_BATCH = 3, 8, 60, 12
 
 STRETCHES = [
-    (4, {"dp_replicate": 2, "dp_shard": 2}, 3, 3),
-    (2, {}, 3, 6),
+    (2, {"dp_replicate": 2, "dp_shard": 1}, 3, 3),
     (3, {}, 4, 8),
     (1, {}, 6, 11),
 ]

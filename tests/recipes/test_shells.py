@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from covering import some_of
 from runs import TINY, assert_same_run, last_step, rows_of, saved_step, status_of
 from shells import open_shell
 
@@ -66,7 +67,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some_of(FORMS, "stdout to a full disk", "stderr closed"))
 def test_a_run_ends_as_if_its_display_were_there(form, shell, command, undisturbed, tmp_path):
     code, output = shell.run(FORMS[form].format(run=command), cwd=tmp_path)
     assert code == 0, output
@@ -81,20 +82,20 @@ def wait_for_step(step, out):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [
-        ("{run} 2>&1 | tee all", signal.SIGINT),
-        ("{run} 2>&1 | tee all", signal.SIGHUP),
-        ("{run} 2>/dev/full", signal.SIGHUP),
-        ("{run} 2>&-", signal.SIGTERM),
-    ],
-    ids=["tee and Ctrl-C", "a terminal that is closed", "SIGHUP, disk full", "SIGTERM, closed"],
-)
+LINES = {
+    "tee and Ctrl-C": ("{run} 2>&1 | tee all", signal.SIGINT),
+    "a terminal that is closed": ("{run} 2>&1 | tee all", signal.SIGHUP),
+    "SIGHUP, disk full": ("{run} 2>/dev/full", signal.SIGHUP),
+    "SIGTERM, closed": ("{run} 2>&-", signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("form", some_of(LINES, "a terminal that is closed", "SIGTERM, closed"))
 def test_a_signal_to_the_whole_line_stops_the_run_with_its_checkpoint(
-    line, number, shell, command, tmp_path
+    form, shell, command, tmp_path
 ):
     """The other end of a pipe dies of the signal; what the run still says has no reader."""
+    line, number = LINES[form]
     process = shell.start(line.format(run=command + " steps=100000"), cwd=tmp_path)
     wait_for_step(3, tmp_path / "run")
     os.killpg(process.pid, number)
@@ -117,10 +118,13 @@ def test_under_nohup_a_run_outlives_its_terminal(shell, command, undisturbed, tm
 
 
 def test_a_refusal_keeps_its_exit_code_where_nobody_reads_it(shell, command, tmp_path):
-    for refused in ("model.layers=0", "data.path=gone"):
-        for display in ("2>/dev/full", "2>&-", "2>&1 | true; exit ${PIPESTATUS[0]}"):
-            code, _ = shell.run(f"{command} {refused} {display}", cwd=tmp_path)
-            assert code == 2, (refused, display)
+    for refused, display in (
+        ("model.layers=0", "2>/dev/full"),
+        ("model.layers=0", "2>&-"),
+        ("data.path=gone", "2>&1 | true; exit ${PIPESTATUS[0]}"),
+    ):
+        code, _ = shell.run(f"{command} {refused} {display}", cwd=tmp_path)
+        assert code == 2, (refused, display)
     assert status_of(tmp_path / "run")["status"] == "failed"
 
 

@@ -187,16 +187,15 @@ NODES = "--nodes=2", "--gpus-per-node=1"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(NODES, id="torchrun on two nodes"),
-        pytest.param([TWO], id="a task per rank", marks=pytest.mark.oracle),
-    ],
-)
-def test_a_run_stops_without_loss(options, cluster, tokens, undisturbed, tmp_path):
+def test_a_run_under_torchrun_on_two_nodes_stops_and_starts_again(cluster, tokens):
+    with stopped_in_its_midst(cluster, tokens, *NODES):
+        pass
+
+
+@pytest.mark.oracle
+def test_a_run_of_a_task_per_rank_stops_without_loss(cluster, tokens, undisturbed, tmp_path):
     """The rest is done by ranks that are there already, to save a start."""
-    with stopped_in_its_midst(cluster, tokens, *options):
+    with stopped_in_its_midst(cluster, tokens, TWO):
         pass
     run_ranks(_train, 2, tmp_path, tokens, group=False)
     assert_same_run(cluster.out, undisturbed)
