@@ -117,7 +117,7 @@ def parallelize(
             not fit, the blocks are not found, a buffer is on meta and its module has no
             ``reset_buffers()``, a parameter on meta is shared by two modules or one is shared by
             two blocks, parameters are complex or sparse, or a model with a ``MoESpec`` is split by
-            tp or pp, or has a ``sequence_aux_loss`` under cp.
+            tp, or has a ``sequence_aux_loss`` under cp.
     """
     asked = _Options(
         precision=precision,
@@ -416,12 +416,10 @@ def _with_buffers_on_meta(model: nn.Module) -> list[nn.Module]:
 def _check_routers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise where router terms and counts of ``MoESpec`` would not add up over the ranks."""
     specs = [module.spec for module in model.modules() if isinstance(module, MoE)]
-    shared = [name for name in ("tp", "pp") if size_of(mesh, name) > 1]
-    if specs and shared:
+    if specs and (tp := size_of(mesh, "tp")) > 1:
         raise ValueError(
-            f"the model has experts (TransformerSpec.moe) and the mesh {shared[0]} of "
-            f"{size_of(mesh, shared[0])}; tp and pp do not share such layers. Use dp_shard, "
-            "dp_replicate, cp or ep instead."
+            f"the model has experts (TransformerSpec.moe) and the mesh tp of {tp}; tp does not "
+            "share such layers. Use dp_shard, dp_replicate, cp, pp or ep instead."
         )
     if any(spec.sequence_aux_loss for spec in specs) and (cp := size_of(mesh, "cp")) > 1:
         raise ValueError(

@@ -111,8 +111,9 @@ def accumulate(
     _check_added(state)
     clear_gradients(state.model, sharded)
     _seed(state)
-    routers = StepRouters(state.model, state.loss_scale, state.targets.device)
-    run = partial(_run_whole, routers) if layout.stages is None else accumulate_staged
+    stages = () if layout.stages is None else layout.stages.modules
+    routers = StepRouters(state.model, state.loss_scale, state.targets.device, stages)
+    run = partial(_run_whole if layout.stages is None else accumulate_staged, routers)
     try:
         # At a run's first step, before anything is updated.
         is_first = audit and state.agreed is None

@@ -8,8 +8,8 @@ step (an evaluation, a proof) get none, and so count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,25 +52,35 @@ class StepRouters:
         model: The model; nothing in it changes.
         loss_scale: ``[]``.
         device: Where sums are kept.
+        stages: What is called in place of the model: this rank's pipeline stages, copies of it.
     """
 
-    def __init__(self, model: nn.Module, loss_scale: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_scale: Tensor,
+        device: torch.device,
+        stages: Iterable[nn.Module] = (),
+    ) -> None:
         self._routed = find_routed(model)
+        self._called = [] if self._routed is None else [*map(find_routed, [model, *stages])]
         self._loss_scale = loss_scale
         self._device = device
         self._noted: list[dict[str, dict[str, Tensor]]] = []
 
-    def noting(self) -> AbstractContextManager[None]:
-        """Give each call of the model inside, where gradients are computed, a ``Routing``."""
-        return nullcontext() if self._routed is None else self._noting(self._routed)
-
     @contextmanager
-    def _noting(self, routed: Transformer) -> Iterator[None]:
-        hook = routed.register_forward_pre_hook(self._add_routing, with_kwargs=True)
+    def noting(self) -> Iterator[None]:
+        """Give each call of the model inside, where gradients are computed, a ``Routing``."""
+        hooks = [
+            called.register_forward_pre_hook(self._add_routing, with_kwargs=True)
+            for called in self._called
+            if called is not None
+        ]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def sums(self) -> dict[str, TensorDictBase]:
         """Add up what was noted; nothing for a dense model.

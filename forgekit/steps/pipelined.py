@@ -26,6 +26,7 @@ from forgekit.parallel.fsdp import (
 )
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
+from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
 from forgekit.steps.losses import Loss
 from forgekit.steps.position_proof import (
@@ -42,6 +43,7 @@ __all__ = ["accumulate_staged", "evaluate_staged"]
 
 
 def accumulate_staged(
+    routers: StepRouters,
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
@@ -53,6 +55,7 @@ def accumulate_staged(
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
     Args:
+        routers: Notes what routers of experts count.
         state: The state, its model split by ``split_stages``.
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
@@ -85,7 +88,8 @@ def accumulate_staged(
     if is_first and size:
         work.check_positions()
     if size:
-        work.stages.run(size, shape, work.train)
+        with routers.noting():
+            work.stages.run(size, shape, work.train)
     if is_first and work.layout.context > 1:
         raise_together(work.problem)
     return work.sums

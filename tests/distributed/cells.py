@@ -14,8 +14,9 @@ import attrs
 import numpy as np
 import torch
 from distributed.batches import global_batch
+from distributed.experts import balance_of
 from distributed.matrix import Cell
-from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model
+from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model, prefer
 from distributed.mutations import MUTATIONS
 from oracle import full
 from ranks import run_again, run_ranks
@@ -97,12 +98,15 @@ class LaidOut:
         self._places: dict[Any, np.ndarray[Any, Any]] = {}
         self.shards = {n: p.detach().clone() for n, p in model.named_parameters()}
         self.start = self.send(self.shards)
+        self.balance = {n: b.clone() for n, b in model.named_buffers()}
 
     def state(self, optimizer: str) -> fk.TrainState:
         """A state at step 0, from the same parameters each time."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.shards[name])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.balance[name])
         return fk.TrainState.create(self.model, BUILDERS[optimizer](self.model), mesh=self.mesh)
 
     def send(self, tensors: Mapping[str, Tensor], factor: Any = 1) -> dict[str, Piece]:
@@ -138,7 +142,10 @@ def lay_out(cell: Cell, mesh: Any, **options: Any) -> nn.Module:
     model = build_model(cell.row, device="meta").to(DTYPES[cell.dtype])
     options = {"activation_checkpoint": cell.recompute, **cell.row.options, **options}
     precision = "bf16" if cell.dtype == "bf16" else "fp32"
-    return fk.parallelize(model, mesh, precision=precision, **options)
+    model = fk.parallelize(model, mesh, precision=precision, **options)
+    if cell.row.routed:
+        prefer(model)
+    return model
 
 
 def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
@@ -150,11 +157,12 @@ def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
 def run_cell(cell: Cell, laid_out: LaidOut) -> Found:
     """What this rank finds for a cell."""
     sgd = _by_parts(cell, laid_out)
-    gradients = sgd.pop("gradients")
+    gradients, counts = sgd.pop("gradients"), sgd.pop("counts")
     sgd["parameters"] = laid_out.send_parameters()
     adamw = _by_make_step(cell, laid_out.state("adamw"))
     adamw["parameters"] = laid_out.send_parameters()
-    return {"start": laid_out.start, "gradients": gradients, "sgd": sgd, "adamw": adamw}
+    found = {"start": laid_out.start, "gradients": gradients, "counts": counts}
+    return {**found, "sgd": sgd, "adamw": adamw}
 
 
 def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
@@ -162,7 +170,7 @@ def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
 
     Nothing is proved first: that is left to ``_by_make_step``, on the same model.
     """
-    state, numbers, gradients = laid_out.state("sgd"), [], {}
+    state, numbers, gradients, counts = laid_out.state("sgd"), [], {}, []
     for step in range(cell.steps):
         mine = own_batches(cell, state.mesh, step)
         totals = fk.accumulate(state, mine, LOSSES[cell.loss], audit=False)
@@ -171,12 +179,15 @@ def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
             factor = fk.clip(totals).factor
             raw: Any = {name: p.grad for name, p in state.model.named_parameters()}
             gradients = laid_out.send(raw, factor)
+            if cell.row.routed:
+                counts = totals.sums["experts", "counts"].tolist()
         lr = SCHEDULES["sgd"](step)
         correction = fk.clip(totals, max_norm=MAX_NORM)
         state = fk.update(state, correction, lr=lr, totals=totals)
         metrics = fk.step_metrics(totals, correction, lr=lr)
         numbers.append({**_values(metrics), "factor": correction.factor.item()})
-    return {"gradients": gradients, "numbers": numbers, **_counters(state)}
+    found = {"gradients": gradients, "counts": counts, "numbers": numbers}
+    return {**found, **_counters(state)}
 
 
 def _by_make_step(cell: Cell, state: fk.TrainState) -> Found:
@@ -194,8 +205,9 @@ def _values(metrics: Any) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def _counters(state: fk.TrainState) -> dict[str, int]:
-    return {"samples": state.samples, "targets": int(state.targets), "step": state.step}
+def _counters(state: fk.TrainState) -> dict[str, Any]:
+    counters = {"samples": state.samples, "targets": int(state.targets), "step": state.step}
+    return {**counters, "balance": balance_of(state.model)}
 
 
 def merge(by_rank: Sequence[Found], *, agree: bool = True) -> Found:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 import torch
 from distributed.cells import DTYPES, Found
+from distributed.experts import group_of
 from distributed.matrix import Cell
 from distributed.reference import Expected, Training, expect
 from oracle import relative_error
@@ -59,7 +60,9 @@ def check(cell: Cell, found: Found) -> None:
         assert found[name]["samples"] == sum(expected.rows)
         assert found[name]["targets"] == sum(expected.targets)
         assert [n["targets"] for n in found[name]["numbers"]] == expected.targets
+        assert found[name]["balance"] == expected.training[name].balance
         assert not any(n["skipped"] for n in found[name]["numbers"])
+    assert found["counts"] == expected.counts
     far = {what: ratio for what, ratio in errors(cell, found).items() if not ratio < 1}
     assert not far, f"errors in units of what is allowed: {far}"
 
@@ -70,6 +73,8 @@ def errors(cell: Cell, found: Found) -> dict[str, float]:
     ratios = {
         "gradients": relative_error(found["gradients"], expected.gradients) / bounds.gradients
     }
+    if cell.row.routed:
+        ratios |= _apart(found["gradients"], expected.gradients, bounds.gradients)
     for name, training in expected.training.items():
         parameters = found[name]["parameters"]
         moved = _difference(parameters, expected), _difference(training.parameters, expected)
@@ -81,6 +86,22 @@ def errors(cell: Cell, found: Found) -> dict[str, float]:
             **_numbers(name, found[name], training, bounds),
         }
     return ratios
+
+
+def _apart(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float
+) -> dict[str, float]:
+    """Routers, shared experts, experts and the others, each against its own largest gradient."""
+    groups: dict[str, list[str]] = {}
+    for name in expected:
+        groups.setdefault(group_of(name), []).append(name)
+    return {
+        f"gradients of {group}": relative_error(
+            {name: found[name] for name in names}, {name: expected[name] for name in names}
+        )
+        / bound
+        for group, names in groups.items()
+    }
 
 
 def _difference(parameters: Mapping[str, Tensor], expected: Expected) -> dict[str, Tensor]:

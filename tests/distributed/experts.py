@@ -1,16 +1,22 @@
-"""A toy layer of experts, to show that spreading them changes nothing."""
+"""Layers of experts without order and counts, and a toy one, to show that sharding is exact.
+
+The reference of the library's own layers lets every expert compute every token and writes router
+terms and the balance by their formulas.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgekit.model.dispatch import Dispatch, dispatch_local
+from forgekit.model.moe import MoE
 
-__all__ = ["Routed", "compute_densely"]
+__all__ = ["Routed", "balance_of", "compute_densely", "follow", "gradients_with_terms", "group_of"]
 
 EXPERTS = 4
 CHOSEN = 2
@@ -56,11 +62,98 @@ class Routed(nn.Module):
         return mixed.view_as(x)
 
 
+class Dense(nn.Module):
+    """The library's layer by its formulas: softmax, renormalised, no groups, no capacity."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.spec = layer.spec
+        self.router, self.experts, self.shared = layer.router, layer.experts, layer.shared
+        self.terms: list[Tensor] = []
+        self.counts = torch.zeros(layer.spec.experts, dtype=torch.float64)
+
+    def forward(self, x: Tensor, routing: Any) -> Tensor:
+        """``[b s d]`` -> ``[b s d]``; keeps the terms and the counts."""
+        logits = x @ self.router.weight.T
+        scores = logits.softmax(-1)
+        chosen = (scores + self.router.selection_bias).topk(self.spec.top_k).indices
+        hits = F.one_hot(chosen, self.spec.experts).sum(2).to(x.dtype)
+        if routing.is_token is not None:
+            hits = hits * routing.is_token.unsqueeze(-1)
+        self._note(logits, scores, hits, routing.targets)
+        own = scores * hits
+        gates = self.spec.scale * own / own.sum(-1, keepdim=True).clamp(min=1e-9)
+        gate, up, down = self.experts.gate, self.experts.up, self.experts.down
+        inner = F.silu(torch.einsum("bsd,efd->bsef", x, gate))
+        inner = inner * torch.einsum("bsd,efd->bsef", x, up)
+        return torch.einsum("bsef,edf,bse->bsd", inner, down, gates) + self.shared(x)
+
+    def _note(self, logits: Tensor, scores: Tensor, hits: Tensor, targets: Tensor) -> None:
+        spec, rows = self.spec, hits.sum(1, keepdim=True)
+        self.counts += hits.sum((0, 1))
+        rows = rows / rows.sum(-1, keepdim=True).clamp(min=1)
+        value = spec.aux_loss * spec.experts * (self.router.load.double() * scores).sum(-1)
+        value = value + spec.sequence_aux_loss * spec.experts * (rows * scores).sum(-1)
+        value = value + spec.z_loss * logits.logsumexp(-1).square()
+        self.terms.append(value[targets].sum())
+
+
+def _dense_layers(model: nn.Module) -> dict[str, Dense]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, Dense)}
+
+
+def gradients_with_terms(
+    model: nn.Module, batches: list[Any]
+) -> tuple[dict[str, Tensor], Tensor, list[list[float]]]:
+    """Gradients of the token mean of losses and router terms, the mean loss, and counts by layer.
+
+    Args:
+        model: With ``Dense`` layers, in float64.
+        batches: Of the global batch.
+    """
+    layers, total = _dense_layers(model), torch.zeros((), dtype=torch.float64)
+    for layer in layers.values():
+        layer.terms, layer.counts = [], torch.zeros_like(layer.counts)
+    for batch in batches:
+        given = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch.keys()}  # noqa: SIM118
+        logits = model(batch["input_ids"], **given, targets=batch["labels"] != -100)
+        labels = batch["labels"].flatten()
+        total = total + F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    model.zero_grad()
+    terms = [term for layer in layers.values() for term in layer.terms]
+    (torch.stack([total, *terms]).sum() / targets).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, total.detach() / targets, [one.counts.tolist() for one in layers.values()]
+
+
+@torch.no_grad()
+def follow(model: nn.Module) -> None:
+    """Move loads and biases by what the last gradients counted, in place."""
+    for layer in _dense_layers(model).values():
+        layer.router.load.copy_(layer.counts / layer.counts.sum())
+        moves = layer.spec.bias_rate * (layer.counts.mean() - layer.counts).sign()
+        layer.router.selection_bias += (moves - moves.mean()).float()
+
+
+def balance_of(model: nn.Module) -> dict[str, list[float]]:
+    """Loads and biases by name."""
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def group_of(name: str) -> str:
+    """Whether a parameter is of a router, of shared experts, of experts, or of no such layer."""
+    kinds = ("router", "shared", "experts")
+    return next((kind for kind in kinds if f".feed_forward.{kind}." in name), "dense")
+
+
 def compute_densely(model: nn.Module) -> None:
     """Let every expert compute every token, in place: the reference, without order and counts."""
-    for module in model.modules():
+    for module in list(model.modules()):
         if isinstance(module, Routed):
             module.dispatch = partial(_dense, module.experts)
+        elif isinstance(getattr(module, "feed_forward", None), MoE):
+            module.feed_forward = Dense(module.feed_forward)
 
 
 def _dense(experts: Experts, tokens: Tensor, ids: Tensor, count: int, _compute: object) -> Tensor:

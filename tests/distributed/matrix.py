@@ -25,11 +25,14 @@ import attrs
 __all__ = [
     "FACTORS",
     "LAYOUTS",
+    "ROUTED",
     "Cell",
     "Row",
     "default_cells",
     "factors_of",
     "full_cells",
+    "routed_cells",
+    "routed_default",
     "some_cells",
 ]
 
@@ -46,6 +49,7 @@ class Row:
         options: Arguments of ``parallelize``.
         layers: Blocks of the model, one for each stage of a pipeline.
         experts: Whether the model's feed-forwards are spread over ``ep``.
+        routed: Whether the model has the library's own layers of experts.
     """
 
     sizes: Mapping[str, int]
@@ -54,6 +58,7 @@ class Row:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     layers: int = 2
     experts: bool = False
+    routed: bool = False
 
     def size(self, name: str) -> int:
         """Size of a mesh dimension."""
@@ -114,6 +119,28 @@ LAYOUTS: dict[str, Row] = {
     "ep2-fsdp2": Row({"dp_shard": 4, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
 }
 
+
+def _routed(sizes: Mapping[str, int], micros: tuple[int, int] = (1, 3), **options: Any) -> Row:
+    return Row(sizes, micros, options=options, layers=4, routed=True)
+
+
+def _schedule(name: str) -> Row:
+    return _routed({"pp": 2}, ROUTED_MICROS.get(name, (1, 3)), pipeline_schedule=name)
+
+
+ROUTED_MICROS = {"1f1b": (2, 3), "dualpipev": (4, 5)}
+"""Where a schedule cannot run a single micro-batch."""
+
+ROUTED: dict[str, Row] = {
+    "moe-fsdp2": _routed({"dp_shard": 2}),
+    "moe-ep2": _routed({"dp_shard": 2, "ep": 2}),
+    "moe-ep2-fsdp2": _routed({"dp_shard": 4, "ep": 2}),
+    **{f"moe-pp2-{name}": _schedule(name) for name in SCHEDULES},
+    "moe-pp2-fsdp2": _routed({"pp": 2, "dp_shard": 2}, (2, 3)),
+    "moe-pp2-ep2": _routed({"pp": 2, "dp_shard": 2, "ep": 2}, (2, 3)),
+}
+"""Layouts of models with ``MoESpec``, in float64: rounding could send a token to another expert."""
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "targets": ("ragged", "rank_without"),
     "packed": (False, True),
@@ -141,7 +168,7 @@ class Cell:
     @property
     def row(self) -> Row:
         """The layout's row."""
-        return LAYOUTS[self.layout]
+        return (LAYOUTS | ROUTED)[self.layout]
 
     def __str__(self) -> str:
         packed = "packed" if self.packed else "rows"
@@ -219,4 +246,21 @@ def full_cells(layouts: Sequence[str]) -> list[Cell]:
 
 def factors_of(layout: str) -> dict[str, tuple[Any, ...]]:
     """What varies inside a layout."""
-    return {"micros": LAYOUTS[layout].micros, **FACTORS}
+    return {"micros": (LAYOUTS | ROUTED)[layout].micros, **FACTORS}
+
+
+def routed_cells(layouts: Sequence[str], steps: int = 5) -> list[Cell]:
+    """The fewest cells of each layout with experts in which each value of each factor occurs."""
+    return [
+        Cell(layout, **row, dtype="fp64", steps=steps)
+        for index, layout in enumerate(layouts)
+        for row in _covering(factors_of(layout), seed=index)
+    ]
+
+
+def routed_default() -> list[Cell]:
+    """A few cheap cells with experts, for the default run."""
+    return [
+        Cell("moe-ep2", 3, "rank_without", True, "full", "head", "fp64", 2),
+        Cell("moe-pp2-interleaved_zero_bubble", 3, "ragged", True, "none", "logits", "fp64", 2),
+    ]

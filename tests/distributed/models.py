@@ -12,8 +12,9 @@ from distributed.matrix import Row
 from torch import nn
 
 import forgekit as fk
+from forgekit.model.moe import MoE
 
-__all__ = ["BUILDERS", "LOSSES", "MAX_NORM", "SCHEDULES", "build_model", "spec_of"]
+__all__ = ["BUILDERS", "LOSSES", "MAX_NORM", "MOE", "SCHEDULES", "build_model", "prefer", "spec_of"]
 
 MAX_NORM = 0.25
 """Below the norm of every gradient of the table, so that clipping bites."""
@@ -21,6 +22,21 @@ SCHEDULES = {
     "sgd": fk.warmup_cosine(peak=0.5, warmup=2, total=8),
     "adamw": fk.warmup_cosine(peak=0.01, warmup=2, total=8),
 }
+
+
+MOE = fk.MoESpec(
+    experts=6,
+    top_k=2,
+    ffn_dim=16,
+    shared=1,
+    first=1,
+    every=2,
+    scale=1.7,
+    aux_loss=0.3,
+    z_loss=0.05,
+    sequence_aux_loss=0.2,
+    bias_rate=0.02,
+)
 
 
 def spec_of(row: Row, **changes: Any) -> fk.TransformerSpec:
@@ -34,6 +50,7 @@ def spec_of(row: Row, **changes: Any) -> fk.TransformerSpec:
         "ffn_dim": 48,
         "max_seq_len": 24,
         "qk_norm": True,
+        "moe": MOE if row.routed else None,
     }
     return fk.TransformerSpec(**sizes | changes)
 
@@ -47,20 +64,34 @@ def build_model(row: Row, device: str = "cpu") -> nn.Module:
             layer.feed_forward = Routed(spec.dim, spec.ffn_dim)
     if row.experts and device != "meta":
         fk.init_weights(model, seed=0)
+    if row.routed and device != "meta":
+        prefer(model)
     return model
 
 
+@torch.no_grad()
+def prefer(model: nn.Module) -> None:
+    """Let routers prefer some experts and shun one, in place; loads are not even at first."""
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            for parameter in layer.parameters():
+                parameter.mul_(8)
+            layer.router.load.copy_(torch.tensor([6.0, 1.0, 4.0, 2.0, 5.0, 3.0]) / 21)
+            layer.router.selection_bias.copy_(torch.tensor([0.1, 0.0, 0.0, -9.0, 0.0, 0.0]))
+
+
 def logits_loss(model: Any, batch: Any) -> fk.Loss:
-    return fk.cross_entropy(model(batch["input_ids"], **_places(batch)), batch["labels"])
+    return fk.cross_entropy(model(batch["input_ids"], **_given(batch)), batch["labels"])
 
 
 def head_loss(model: Any, batch: Any) -> fk.Loss:
     head = partial(fk.linear_cross_entropy, labels=batch["labels"])
-    return model(batch["input_ids"], head=head, **_places(batch))
+    return model(batch["input_ids"], head=head, **_given(batch))
 
 
-def _places(batch: Any) -> dict[str, Any]:
-    return {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch.keys()}  # noqa: SIM118
+def _given(batch: Any) -> dict[str, Any]:
+    given = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch.keys()}  # noqa: SIM118
+    return {**given, "targets": batch["labels"] != -100}
 
 
 def sgd(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:

@@ -11,8 +11,8 @@ from functools import cache
 import attrs
 import torch
 from distributed.batches import global_batch
-from distributed.experts import compute_densely
-from distributed.matrix import LAYOUTS, Cell, Row
+from distributed.experts import balance_of, compute_densely, follow, gradients_with_terms
+from distributed.matrix import LAYOUTS, ROUTED, Cell, Row
 from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, build_model
 from oracle import reference_gradients
 from tensordict import TensorDict
@@ -20,14 +20,21 @@ from torch import Tensor, nn
 
 __all__ = ["Expected", "expect"]
 
+ALL = LAYOUTS | ROUTED
+
 
 @attrs.frozen
 class Training:
-    """Some steps with one optimizer: the parameters after them and each step's numbers."""
+    """Some steps with one optimizer: the parameters after them and each step's numbers.
+
+    Attributes:
+        balance: Loads and biases of routers after them, by name.
+    """
 
     parameters: dict[str, Tensor]
     losses: list[float]
     norms: list[float]
+    balance: dict[str, list[float]]
 
 
 @attrs.frozen
@@ -40,6 +47,7 @@ class Expected:
         training: By optimizer.
         targets: Targets of each step.
         rows: Rows of each step.
+        counts: How often each expert was chosen in the first step, by layer.
     """
 
     start: dict[str, Tensor]
@@ -47,6 +55,7 @@ class Expected:
     training: dict[str, Training]
     targets: list[int]
     rows: list[int]
+    counts: list[list[float]]
 
 
 def expect(cell: Cell) -> Expected:
@@ -56,26 +65,26 @@ def expect(cell: Cell) -> Expected:
 
 def _like(layout: str) -> str:
     """The first layout of the table with the same data and the same model."""
-    return next(name for name, row in LAYOUTS.items() if _data(row) == _data(LAYOUTS[layout]))
+    return next(name for name, row in ALL.items() if _data(row) == _data(ALL[layout]))
 
 
 def _data(row: Row) -> tuple[object, ...]:
     shared = row.options.get("context_parallel", "ring") if row.size("cp") > 1 else None
-    return row.layers, row.experts, row.data_ranks, row.size("pp") > 1, shared
+    return row.layers, row.experts, row.routed, row.data_ranks, row.size("pp") > 1, shared
 
 
 @cache
 def _expect(layout: str, micros: int, targets: str, packed: bool, count: int) -> Expected:
-    row = LAYOUTS[layout]
+    row = ALL[layout]
     steps = [global_batch(row, micros, targets, packed, step) for step in range(count)]
     model = _model(row)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients, _ = reference_gradients(model.double(), [steps[0]])
+    gradients, _, chosen = _gradients(model.double(), steps[0])
     gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     training = {name: _train(row, steps, name) for name in BUILDERS}
     counts = [sum(int((b["labels"] != -100).sum()) for b in batches) for batches in steps]
     rows = [sum(b.shape[0] for b in batches) for batches in steps]
-    return Expected(start, gradients, training, counts, rows)
+    return Expected(start, gradients, training, counts, rows, chosen)
 
 
 def _model(row: Row) -> nn.Module:
@@ -89,11 +98,21 @@ def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
     optimizer = BUILDERS[name](model, fused=False)
     losses, norms = [], []
     for step, batches in enumerate(steps):
-        _, loss = reference_gradients(model, [batches])
+        _, loss, _ = _gradients(model, batches)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         losses.append(float(loss))
         assert norms[-1] > MAX_NORM, "clipping has to bite"
         for group in optimizer.param_groups:
             group["lr"] = SCHEDULES[name](step)
         optimizer.step()
-    return Training({n: p.detach() for n, p in model.named_parameters()}, losses, norms)
+        follow(model)
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    return Training(parameters, losses, norms, balance_of(model))
+
+
+def _gradients(
+    model: nn.Module, batches: list[TensorDict]
+) -> tuple[dict[str, Tensor], Tensor, list[list[float]]]:
+    if getattr(model, "spec", None) and model.spec.moe is not None:
+        return gradients_with_terms(model, batches)
+    return *reference_gradients(model, [batches]), []

@@ -14,7 +14,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 from distributed.cells import Found, merge, run_layout
 from distributed.compare import check
-from distributed.matrix import LAYOUTS, Cell, default_cells, full_cells
+from distributed.matrix import (
+    LAYOUTS,
+    ROUTED,
+    Cell,
+    default_cells,
+    full_cells,
+    routed_cells,
+    routed_default,
+)
 from distributed.reference import expect
 from ranks import RankError
 
@@ -58,4 +66,16 @@ def test_a_layout_finds_what_one_process_finds(cell, found):
 @pytest.mark.oracle
 @pytest.mark.parametrize("cell", full_cells(list(LAYOUTS)), ids=str)
 def test_the_full_product(cell, found):
+    check(cell, found(cell))
+
+
+@pytest.mark.parametrize("cell", routed_default(), ids=str)
+def test_a_layout_with_experts_finds_what_one_process_finds(cell, found):
+    """Routers, shared experts, experts and dense parameters apart; counts and balance bitwise."""
+    check(cell, found(cell))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("cell", routed_cells(list(ROUTED)), ids=str)
+def test_every_layout_with_experts_finds_what_one_process_finds(cell, found):
     check(cell, found(cell))
