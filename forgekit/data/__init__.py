@@ -9,6 +9,7 @@ from forgekit.data.corpus.token_files import open_tokens
 from forgekit.data.packing.bins import Bins
 from forgekit.data.packing.pack import LongDocuments, PackingMethod
 from forgekit.data.packing.cached_bins import cached_bins
+from forgekit.data.packing.chat_dataset import chat_dataset, preference_dataset
 from forgekit.data.mixture.permutation import permute, sample_rows
 from forgekit.data.mixture.order import Order
 from forgekit.data.batches.batch import mask_batch
@@ -30,6 +31,8 @@ __all__ = [
     "LongDocuments",
     "PackingMethod",
     "cached_bins",
+    "chat_dataset",
+    "preference_dataset",
     "permute",
     "sample_rows",
     "Order",

@@ -18,7 +18,7 @@ from forgekit.data.documents.protocol import check_column
 from forgekit.data.optional_packages import require
 from forgekit.inputs import brief, parse_json
 
-__all__ = ["Raw", "Reader", "reader_of"]
+__all__ = ["Raw", "Reader", "json_objects", "reader_of"]
 
 ROWS_AT_ONCE = 256
 """Rows of parquet in memory; a larger row group is read in pieces."""
@@ -80,6 +80,14 @@ def _utf8(content: bytes, name: Callable[[], str]) -> str:
 
 
 def _lines(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
+    for line, name, after, count in _raw_lines(file, position, number):
+        yield Raw(name, partial(_parse, line, name, key), after, count, after)
+
+
+def _raw_lines(
+    file: Path, position: int = 0, number: int = 0
+) -> Iterator[tuple[bytes, Callable[[], str], int, int]]:
+    """Yield each line that is not blank, its name, and the position and number after it."""
     if not file.stat().st_size:
         return
     with file.open("rb", buffering=2**20) as lines:
@@ -88,17 +96,39 @@ def _lines(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:
             position += len(line)
             number += 1
             if not line.isspace():
-                name = partial("{}:{}".format, file, number)
-                yield Raw(name, partial(_parse, line, name, key), position, number, position)
+                yield line, partial("{}:{}".format, file, number), position, number
+
+
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the object of each line of a ``.jsonl`` file.
+
+    Raises:
+        ValueError: If a line is not UTF-8, or not one JSON object.
+    """
+    for line, name, *_ in _raw_lines(file):
+        record = _parse_line(line, name)
+        if not isinstance(record, dict):
+            raise ValueError(f"{name()} is {brief(record)}; each line must be one JSON object.")
+        yield name(), record
 
 
 def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
+    record = _parse_line(line, name)
+    if isinstance(record, dict) and isinstance(record.get(key), str):
+        return record[key]
+    quoted = json.dumps(key, ensure_ascii=False)
+    raise ValueError(
+        f"{name()} has no string {quoted}; it is {brief(record)}. "
+        f'Each line must look like {{{quoted}: "..."}}.'
+    )
+
+
+def _parse_line(line: bytes, name: Callable[[], str]) -> Any:
     text = _utf8(line.rstrip(), name)
     try:
         record = parse_json(text)
-        if isinstance(record, dict) and isinstance(record.get(key), str):
-            record[key].encode()  # half a surrogate pair is valid JSON but no text
-            return record[key]
+        if "\\u" in text:  # half a surrogate pair is valid JSON but no text
+            json.dumps(record, ensure_ascii=False).encode()
     except ValueError as error:
         what = str(error)
         if isinstance(error, json.JSONDecodeError):  # its own text would say "line 1"
@@ -107,11 +137,7 @@ def _parse(line: bytes, name: Callable[[], str], key: str) -> str:
             f"{name()} cannot be read as JSON: {what}. "
             "Each line must be one JSON object; mend the line or remove it."
         ) from None
-    quoted = json.dumps(key, ensure_ascii=False)
-    raise ValueError(
-        f"{name()} has no string {quoted}; it is {brief(record)}. "
-        f'Each line must look like {{{quoted}: "..."}}.'
-    )
+    return record
 
 
 def _rows(file: Path, position: int, number: int, key: str) -> Iterator[Raw]:

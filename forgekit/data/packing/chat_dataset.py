@@ -1,0 +1,364 @@
+"""Rows of packed conversations and preference pairs, whose labels are the trained tokens only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import attrs
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from forgekit.data.corpus.chat_template import ChatEncoder, Example, common_messages
+from forgekit.data.corpus.tokenizer import vocabulary_size
+from forgekit.data.documents.file_formats import json_objects
+from forgekit.data.fingerprint import state_facts
+from forgekit.data.optional_packages import require
+from forgekit.data.packing.bins import Bins
+from forgekit.data.packing.pack import pack
+from forgekit.data.packing.packed_dataset import PackedDataset, packed_dataset
+from forgekit.data.samples import IGNORED
+from forgekit.inputs import brief, check_choice, check_integers, path_of, quoted
+
+__all__ = ["ChatCounts", "ChatDataset", "LongExamples", "chat_dataset", "preference_dataset"]
+
+LongExamples = Literal["error", "truncate", "drop"]
+Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+
+@attrs.frozen
+class ChatCounts:
+    """What became of the lines of a data set.
+
+    Attributes:
+        lines: Lines that were read.
+        examples: Documents in the rows.
+        tokens: Tokens of all examples.
+        trained: Tokens among them that are targets.
+        truncated: Examples that were cut at ``seq_len``.
+        dropped: Examples left out, because they are longer or have no target left.
+        turn_by_turn: Conversations of which an example was made of each turn.
+        shared: Trained tokens that also hold characters of the prompt.
+    """
+
+    lines: int
+    examples: int
+    tokens: int
+    trained: int
+    truncated: int
+    dropped: int
+    turn_by_turn: int
+    shared: int
+
+    def __str__(self) -> str:
+        share = self.trained / max(1, self.tokens)
+        rest = ("truncated", "dropped", "turn_by_turn", "shared")
+        counts = [f"{getattr(self, key):,} {key}" for key in rest if getattr(self, key)]
+        return ", ".join(
+            [
+                f"{self.examples:,} examples of {self.lines:,} lines",
+                f"{self.tokens:,} tokens",
+                f"{share:.1%} of them supervised",
+                *counts,
+            ]
+        )
+
+
+def chat_dataset(
+    paths: Paths,
+    tokenizer: Any,
+    seq_len: int,
+    *,
+    long: LongExamples = "error",
+    turn_by_turn: bool = False,
+    held_out_every: int | None = None,
+) -> ChatDataset:
+    """Read conversations and prompts to fine-tune on; pack them into rows.
+
+    A line of a file is ``{"messages": [{"role", "content"}, ...]}``, with ``"tools"`` if the
+    template takes them, or ``{"prompt", "completion"}``, both texts or both lists of messages. Of
+    ``messages`` all assistant's turns are trained, up to the token that ends each; of a prompt and
+    a completion the latter and its end. Which tokens these are is proved for every conversation:
+    see ``forgekit.data.corpus.chat_template``. Examples are held in memory, 5 bytes per token.
+
+    Args:
+        paths: ``.jsonl`` files.
+        tokenizer: A fast tokenizer of ``transformers`` with a chat template, or the directory to
+            load it from.
+        seq_len: Positions in a row. An example is never split over rows.
+        long: What becomes of an example of more tokens than ``seq_len``: an error, cut at the end,
+            or dropped. Both are counted.
+        turn_by_turn: Where a template writes earlier turns anew (some strip the reasoning), make an
+            example of each assistant's turn instead of refusing the line.
+        held_out_every: One line in so many is held out, for ``dataset.held_out()``.
+
+    Returns:
+        A map-style dataset of rows as ``packed_dataset`` makes them. ``print(dataset.counts)`` says
+        what became of the lines and which share of tokens is supervised.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a line is broken, has no answer to train or cannot be proved, an example is
+            too long with ``long="error"``, or nothing is supervised.
+    """
+    encoder = ChatEncoder(_tokenizer(tokenizer), turn_by_turn)
+    encode = partial(_encode_line, encoder)
+    return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
+
+
+def preference_dataset(
+    paths: Paths,
+    tokenizer: Any,
+    seq_len: int,
+    *,
+    long: Literal["error", "drop"] = "error",
+    held_out_every: int | None = None,
+) -> ChatDataset:
+    """Read pairs of a chosen and a rejected answer; pack pairs into rows.
+
+    A line is ``{"prompt", "chosen", "rejected"}``, all texts or all lists of messages; without a
+    prompt ``chosen`` and ``rejected`` are conversations that begin alike. Both answers of a pair
+    are documents of one row: the chosen one has an even number in ``doc_ids``, and the rejected
+    one the next. Only the answers have labels.
+
+    Args:
+        paths: ``.jsonl`` files.
+        tokenizer: A fast tokenizer of ``transformers``, or its directory.
+        seq_len: Positions in a row; a pair takes the tokens of both.
+        long: Whether a pair of more tokens than ``seq_len`` is an error or dropped.
+        held_out_every: One line in so many is held out, for ``dataset.held_out()``.
+
+    Returns:
+        A map-style dataset of rows; see ``chat_dataset``.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a line is broken, an answer has several turns that the template writes anew,
+            a pair is too long with ``long="error"``, or there are no pairs.
+    """
+    check_choice("long", long, ("error", "drop"))
+    encoder = ChatEncoder(_tokenizer(tokenizer))
+    encode = partial(_encode_pair, encoder)
+    return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
+
+
+@attrs.frozen(eq=False)
+class ChatDataset:
+    """Rows of packed examples; ``chat_dataset`` and ``preference_dataset`` make one.
+
+    Attributes:
+        rows: The tokens.
+        flags: The same rows with 1 for each trained token and 0 for the others.
+        vocab_size: Every id is below it.
+        eos_id: The id on padding. A loss never sees it: labels are masked by position.
+        counts: What became of the lines.
+        rest: The held-out examples.
+    """
+
+    rows: PackedDataset
+    flags: PackedDataset = attrs.field(repr=False)
+    vocab_size: int
+    eos_id: int
+    counts: ChatCounts
+    rest: ChatDataset | None = attrs.field(default=None, repr=False)
+
+    bytes_per_token = None
+
+    @property
+    def seq_len(self) -> int:
+        """Positions in a row."""
+        return self.rows.seq_len
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the rows and their masks."""
+        both = f"{self.rows.fingerprint} {self.flags.documents.fingerprint}"
+        hashed = hashlib.sha256(both.encode()).hexdigest()
+        return state_facts(hashed, files=self.rows.documents.fingerprint, seq_len=self.seq_len)
+
+    def held_out(self) -> ChatDataset | None:
+        """Return the rows of the held-out lines; None without ``held_out_every``."""
+        return self.rest
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> TensorDict:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
+        """Build the batch of these rows in one go, ``batch_size=[b]``."""
+        batch = self.rows.__getitems__(rows)
+        # The label of a flag is the flag of the label: 1 where the next token is trained.
+        is_trained = self.flags.__getitems__(rows)["labels"] == 1
+        batch["labels"] = torch.where(is_trained, batch["labels"], IGNORED)
+        batch["input_ids"] = torch.where(batch["doc_ids"] < 0, self.eos_id, batch["input_ids"])
+        return batch
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, str | os.PathLike):
+        folder = path_of("the tokenizer's directory", tokenizer)
+        return require("transformers", extra="hf").AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
+def _encode_line(
+    encoder: ChatEncoder, name: str, line: dict[str, Any]
+) -> list[tuple[Example, ...]]:
+    if "messages" in line:
+        return [
+            (one,) for one in encoder.conversation(name, line["messages"], tools=line.get("tools"))
+        ]
+    if "prompt" in line and "completion" in line:
+        return [(one,) for one in _answer(encoder, name, line, "completion")]
+    raise ValueError(
+        f"{name} has the keys {quoted(line)}; a line to train on has "
+        '"messages", or "prompt" and "completion".'
+    )
+
+
+def _encode_pair(
+    encoder: ChatEncoder, name: str, line: dict[str, Any]
+) -> list[tuple[Example, ...]]:
+    if not {"chosen", "rejected"} <= line.keys():
+        raise ValueError(
+            f'{name} has the keys {quoted(line)}; a preference has "chosen" and "rejected", and '
+            'a "prompt" unless both hold it.'
+        )
+    if "prompt" not in line and all(isinstance(line[key], list) for key in ("chosen", "rejected")):
+        first = common_messages(line["chosen"], line["rejected"])
+        line = {**line, "prompt": line["chosen"][:first]}
+        line.update({key: line[key][first:] for key in ("chosen", "rejected")})
+    return [tuple(_answer(encoder, name, line, key)[0] for key in ("chosen", "rejected"))]
+
+
+def _answer(encoder: ChatEncoder, name: str, line: dict[str, Any], key: str) -> list[Example]:
+    """Encode a prompt and what answers it: two texts, or two lists of messages."""
+    prompt, answer = line.get("prompt"), line[key]
+    if isinstance(prompt, list) and isinstance(answer, list):
+        tools, first = line.get("tools"), len(prompt)
+        return encoder.conversation(name, prompt + answer, tools=tools, first=first)
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return [encoder.completion(name, prompt, answer)]
+    raise ValueError(
+        f"{name} has {brief(prompt)} as prompt and {brief(answer)} as {key}; both must be "
+        "texts, or both lists of messages."
+    )
+
+
+def _dataset(
+    paths: Paths,
+    encoder: ChatEncoder,
+    encode: Callable[[str, dict[str, Any]], list[tuple[Example, ...]]],
+    seq_len: int,
+    long: LongExamples,
+    held_out_every: int | None,
+) -> ChatDataset:
+    check_choice("long", long, get_args(LongExamples))
+    check_integers(
+        seq_len=(seq_len, 2), held_out_every=(2 if held_out_every is None else held_out_every, 2)
+    )
+    parts: tuple[_Part, _Part] = (_Part(seq_len, long), _Part(seq_len, long))
+    for number, (name, line) in enumerate(_read_lines(paths)):
+        is_held_out = held_out_every is not None and number % held_out_every == held_out_every - 1
+        parts[is_held_out].add(encode(name, line))
+    train, held_out = parts
+    rest = held_out.dataset(encoder) if held_out.kept else None
+    return train.dataset(encoder, rest)
+
+
+def _read_lines(paths: Paths) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        file = path_of("a path", path)
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist; name a .jsonl file.")
+        yield from json_objects(Path(file))
+
+
+@attrs.define
+class _Part:
+    """Examples as they are read: those of a line are kept in one row."""
+
+    seq_len: int
+    long: LongExamples
+    kept: list[tuple[Example, ...]] = attrs.field(factory=list)
+    lines: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+
+    def add(self, found: list[tuple[Example, ...]]) -> None:
+        self.lines += 1
+        self.split += len(found) > 1
+        for group in found:
+            size = sum(len(example.ids) for example in group)
+            if size > self.seq_len and self.long == "error":
+                raise ValueError(
+                    f"{group[0].name} has {size} tokens; a row has {self.seq_len} positions. Pass "
+                    'long="truncate" or long="drop", or a larger seq_len.'
+                )
+            if size > self.seq_len and self.long == "truncate":
+                group = tuple(_truncated(example, self.seq_len) for example in group)
+                self.truncated += 1
+            if (size > self.seq_len and self.long == "drop") or not _trained(group):
+                self.dropped += 1
+            else:
+                self.kept.append(group)
+
+    def dataset(self, encoder: ChatEncoder, rest: ChatDataset | None = None) -> ChatDataset:
+        examples = [example for group in self.kept for example in group]
+        trained = _trained(examples)
+        counts = ChatCounts(
+            lines=self.lines,
+            examples=len(examples),
+            tokens=sum(len(example.ids) for example in examples),
+            trained=trained,
+            truncated=self.truncated,
+            dropped=self.dropped,
+            turn_by_turn=self.split,
+            shared=sum(example.shared for example in examples),
+        )
+        if not trained:
+            raise ValueError(
+                f"nothing is supervised: {counts}. Pass a larger seq_len, or look at the lines."
+            )
+        bins = _bins(self.kept, self.seq_len)
+        tokenizer = encoder.tokenizer
+        return ChatDataset(
+            packed_dataset([example.ids for example in examples], bins),
+            packed_dataset([example.trained.astype(np.uint8) for example in examples], bins),
+            vocabulary_size(tokenizer),
+            0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+            counts,
+            rest,
+        )
+
+
+def _truncated(example: Example, seq_len: int) -> Example:
+    return attrs.evolve(example, ids=example.ids[:seq_len], trained=example.trained[:seq_len])
+
+
+def _trained(examples: Iterable[Example]) -> int:
+    """Count targets; the first token of a document is none."""
+    return sum(int(example.trained[1:].sum()) for example in examples)
+
+
+def _bins(groups: Sequence[tuple[Example, ...]], capacity: int) -> Bins:
+    """Pack groups of examples; those of a group become consecutive pieces of one row."""
+    each = len(groups[0])
+    lengths = np.array([[len(example.ids) for example in group] for group in groups])
+    bins = pack(lengths.sum(1), capacity)
+    documents = bins.documents[:, None] * each + np.arange(each)
+    return Bins(
+        bins.offsets * each,
+        documents.ravel(),
+        np.zeros(documents.size, dtype=np.int64),
+        lengths[bins.documents].ravel(),
+        capacity=capacity,
+    )

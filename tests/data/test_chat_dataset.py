@@ -1,0 +1,427 @@
+"""Conversations, prompts and pairs become packed rows; which tokens are trained is proved."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+import forgekit as fk
+from forgekit.data.corpus.chat_template import ChatEncoder
+from forgekit.data.packing.chat_dataset import chat_dataset, preference_dataset
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GENERATION = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}\n{% else %}"
+    "{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INSTRUCT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tool\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REASONING = (  # earlier turns lose what they thought
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}{{ m.content }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BROKEN = {
+    "no end": (
+        CHATML.replace("<|im_end|>\n", "\n"),
+        r"line:1: the chat template ends message 1 with '.*', which holds no special token",
+    ),
+    "an end that is not special": (
+        CHATML.replace("<|im_end|>", "<end>"),
+        r"message 1 with '.*<end>\\n', which holds no special token, so a model never learns",
+    ),
+    "a prompt of its own": (
+        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+        r"ends message 0 with '.*<think>\\n', and message 1 does not go on from there",
+    ),
+    "counts the words ahead": (
+        CHATML.replace("{{ m.role }}\n", "{{ m.role }} {{ m.content | length }}\n"),
+        r"and message 1 does not go on from there",
+    ),
+    "counts the words behind": (
+        CHATML.replace("<|im_end|>\n", "<|im_end|>{{ m.content | length }}\n"),
+        r"other words in message 1 also change the text outside of that turn",
+    ),
+    "leaves the words out": (
+        CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}"),
+        r"or do not appear in it",
+    ),
+    "refuses": ("{{ raise_exception('alternate, please') }}", r"refuses its messages: alternate"),
+    "is missing": (None, r"the tokenizer has no chat_template"),
+}
+
+USER = {"role": "user", "content": "What is two and two?"}
+ANSWER = {"role": "assistant", "content": "Four, I think."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+MORE = [{"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Five."}]
+
+
+@cache
+def _base() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = ["Answer: Four, I think. user assistant What is two and two?\nBe brief.\n"] * 8
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken("<end>", special=False)])
+    return tokenizer.to_str()
+
+
+def _tokenizer(template: str | None, *, adds_start: bool = False, eos: str | None = "</s>"):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(_base())
+    if adds_start:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 0)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, pad_token="</s>"
+    )
+    fast.chat_template = template
+    return fast
+
+
+def _encode(template, messages, **options):
+    turn_by_turn = options.pop("turn_by_turn", False)
+    return ChatEncoder(_tokenizer(template), turn_by_turn).conversation(
+        "line:1", messages, **options
+    )
+
+
+def _write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _trained_text(tokenizer, example):
+    return tokenizer.decode(example.ids[example.trained])
+
+
+CHATS = {
+    "one turn": [USER, ANSWER],
+    "two turns": [USER, ANSWER, *MORE],
+    "a turn that is open": [USER, ANSWER, USER],
+    "an empty answer": [USER, {"role": "assistant", "content": ""}],
+    "signs of several bytes": [USER, {"role": "assistant", "content": "é ∑ 🙂🙂 ."}],
+    "white space": [USER, {"role": "assistant", "content": "  Four \n\n"}],
+}
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION, INSTRUCT, TOOLS], ids=str.__len__)
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+def test_the_ids_are_those_of_the_template(template, messages):
+    (example,) = _encode(template, messages)
+    tokenizer = _tokenizer(template)
+    assert example.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert example.ids.tolist().count(tokenizer.bos_token_id) == ("bos_token" in template)
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION, INSTRUCT, TOOLS], ids=str.__len__)
+@given(turn=st.sampled_from([1, 3]), words=st.text("abc é🙂.\n", min_size=1, max_size=12))
+@settings(max_examples=15, deadline=None)
+def test_trained_are_the_tokens_that_change_with_the_words_and_the_end_of_turn(
+    template, turn, words
+):
+    """Found by writing other words and comparing ids, whatever the template says."""
+    tokenizer = _tokenizer(template)
+    chat = [USER, ANSWER, *MORE][: turn + 1]
+    end = tokenizer.convert_tokens_to_ids("</s>" if "eos_token" in template else "<|im_end|>")
+    prompt = tokenizer.apply_chat_template(
+        chat[:turn], add_generation_prompt=True, return_dict=False
+    )
+
+    def encoded(content):
+        answer = {**chat[turn], "content": content}
+        (example,) = _encode(template, [*chat[:turn], answer, USER], first=turn)
+        return example
+
+    example = encoded(f"x{words}x")
+    ids = example.ids.tolist()
+    others = [encoded(other).ids.tolist() for other in ("yQy", "z~~z")]  # no letter in common
+    changed = min(_alike(ids, other) for other in others)
+    stop = len(ids) - min(_alike(ids[::-1], other[::-1]) for other in others)
+    start = _alike(ids, prompt)  # a template may also have the model write a space
+    assert start <= changed < stop
+    assert ids[stop] == end
+    assert np.flatnonzero(example.trained).tolist() == list(range(start, stop + 1))
+
+
+def _alike(one, other):
+    """Count the ids that two lists begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def test_the_text_that_is_trained():
+    tokenizer = _tokenizer(CHATML)
+    (example,) = _encode(CHATML, [SYSTEM, USER, ANSWER, *MORE])
+    assert _trained_text(tokenizer, example) == "Four, I think.<|im_end|>Five.<|im_end|>"
+    (example,) = _encode(CHATML, [SYSTEM, USER, ANSWER, *MORE], first=3)
+    assert _trained_text(tokenizer, example) == "Five.<|im_end|>"
+
+
+def test_tool_calls_are_trained_and_their_results_are_not():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
+    chat = [USER, call, {"role": "tool", "content": "4"}, ANSWER]
+    (example,) = _encode(TOOLS, chat, tools=[{"name": "add"}])
+    text = _trained_text(_tokenizer(TOOLS), example)
+    assert text == (
+        '<call>{"name": "add", "with": [2, 2]}</call><|im_end|>Four, I think.<|im_end|>'
+    )
+
+
+def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn():
+    thought = {"role": "assistant", "content": "<think>2 + 2</think>Four."}
+    chat = [USER, thought, *MORE]
+    with pytest.raises(ValueError, match=r"line:1: the chat template writes message 1 anew once"):
+        _encode(REASONING, chat)
+    tokenizer = _tokenizer(REASONING)
+    first, second = _encode(REASONING, chat, turn_by_turn=True)
+    assert _trained_text(tokenizer, first) == "<think>2 + 2</think>Four.<|im_end|>"
+    assert _trained_text(tokenizer, second) == "Five.<|im_end|>"
+    assert "2 + 2" not in tokenizer.decode(second.ids)
+    for example, count in ((first, 1), (second, 3)):  # each goes on from what is prompted
+        prompt = tokenizer.apply_chat_template(
+            chat[:count], add_generation_prompt=True, return_dict=False
+        )
+        assert example.ids[: len(prompt)].tolist() == prompt
+        assert example.trained.tolist() == [False] * len(prompt) + [True] * (
+            len(example.ids) - len(prompt)
+        )
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("template", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_template_that_cannot_be_proved_is_refused(template, message):
+    with pytest.raises(ValueError, match=message):
+        _encode(template, [USER, ANSWER, *MORE])
+
+
+MESSAGES = {
+    "no answer": ([USER], r'no assistant\'s turn to train; its roles are "user"'),
+    "no list": ("hello", r"messages is 'hello'; it must be a list"),
+    "empty": ([], r"messages is \[\]; it must be a list of at least one message"),
+    "no role": ([{"content": "a"}], r"message 0 is .*; it must be an object with a text under"),
+    "a picture": ([{**USER, "content": [{"type": "image"}]}, ANSWER], r"message 0 is .* under"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("messages", "message"), MESSAGES.values(), ids=MESSAGES)
+def test_messages_that_are_none_are_refused(messages, message):
+    with pytest.raises(ValueError, match=rf"^line:1\S* .*{message}|^line:1: {message}"):
+        _encode(CHATML, messages)
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(TypeError, match="the characters of each token are needed"):
+        ChatEncoder(object())
+
+
+@pytest.mark.parametrize("adds_start", [False, True])
+@pytest.mark.parametrize("prompt", ["Answer: ", "<s>Answer: ", ""])
+def test_a_completion_is_trained_with_its_end(adds_start, prompt):
+    tokenizer = _tokenizer(None, adds_start=adds_start)
+    example = ChatEncoder(tokenizer).completion("line:1", prompt, "Four.")
+    ids = example.ids.tolist()
+    assert ids.count(tokenizer.bos_token_id) == (adds_start or "<s>" in prompt)
+    assert ids[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert _trained_text(tokenizer, example).lstrip() == "Four.</s>"
+
+
+def test_a_token_across_the_boundary_is_trained_and_counted(tmp_path):
+    tokenizer = _tokenizer(None)
+    assert "atĠisĠtwo" in tokenizer("What is two", add_special_tokens=False).tokens()
+    example = ChatEncoder(tokenizer).completion("line:1", "Wha", "t is two")
+    assert example.shared == 1
+    assert _trained_text(tokenizer, example) == "at is two</s>"
+    file = _write(tmp_path / "a.jsonl", {"prompt": "Wha", "completion": "t is two"})
+    assert "1 shared" in str(chat_dataset(file, tokenizer, 32).counts)
+
+
+def test_an_end_that_is_also_the_padding_is_trained(tmp_path):
+    """Masked by position, never by value: ``</s>`` ends the answer and fills the row."""
+    tokenizer = _tokenizer(INSTRUCT)
+    rows = chat_dataset(_write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}), tokenizer, 64)
+    row = rows[0]
+    end = tokenizer.eos_token_id
+    is_padding = row["doc_ids"] == -1
+    assert is_padding.any()
+    assert (row["input_ids"][is_padding] == end).all()
+    assert (row["labels"][is_padding] == -100).all()
+    assert (row["labels"] == end).sum() == 1
+
+
+def test_packed_rows_hold_every_example_with_its_labels(tmp_path):
+    tokenizer = _tokenizer(CHATML)
+    chats = [[USER, ANSWER], [SYSTEM, USER, ANSWER, *MORE], [USER, MORE[1]]] * 3
+    file = _write(tmp_path / "a.jsonl", *({"messages": chat} for chat in chats))
+    rows = chat_dataset(file, tokenizer, 96)
+    encoder = ChatEncoder(tokenizer)
+    wanted = []
+    for chat in chats:
+        (example,) = encoder.conversation("", chat)
+        labels = np.where(example.trained, example.ids, -100)[1:].tolist()
+        wanted.append((example.ids.tolist(), [*labels, -100]))
+    found = []
+    for row in rows:
+        for number in range(int(row["doc_ids"].max()) + 1):
+            mine = row["doc_ids"] == number
+            found.append((row["input_ids"][mine].tolist(), row["labels"][mine].tolist()))
+            assert row["position_ids"][mine].tolist() == list(range(int(mine.sum())))
+    assert sorted(found) == sorted(wanted)
+    assert len(rows) < len(chats)
+    assert rows.counts.trained == sum(int((row["labels"] != -100).sum()) for row in rows)
+    assert rows.counts.tokens == sum(len(ids) for ids, _ in wanted)
+    fk.check_batch(rows.__getitems__([0, 1]))
+
+
+def test_a_loader_gives_the_rows(tmp_path):
+    tokenizer = _tokenizer(CHATML)
+    file = _write(tmp_path / "a.jsonl", *[{"messages": [USER, ANSWER]}] * 6)
+    rows = chat_dataset(file, tokenizer, 48, held_out_every=3)
+    assert rows.counts.lines == 4
+    assert rows.held_out().counts.lines == 2
+    batch = next(iter(fk.make_loader(rows, batch_size=2, seed=0)))
+    assert batch["labels"].shape == (2, 48)
+    again = chat_dataset(file, tokenizer, 48, held_out_every=3)
+    assert again.fingerprint == rows.fingerprint
+    _write(file, *[{"messages": [USER, MORE[1]]}] * 6)
+    assert chat_dataset(file, tokenizer, 48, held_out_every=3).fingerprint != rows.fingerprint
+
+
+@pytest.mark.parametrize("length", range(8, 30, 3))
+def test_a_long_example_is_cut_dropped_or_refused(tmp_path, length):
+    tokenizer = _tokenizer(CHATML)
+    line = {"messages": [USER, ANSWER, *MORE]}
+    (example,) = ChatEncoder(tokenizer).conversation("", line["messages"])
+    short = {"prompt": "a", "completion": "b"}
+    file = _write(tmp_path / "a.jsonl", short, line)
+    with pytest.raises(
+        ValueError, match=rf"a.jsonl:2 has {len(example.ids)} tokens; a row has {length}"
+    ):
+        chat_dataset(file, tokenizer, length)
+    dropped = chat_dataset(file, tokenizer, length, long="drop")
+    assert (dropped.counts.dropped, dropped.counts.examples) == (1, 1)
+    cut = chat_dataset(file, tokenizer, length, long="truncate")
+    targets = int(example.trained[1:length].sum())
+    assert cut.counts.truncated == 1
+    assert cut.counts.dropped == (targets == 0)
+    assert cut.counts.trained == dropped.counts.trained + targets
+
+
+FILES = {
+    "no keys": ({"text": "a"}, r'a.jsonl:1 has the keys "text"; a line to train on has "messages"'),
+    "a text and a list": (
+        {"prompt": "a", "completion": [ANSWER]},
+        r"a.jsonl:1 has 'a' as prompt and .* as completion; both must be texts",
+    ),
+    "no object": ([1], r"a.jsonl:1 is \[1\]; each line must be one JSON object"),
+    "too long a prompt": (
+        {"prompt": "a" * 99, "completion": "b"},
+        r"a.jsonl:1 has \d+ tokens; a row has 16",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("line", "message"), FILES.values(), ids=FILES)
+def test_a_line_that_cannot_be_trained_is_refused(tmp_path, line, message):
+    with pytest.raises(ValueError, match=message):
+        chat_dataset(_write(tmp_path / "a.jsonl", line), _tokenizer(CHATML), 16)
+
+
+@pytest.mark.bad_input
+def test_a_file_with_nothing_to_train_is_refused(tmp_path):
+    tokenizer = _tokenizer(CHATML)
+    file = _write(tmp_path / "a.jsonl", {"prompt": "a" * 99, "completion": "b"})
+    with pytest.raises(
+        ValueError, match=r"nothing is supervised: 0 examples of 1 lines.*1 dropped"
+    ):
+        chat_dataset(file, tokenizer, 16, long="drop")
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl does not exist"):
+        chat_dataset(tmp_path / "none.jsonl", tokenizer, 16)
+    with pytest.raises(ValueError, match="no eos_token, so a model never learns to stop"):
+        chat_dataset(file, _tokenizer(CHATML, eos=None), 16)
+
+
+PAIRS = {
+    "texts": {"prompt": "Answer: ", "chosen": "Four.", "rejected": "Five, I think."},
+    "messages": {"prompt": [USER], "chosen": [ANSWER], "rejected": [MORE[1]]},
+    "conversations": {"chosen": [USER, ANSWER], "rejected": [USER, MORE[1]]},
+}
+
+
+@pytest.mark.parametrize("line", PAIRS.values(), ids=PAIRS)
+def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
+    tokenizer = _tokenizer(CHATML)
+    swapped = {**line, "chosen": line["rejected"], "rejected": line["chosen"]}
+    rows = preference_dataset(_write(tmp_path / "a.jsonl", line, line, swapped), tokenizer, 128)
+    texts = []
+    for row in rows:
+        for number in range(int(row["doc_ids"].max()) + 1):
+            mine = row["doc_ids"] == number
+            labels = row["labels"][mine]
+            texts.append((tokenizer.decode(labels[labels != -100]).strip(), number))
+    end = "</s>" if "texts" in str(line) or isinstance(line["chosen"], str) else "<|im_end|>"
+    answers = [ANSWER["content"], MORE[1]["content"]]
+    if isinstance(line["chosen"], str):
+        answers = [line["chosen"], line["rejected"]]
+    good, bad = (answer + end for answer in answers)
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    assert all(number % 2 == 0 and other == number + 1 for (_, number), (_, other) in pairs)
+    assert sorted((one, other) for (one, _), (other, _) in pairs) == sorted(
+        [(good, bad), (good, bad), (bad, good)]
+    )
+
+
+@pytest.mark.bad_input
+def test_a_line_that_is_no_pair_is_refused(tmp_path):
+    tokenizer = _tokenizer(CHATML)
+    file = _write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b"})
+    with pytest.raises(
+        ValueError, match=r'has the keys "prompt", "chosen"; a preference has "chosen"'
+    ):
+        preference_dataset(file, tokenizer, 16)
+    _write(file, PAIRS["messages"])
+    with pytest.raises(ValueError, match=r"a.jsonl:1 has \d+ tokens; a row has 16 positions"):
+        preference_dataset(file, tokenizer, 16)
+    with pytest.raises(ValueError, match='long is \'truncate\'; it is one of "error", "drop"'):
+        preference_dataset(file, tokenizer, 16, long="truncate")
+
+
+def test_a_tokenizer_is_loaded_from_its_directory(tmp_path):
+    tokenizer = _tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = _write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
+    one, other = (chat_dataset(file, it, 48) for it in (tokenizer, tmp_path / "model"))
+    assert torch.equal(one[0]["labels"], other[0]["labels"])
+    assert one.vocab_size == other.vocab_size == tokenizer.vocab_size + 1
