@@ -257,6 +257,12 @@ def test_a_completion_is_trained_with_its_end(adds_start, prompt):
     assert _trained_text(tokenizer, example).lstrip() == "Four.</s>"
 
 
+def test_the_first_token_of_a_document_is_no_target(tmp_path):
+    file = _write(tmp_path / "a.jsonl", {"prompt": "", "completion": "Four."})
+    rows = chat_dataset(file, _tokenizer(None), 16)
+    assert rows.counts.trained == int((rows[0]["labels"] != -100).sum()) == rows.counts.tokens - 1
+
+
 def test_a_token_across_the_boundary_is_trained_and_counted(tmp_path):
     tokenizer = _tokenizer(None)
     assert "atĠisĠtwo" in tokenizer("What is two", add_special_tokens=False).tokens()
