@@ -57,17 +57,20 @@ class ChatEncoder:
             assistant's turn, as it is generated, instead of refusing the conversation.
     """
 
-    tokenizer: Any = attrs.field()
+    tokenizer: Any
     turn_by_turn: bool = False
     _proved: set[Any] = attrs.field(factory=set, init=False)
+    _special: set[int] = attrs.field(factory=set, init=False)
 
-    @tokenizer.validator
-    def _check_tokenizer(self, _: Any, tokenizer: Any) -> None:
+    def __attrs_post_init__(self) -> None:
+        tokenizer = self.tokenizer
         if not getattr(tokenizer, "is_fast", False):
             raise TypeError(
                 f"tokenizer is a {type(tokenizer).__name__}; the characters of each token are "
                 "needed, which fast tokenizers of transformers give: AutoTokenizer.from_pretrained."
             )
+        added = tokenizer.added_tokens_decoder
+        self._special = {*tokenizer.all_special_ids, *(id for id in added if added[id].special)}
 
     def conversation(
         self, name: str, messages: Any, *, tools: Any = None, first: int = 0
@@ -187,11 +190,6 @@ class ChatEncoder:
                 "turns with eos_token or another special token."
             )
         return start + ends[-1]
-
-    @property
-    def _special(self) -> set[int]:
-        added = self.tokenizer.added_tokens_decoder
-        return {*self.tokenizer.all_special_ids, *(id for id in added if added[id].special)}
 
     def _prove(
         self, name: str, messages: Sequence[Message], turns: Sequence[int], render: Render
