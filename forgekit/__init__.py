@@ -24,6 +24,7 @@ from forgekit.data.loading.loader import make_loader
 from forgekit.data.loading.groups import groups
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.attention_kernels import AttentionChoice
+from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
 from forgekit.optim.adamw import adamw
@@ -53,6 +54,8 @@ from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.run.checkpoints.retention import Keep
+from forgekit.run.huggingface.load import huggingface_spec, load_huggingface
+from forgekit.run.huggingface.save import save_huggingface
 from forgekit.run.bad_steps import BadSteps, bad_step_policy
 from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
@@ -86,6 +89,7 @@ __all__ = [
     "groups",
     "MoESpec",
     "AttentionChoice",
+    "RopeScaling",
     "Transformer",
     "TransformerSpec",
     "init_weights",
@@ -131,6 +135,9 @@ __all__ = [
     "CheckpointError",
     "latest_checkpoint",
     "Keep",
+    "huggingface_spec",
+    "load_huggingface",
+    "save_huggingface",
     "BadSteps",
     "bad_step_policy",
     "StopSignal",

@@ -402,7 +402,7 @@ def test_no_command_shows_the_help_and_is_an_error(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("usage: forgekit ")
-    for command in ("ls", "cp", "run", "prepare", "replay"):
+    for command in ("ls", "cp", "run", "prepare", "replay", "export"):
         assert f"\n    {command} " in shown
 
 

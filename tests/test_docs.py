@@ -25,14 +25,15 @@ def test_pictures_are_drawn_from_the_code(tmp_path):
     assert all(f"(pictures/{name})" in shown for name in drawn)
 
 
-def test_the_examples_of_the_data_page_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "least"), [("data.md", 40), ("huggingface.md", 20)])
+def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
     """One after the other, in an empty folder: each goes on where the one before it ended."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```pycon\n(.*?)^```$", (DOCS / "data.md").read_text(), re.M | re.S)
-    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "data.md", None, 0)
+    blocks = re.findall(r"^```pycon\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, None, 0)
     said = []
     result = doctest.DocTestRunner(verbose=False).run(examples, out=said.append)
-    assert result.attempted > 40
+    assert result.attempted > least
     assert result.failed == 0, "".join(said)
 
 
@@ -57,6 +58,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/running.md",
         "docs/data.md",
         "docs/experts.md",
+        "docs/huggingface.md",
         "docs/performance.md",
     ],
 )

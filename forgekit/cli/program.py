@@ -1,4 +1,4 @@
-"""``forgekit ls | cp | run | verify | prepare | replay``: recipes, their data, a second look.
+"""``forgekit ls | cp | run | verify | prepare | replay | export``: recipes and what they make.
 
 A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
 one function, beside its arguments; a mistake of the caller is one sentence on stderr and exit code
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from forgekit.cli.export_command import add_export
 from forgekit.cli.prepare_command import add_prepare
 from forgekit.cli.recipe_commands import add_cp, add_ls, add_run, run
 from forgekit.cli.recipe_files import recipes_folder
@@ -82,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"forgekit {version}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (add_ls, add_cp, add_run, add_verify, add_prepare, add_replay):
+    for add in (add_ls, add_cp, add_run, add_verify, add_prepare, add_replay, add_export):
         add(commands)
     return parser

@@ -10,11 +10,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from forgekit.model.attention import Attend, attend_causal
+from forgekit.model.rope_scaling import RopeScaling, rotary_frequencies
 
 __all__ = ["Attention", "Block", "FeedForward", "rotary_angles", "rotate"]
 
 
-def rotary_angles(position_ids: Tensor, channels: int, theta: float) -> Tensor:
+def rotary_angles(
+    position_ids: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None
+) -> Tensor:
     """Angles by which each pair of channels turns at each position.
 
     Computed in float64: at position 100,000 a float32 angle is off by 4e-3 radians.
@@ -23,6 +26,7 @@ def rotary_angles(position_ids: Tensor, channels: int, theta: float) -> Tensor:
         position_ids: ``[s]`` or ``[b s]`` int.
         channels: Channels per head, ``c``.
         theta: Base of the wavelengths.
+        scaling: For longer sequences than the model began with.
 
     Returns:
         ``[s c/2]`` or ``[b s c/2]`` float64.
@@ -30,8 +34,8 @@ def rotary_angles(position_ids: Tensor, channels: int, theta: float) -> Tensor:
     References:
         RoFormer, https://arxiv.org/abs/2104.09864
     """
-    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=position_ids.device)
-    return position_ids.double()[..., None] * theta ** (-exponents / channels)
+    frequencies = rotary_frequencies(channels, theta, scaling, position_ids.device)
+    return position_ids.double()[..., None] * frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,10 +63,17 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, kv_heads: int, *, qk_norm: bool = False, norm_eps: float = 1e-5
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.channels = dim // heads
+        self.channels = dim // heads if head_dim is None else head_dim
         self.query = nn.Linear(dim, heads * self.channels, bias=False)
         self.key = nn.Linear(dim, kv_heads * self.channels, bias=False)
         self.value = nn.Linear(dim, kv_heads * self.channels, bias=False)

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.inputs import brief, is_integer, is_number, nearest_multiples
+from forgekit.inputs import brief, check_integers, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
+from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Routing, check_choices
 
 __all__ = ["Transformer", "TransformerSpec", "locate_all"]
@@ -49,7 +50,7 @@ class TransformerSpec:
         vocab_size: Number of token ids, ``v``.
         dim: Width of the residual stream, ``d``.
         layers: Number of blocks.
-        heads: Query heads, ``h``; divides ``dim``.
+        heads: Query heads, ``h``; divides ``dim`` where ``head_dim`` is None.
         kv_heads: Key and value heads, ``k``; divides ``heads``.
         ffn_dim: Width of the feed-forward, ``f``; with experts, of blocks that have none.
         max_seq_len: Longest sequence that is accepted, in positions.
@@ -59,6 +60,8 @@ class TransformerSpec:
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square in each RMSNorm.
         moe: Experts in place of feed-forwards; None for a dense model.
+        head_dim: Channels per head, ``c``; ``dim / heads`` if None.
+        rope_scaling: Of rotary frequencies for longer sequences; None for none.
     """
 
     vocab_size: int
@@ -74,6 +77,8 @@ class TransformerSpec:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     moe: MoESpec | None = None
+    head_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
@@ -87,13 +92,7 @@ class TransformerSpec:
         for name in ("dropout", "rope_theta", "norm_eps"):
             if not is_number(getattr(self, name)):
                 raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be a number.")
-        if self.dim % (2 * self.heads):
-            step = 2 * self.heads
-            raise ValueError(
-                f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
-                f"embedding can pair the channels of a head; the nearest are "
-                f"{nearest_multiples(self.dim, step)}."
-            )
+        self._check_channels()
         if self.heads % self.kv_heads:
             fitting = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
             raise ValueError(
@@ -106,7 +105,16 @@ class TransformerSpec:
             raise ValueError(f"rope_theta is {self.rope_theta}; it must be positive and finite.")
         if not 0.0 <= self.norm_eps < math.inf:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be finite and not negative.")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise TypeError(
+                f"rope_scaling is {brief(self.rope_scaling)}; pass a forgekit.RopeScaling."
+            )
         self._check_moe()
+
+    @property
+    def channels(self) -> int:
+        """Channels per head, ``c``."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def routed(self) -> dict[int, str]:
@@ -117,6 +125,22 @@ class TransformerSpec:
             for block in blocks
             if self.moe is not None and self.moe.is_routed(block)
         }
+
+    def _check_channels(self) -> None:
+        if self.head_dim is not None:
+            check_integers(head_dim=(self.head_dim, 2, LARGEST_SIZE))
+            if self.head_dim % 2:
+                raise ValueError(
+                    f"head_dim {self.head_dim} must be even, so that rotary embedding can pair the "
+                    f"channels of a head; the nearest are {nearest_multiples(self.head_dim, 2)}."
+                )
+        elif self.dim % (2 * self.heads):
+            step = 2 * self.heads
+            raise ValueError(
+                f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
+                f"embedding can pair the channels of a head; the nearest are "
+                f"{nearest_multiples(self.dim, step)}."
+            )
 
     def _check_moe(self) -> None:
         if self.moe is None:
@@ -284,15 +308,23 @@ class Transformer(nn.Module):
         return attrs.evolve(given, is_token=is_token, targets=targets, choices=choices)
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        channels = self.spec.dim // self.spec.heads
-        angles = rotary_angles(position_ids, channels, self.spec.rope_theta)
+        spec, scaling = self.spec, self.spec.rope_scaling
+        angles = rotary_angles(position_ids, spec.channels, spec.rope_theta, scaling)
         wide = torch.promote_types(dtype, torch.float32)
-        return angles.cos().to(wide), angles.sin().to(wide)
+        cos, sin = angles.cos(), angles.sin()
+        if scaling is not None:
+            cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+        return cos.to(wide), sin.to(wide)
 
 
 def _block(spec: TransformerSpec, layer: int) -> Block:
     attention = Attention(
-        spec.dim, spec.heads, spec.kv_heads, qk_norm=spec.qk_norm, norm_eps=spec.norm_eps
+        spec.dim,
+        spec.heads,
+        spec.kv_heads,
+        head_dim=spec.head_dim,
+        qk_norm=spec.qk_norm,
+        norm_eps=spec.norm_eps,
     )
     if spec.moe is not None and layer in spec.routed:
         feed_forward = MoE(spec.dim, spec.moe, spec.routed[layer])

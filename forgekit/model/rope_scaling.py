@@ -1,0 +1,124 @@
+"""Rotary frequencies of models that were extended to longer sequences than they began with."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from forgekit.inputs import check_choice, check_integers, check_numbers
+
+__all__ = ["RopeScaling", "rotary_frequencies"]
+
+
+@attrs.frozen(kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are lowered for longer sequences.
+
+    Attributes:
+        kind: "linear": all by ``factor``; "llama3" and "yarn": low ones by ``factor``, high ones
+            not at all, those between by less.
+        factor: At least 1.
+        original_max_seq_len: Sequence length before the extension; not for "linear".
+        low_freq_factor: llama3: wavelengths above ``original_max_seq_len`` divided by this are
+            scaled by the whole factor.
+        high_freq_factor: llama3: those below ``original_max_seq_len`` divided by this stay.
+        beta_fast: yarn: a frequency that turns this often in the original length stays.
+        beta_slow: yarn: one that turns this often is scaled by the whole factor.
+        attention_factor: yarn: by what queries and keys are multiplied; ``0.1 ln(factor) + 1`` if
+            None.
+        truncate: yarn: whether the bounds are rounded to whole channels.
+
+    References:
+        Linear, https://arxiv.org/abs/2306.15595; YaRN, https://arxiv.org/abs/2309.00071;
+        Llama 3, https://arxiv.org/abs/2407.21783
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_seq_len: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        check_choice("rope_scaling.kind", self.kind, ("linear", "llama3", "yarn"))
+        names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        numbers = {f"rope_scaling.{name}": (getattr(self, name), 0) for name in names}
+        check_numbers(**{"rope_scaling.factor": (self.factor, 1)}, **numbers)
+        if self.attention_factor is not None:
+            check_numbers(**{"rope_scaling.attention_factor": (self.attention_factor, 0)})
+        if self.kind == "linear":
+            return
+        if self.original_max_seq_len is None:
+            raise ValueError(
+                f"rope_scaling {self.kind!r} needs original_max_seq_len: the sequence length that "
+                "the model was trained on before its extension."
+            )
+        check_integers(**{"rope_scaling.original_max_seq_len": (self.original_max_seq_len, 1)})
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                raise ValueError(
+                    f"rope_scaling.{low} {getattr(self, low)} must be above 0 and below {high} "
+                    f"{getattr(self, high)}."
+                )
+
+    @property
+    def magnitude(self) -> float:
+        """By what cosines and sines are multiplied."""
+        if self.kind != "yarn":
+            return 1.0
+        found = self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if found is None else found
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """``[c/2]`` frequencies -> ``[c/2]`` lower ones."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        kept = self._kept_by_llama3 if self.kind == "llama3" else self._kept_by_yarn
+        share = kept(frequencies, theta)
+        return frequencies * (share + (1 - share) / self.factor)
+
+    def _kept_by_llama3(self, frequencies: Tensor, _theta: float) -> Tensor:
+        turns = frequencies * ((self.original_max_seq_len or 1) / (2 * math.pi))
+        span = self.high_freq_factor - self.low_freq_factor
+        return ((turns - self.low_freq_factor) / span).clamp(0, 1)
+
+    def _kept_by_yarn(self, frequencies: Tensor, theta: float) -> Tensor:
+        channels = 2 * len(frequencies)
+
+        def channel(turns: float) -> float:
+            length = (self.original_max_seq_len or 1) / (turns * 2 * math.pi)
+            return channels * math.log(length) / (2 * math.log(theta))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, channels - 1)
+        numbers = torch.arange(len(frequencies), device=frequencies.device).double()
+        return 1 - ((numbers - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+
+
+def rotary_frequencies(
+    channels: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
+    """Angle by which each pair of channels turns from one position to the next.
+
+    Args:
+        channels: Channels per head, ``c``.
+        theta: Base of the wavelengths.
+        scaling: For longer sequences; None for none.
+        device: Where they are needed.
+
+    Returns:
+        ``[c/2]`` float64.
+    """
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device)
+    frequencies = theta ** (-exponents / channels)
+    return frequencies if scaling is None else scaling.scale(frequencies, theta)

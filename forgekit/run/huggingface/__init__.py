@@ -1,0 +1,1 @@
+"""Directories in the Hugging Face layout, into a model and out of it, in any layout."""

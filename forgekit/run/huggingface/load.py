@@ -1,0 +1,267 @@
+"""Read a Hugging Face directory into a model, each rank what it holds and no more.
+
+All headers are checked before the first value is written. A rank then goes through the files in
+their order and reads the boxes that its shards need, straight into them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forgekit.inputs import check_integers, path_of
+from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.run.huggingface.families import Family, differences, family_of, rules
+from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
+from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors
+
+__all__ = [
+    "check_stored",
+    "huggingface_spec",
+    "load_huggingface",
+    "local_part",
+    "name_map",
+    "overlaps",
+    "read_config",
+    "read_into",
+]
+
+IGNORED = ".rotary_emb.inv_freq"
+"""End of names that old directories hold and nobody reads: computed from config.json."""
+
+SHOWN = 3
+"""Names that an error lists."""
+
+
+def huggingface_spec(
+    directory: str | os.PathLike[str], *, max_seq_len: int | None = None
+) -> TransformerSpec:
+    """Read the sizes of a model from the ``config.json`` of a Hugging Face directory.
+
+    Args:
+        directory: Of a Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral or dots1 model.
+        max_seq_len: Longest sequence; the model's own if None. A shorter one makes a model with a
+            sliding window that of a ``Transformer``, as long as it fits into the window.
+
+    Returns:
+        The spec; ``attrs.evolve`` changes dropout, a padded vocabulary, or router terms.
+
+    Raises:
+        CheckpointError: If the architecture is not known, or has what a ``Transformer`` has not.
+
+    Examples:
+        >>> import json, tempfile
+        >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> sizes |= {"intermediate_size": 16, "vocab_size": 32, "max_position_embeddings": 64}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     text = json.dumps({"model_type": "llama", **sizes})
+        ...     _ = Path(folder, "config.json").write_text(text)
+        ...     huggingface_spec(folder).dim
+        8
+    """
+    if max_seq_len is not None:
+        check_integers(max_seq_len=(max_seq_len, 1))
+    config = read_config(path_of("directory", directory))
+    return family_of(config).read(config, max_seq_len)
+
+
+def load_huggingface(
+    model: nn.Module, directory: str | os.PathLike[str], *, names: NameMap | None = None
+) -> None:
+    """Read the weights of a Hugging Face directory into a model, in place.
+
+    The model may be laid out in any way; then every rank calls it. Values are cast to the dtype
+    that they have in the model. Rows of a padded vocabulary become zero. Everything is checked
+    before the first change: a directory that is refused leaves the model as it was.
+
+    Args:
+        model: What ``parallelize`` returned, or a plain model.
+        directory: The directory.
+        names: How a model of your own is named there; a ``Transformer`` knows its names.
+
+    Raises:
+        TypeError: If ``model`` is no ``Transformer`` and ``names`` is None.
+        ValueError: If parameters are on meta.
+        CheckpointError: If the model in the directory is another one, tensors are missing, too
+            many, or of other shapes, or a file is damaged. The same on every rank.
+    """
+    path = path_of("directory", directory)
+    if names is None and not isinstance(model, Transformer):
+        raise TypeError(
+            f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
+            "whole model before parallelize, to say how its tensors are named on disk."
+        )
+    tensors = named_tensors(model)
+    if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(
+            f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first, "
+            "or model.to_empty(device=...)."
+        )
+    ranks = ranks_of(tensors)
+    names, stored = ranks.together(lambda: _check(model, path, names))
+    ranks.together(lambda: read_into(tensors, names, stored))
+
+
+def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
+    """The ranks that share a model; one where nothing is sharded."""
+    shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors.values())
+    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size()) if shared else Ranks()
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read ``config.json``.
+
+    Raises:
+        CheckpointError: If it is not there or no object.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory; name one with a config.json.")
+    return read_json(directory / "config.json")
+
+
+def name_map(family: Family, spec: TransformerSpec, rows: int) -> NameMap:
+    """The names of a ``Transformer`` in a family's directories, with ``rows`` tokens there."""
+    with torch.device("meta"):
+        return NameMap(rules(family, spec, rows), Transformer(spec))
+
+
+def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> None:
+    """Compare what a directory holds with what a model needs.
+
+    Raises:
+        CheckpointError: If tensors are missing, too many, or of another shape.
+    """
+    missing = [name for name in names.shapes if name not in stored]
+    extra = [name for name in stored if name not in names.shapes and not name.endswith(IGNORED)]
+    shapes = [
+        f"{name!r} is {stored[name].shape} there and {shape} here"
+        for name, shape in names.shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    kinds = (("it lacks", missing), ("only it has", extra), ("shapes differ:", shapes))
+    if found := [_some(what, which) for what, which in kinds if which]:
+        raise CheckpointError(f"{where} does not fit the model: {'; '.join(found)}.")
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
+    """What a rank holds of a tensor, and which box of the whole that is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple((0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    return tensor.to_local(), box
+
+
+def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
+    """Find what of a part a rank holds.
+
+    Args:
+        local: The rank's values.
+        box: Where they are in the whole tensor.
+        part: A part of the whole tensor.
+
+    Returns:
+        A view of the rank's values, laid out as on disk, and where they are there; None if it
+        holds nothing of the part.
+    """
+    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.ours_box, strict=True)]
+    if any(start >= stop for start, stop in shared):
+        return None
+    inside = (slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))
+    view = local[tuple(inside)]
+    # Dimensions in their order on disk; one that is a tensor for each index comes first, and goes.
+    order = sorted(range(len(box)), key=lambda dim: -1 if (a := part.axes[dim]) is None else a)
+    view = view.permute(order)
+    if None in part.axes:
+        view, order = view.squeeze(0), order[1:]
+    starts = zip(order, part.theirs_box, strict=True)
+    moved = {dim: start - part.ours_box[dim][0] for dim, (start, _) in starts}
+    return view, tuple((shared[d][0] + by, shared[d][1] + by) for d, by in moved.items())
+
+
+def _check(
+    model: nn.Module, path: Path, names: NameMap | None
+) -> tuple[NameMap, dict[str, Stored]]:
+    if names is None:
+        names = _names_of(model, path)
+    stored = stored_tensors(path)
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and "lm_head.weight" not in names.shapes:
+        if not _is_same(head, embedding):
+            raise CheckpointError(
+                f"{path}: tie_word_embeddings is true and lm_head.weight differs from "
+                "model.embed_tokens.weight, so one of them would be lost. Set it to false, or "
+                "remove lm_head.weight."
+            )
+        del stored["lm_head.weight"]
+    check_stored(names, stored, path)
+    return names, stored
+
+
+def _names_of(model: nn.Module, path: Path) -> NameMap:
+    spec: TransformerSpec = model.spec  # pyright: ignore[reportAssignmentType]
+    config = read_config(path)
+    family = family_of(config)
+    found = family.read(config, spec.max_seq_len)
+    rows = found.vocab_size  # of a padded vocabulary the first ones
+    wanted = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
+    if different := differences(found, wanted):
+        raise CheckpointError(
+            f"{path} is of another model: {_some('', different)}. Build the model with "
+            "forgekit.huggingface_spec(directory)."
+        )
+    return name_map(family, spec, rows)
+
+
+def _is_same(one: Stored, other: Stored) -> bool:
+    """Whether two tensors on disk have the same values, read a few rows at a time."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    rows, width = one.shape
+    step = max(1, (16 << 20) // (width * one.dtype.itemsize))
+    a, b = torch.empty(2, step, width, dtype=one.dtype)
+    with reading(one.file) as first, reading(other.file) as second:
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            for target, file, stored in ((a, first, one), (b, second, other)):
+                fill(target[: stop - start], file, stored, ((start, stop), (0, width)))
+            if not torch.equal(a[: stop - start], b[: stop - start]):
+                return False
+    return True
+
+
+@torch.no_grad()
+def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
+    """Read what a rank holds, in place, in the order of the files."""
+    wanted: list[tuple[Stored, Box, Tensor]] = []
+    for name, tensor in tensors.items():
+        local, box = local_part(tensor)
+        if name in names.padded and box:
+            local[max(names.padded[name] - box[0][0], 0) :].zero_()
+        for part in names.parts[name]:
+            if (found := overlaps(local, box, part)) is not None:
+                wanted += [(stored[part.theirs], found[1], found[0])]
+    wanted.sort(key=lambda one: (str(one[0].file), one[0].start, one[1]))
+    for path, boxes in itertools.groupby(wanted, key=lambda one: one[0].file):
+        with reading(path) as file:
+            for source, box, target in boxes:
+                fill(target, file, source, box)
+
+
+def _some(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{what} {', '.join(names[:SHOWN])}{more}".strip()

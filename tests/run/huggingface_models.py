@@ -1,0 +1,112 @@
+"""Tiny random models of transformers, written to disk as people publish them."""
+
+from __future__ import annotations
+
+import torch
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0},
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+QWEN_MOE = {
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "decoder_sparse_step": 2,
+    "head_dim": 16,
+    "norm_topk_prob": True,
+}
+DOTS = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 3,
+}
+MODELS = {
+    "Llama": {},
+    "Llama tied": {"tie_word_embeddings": True},
+    "Llama head_dim": {"head_dim": 12},
+    "Llama linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0}
+    },
+    "Llama llama3": {"rope_parameters": LLAMA3},
+    "Llama yarn": {"rope_parameters": YARN},
+    "Llama yarn, attention_factor": {"rope_parameters": {**YARN, "attention_factor": 1.3}},
+    "Llama yarn, mscale": {
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False}
+    },
+    "Mistral": {"sliding_window": 32},
+    "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "Qwen3Moe": QWEN_MOE,
+    "Qwen3Moe dense first": {**QWEN_MOE, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "Qwen3Moe not renormalised": {**QWEN_MOE, "norm_topk_prob": False},
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "Dots1": DOTS,
+    "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
+}
+
+
+def make_model(kind, dtype=torch.float32, **options):
+    """A random model with norms that are not 1 and biases that are not 0."""
+    import transformers
+
+    name = kind.split()[0]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[kind], **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.rand(tensor.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                tensor.copy_(0.5 + noise)
+            elif name.endswith("correction_bias"):
+                tensor.copy_(noise / 4)
+    return model.to(dtype)
+
+
+def save_model(kind, directory, *, max_shard_size="30KB", **options):
+    """Write one, sharded over several files, and return it."""
+    model = make_model(kind, **options)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
+
+
+def some_ids(vocab=31, shape=(2, 24)):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        out = model(ids)
+    return getattr(out, "logits", out)

@@ -1,0 +1,98 @@
+"""``forgekit export``: the newest checkpoint of a run, as transformers opens it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import attrs
+import pytest
+import torch
+from run.huggingface_models import logits_of
+
+import forgekit as fk
+from forgekit.cli import main
+from forgekit.data.corpus.tokenizer import train_tokenizer
+
+SPEC = fk.TransformerSpec(
+    vocab_size=264,
+    dim=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    ffn_dim=24,
+    max_seq_len=32,
+    rope_scaling=fk.RopeScaling(kind="linear", factor=2.0),
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with two checkpoints, and the data beside it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    train_tokenizer(["to be or not to be"] * 2, 264).save(str(tokens / "tokenizer.json"))
+    config = {"model": attrs.asdict(SPEC), "data": {"path": str(tokens)}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for step in (1, 2):
+        model = fk.Transformer(SPEC, seed=step)
+        state = fk.TrainState.create(model, fk.adamw(model))
+        state = fk.donate(state, step=step)
+        fk.checkpoint_save(state, folder / "checkpoints", blocking=True)
+    return folder
+
+
+def test_the_newest_checkpoint_is_written_with_its_tokenizer(run, tmp_path, capsys):
+    import transformers
+
+    ids = torch.arange(20).reshape(2, 10)
+    for options, seed in (([], 2), (["--step", "1", "--like", "mistral"], 1)):
+        out = tmp_path / f"out{seed}"
+        assert main(["export", str(run), str(out), *options]) == 0
+        assert f"step       {seed}\n" in capsys.readouterr().out
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert theirs.config.model_type == ("mistral" if options else "llama")
+        expected = logits_of(fk.Transformer(SPEC, seed=seed), ids)
+        torch.testing.assert_close(logits_of(theirs, ids), expected, rtol=0, atol=1e-5)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer.eos_token_id == theirs.config.eos_token_id == 0
+    assert main(["export", str(run), str(tmp_path / "out2"), "--dtype", "bfloat16"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out2")
+    assert theirs.dtype == torch.bfloat16
+
+
+CASES = {
+    "no run": (lambda run: ["gone", "new"], r"gone/config\.json cannot be read: .* Name a run"),
+    "no checkpoint": (
+        lambda run: (run / "checkpoints").rename(run / "elsewhere") and [str(run), "new"],
+        r"checkpoints has no checkpoint to export\.",
+    ),
+    "no such step": (lambda run: [str(run), "new", "--step", "7"], "has no committed step 7"),
+    "no such family": (
+        lambda run: [str(run), "new", "--like", "gpt2"],
+        "like is 'gpt2': no directory, and no family of llama",
+    ),
+    "no such tokenizer": (
+        lambda run: [str(run), "new", "--tokenizer", "gone"],
+        r"tokenizer: gone is no tokenizer\.json",
+    ),
+    "a full directory": (lambda run: [str(run), str(run)], "holds files that were not written"),
+    "no model": (
+        lambda run: (run / "config.json").write_text('{"model": {"dims": 3}}') and [str(run), "n"],
+        r"has no TransformerSpec as model: dims: unknown key",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
+def test_what_cannot_be_exported_is_one_sentence_and_exit_code_2(
+    run, tmp_path, arguments, message, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments(run)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said.replace("\n", " ")), said
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,68 @@
+"""A rank that reads a directory holds its own shards and one tensor more, never all of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from ranks import run_ranks
+
+import forgekit as fk
+from forgekit.run.huggingface.families import known_families
+from forgekit.run.huggingface.files import SINGLE, write_json, write_tensors
+from forgekit.run.huggingface.load import name_map
+
+SPEC = fk.TransformerSpec(
+    vocab_size=2_000, dim=512, layers=6, heads=8, kv_heads=4, ffn_dim=1_536, max_seq_len=64
+)
+
+
+def write_random(spec, directory):
+    """Write a random Llama, tensor by tensor; no process ever holds it."""
+    family = known_families()[0]
+    shapes = name_map(family, spec, spec.vocab_size).shapes
+    entries = {name: (torch.float32, shape) for name, shape in shapes.items()}
+    write_tensors(directory / SINGLE, entries, (torch.rand(shape) for shape in shapes.values()))
+    write_json(directory / "config.json", family.write(spec))
+
+
+def memory(key):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{key}:\s+(\d+) kB", text)[1]) * 1024
+
+
+def _measure(rank, world, sizes, spec, directory):
+    """Bytes of the shards, of the largest tensor, and by how much the peak grew, in turn."""
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
+    before = memory("VmRSS")
+    model = fk.parallelize(model, mesh)
+    local = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    largest = max(parameter.numel() * 4 for parameter in model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of now on
+    fk.load_huggingface(model, directory)
+    return local, largest, memory("VmHWM") - before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [
+        ({"dp_shard": 2}, 6),
+        *(
+            pytest.param(sizes, 24, marks=pytest.mark.oracle)
+            for sizes in ({"dp_shard": 2}, {"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1})
+        ),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_shards_and_the_largest_tensor(sizes, layers, tmp_path):
+    spec = attrs.evolve(SPEC, layers=layers, vocab_size=500 * layers)
+    write_random(spec, tmp_path)
+    whole = (tmp_path / SINGLE).stat().st_size
+    for local, largest, grown in run_ranks(_measure, 2, sizes, spec, tmp_path):
+        assert local < 0.7 * whole
+        assert grown < 1.1 * (local + largest), (local, largest, grown)

@@ -1,0 +1,402 @@
+"""Models, written as directories that transformers opens, from any layout."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+
+import attrs
+import pytest
+import torch
+from oracle import relative_error
+from ranks import run_ranks
+from run.huggingface_models import MODELS, logits_of, make_model, save_model, some_ids
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import forgekit as fk
+from forgekit.run.huggingface import save
+from forgekit.run.huggingface.names import (
+    NameMap,
+    cast,
+    leave_out,
+    pad,
+    rename,
+    split,
+    stack,
+    transpose,
+)
+
+NAMES = {
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "Mixtral": "mixtral",
+    "Dots1": "dots1",
+}
+
+
+def contents(directory):
+    """Every tensor of a directory, by the reader of safetensors."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def load(directory, **changes):
+    model = fk.Transformer(attrs.evolve(fk.huggingface_spec(directory), **changes), seed=5)
+    fk.load_huggingface(model, directory)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_export_opens_in_transformers_with_the_same_logits(kind, tmp_path):
+    import transformers
+
+    save_model(kind, tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    like = NAMES[kind.split()[0]]
+    fk.save_huggingface(ours, tmp_path / "ours", like=like, max_shard_size=30_000)
+    assert_same(contents(tmp_path / "theirs"), contents(tmp_path / "ours"))
+    assert len([*(tmp_path / "ours").glob("*.safetensors")]) > 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.config.model_type == like
+    ids = some_ids()
+    found, expected = logits_of(again, ids), logits_of(ours, ids)
+    assert relative_error({"": found}, {"": expected}) < 1e-5
+    assert fk.huggingface_spec(tmp_path / "ours") == ours.spec
+
+
+LAYOUTS = {
+    "fsdp2": ({"dp_shard": 2}, "Llama tied"),
+    "tp2": ({"tp": 2, "dp_shard": 1}, "Qwen3"),
+    "pp2": ({"pp": 2, "dp_shard": 1}, "Llama llama3"),
+    "ep2": ({"ep": 2, "dp_shard": 2}, "Dots1"),
+}
+LONG = {
+    "fsdp4": ({"dp_shard": 4}, "Qwen3Moe"),
+    "hsdp2x2": ({"dp_replicate": 2, "dp_shard": 2}, "Mistral"),
+    "tp2-fsdp2": ({"tp": 2, "dp_shard": 2}, "Qwen3"),
+    "pp2-fsdp2": ({"pp": 2, "dp_shard": 2}, "Llama"),
+    "pp2-tp2": ({"pp": 2, "tp": 2, "dp_shard": 1}, "Llama head_dim"),
+    "cp2-tp2": ({"cp": 2, "tp": 2, "dp_shard": 1}, "Llama"),
+    "pp2-experts": ({"pp": 2, "dp_shard": 2}, "Dots1"),
+    "ep2-fsdp4": ({"ep": 2, "dp_shard": 4}, "Mixtral"),
+}
+
+
+def _round_trip(rank, world, sizes, directory, padding, precision="fp32"):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    spec = fk.huggingface_spec(directory / "theirs")
+    plain = fk.Transformer(attrs.evolve(spec, vocab_size=spec.vocab_size + padding))
+    fk.load_huggingface(plain, directory / "theirs")
+    with torch.device("meta"):
+        model = fk.Transformer(plain.spec)
+    model = fk.parallelize(model, mesh, precision=precision, seed=3)
+    fk.load_huggingface(model, directory / "theirs")
+    expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert torch.equal(full, expected[name]), name
+    like = directory / "theirs"
+    fk.save_huggingface(model, directory / "ours", like=like, max_shard_size=20_000)
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.oracle) for name in LONG)]
+)
+def test_a_round_trip_is_bitwise_in_each_layout(layout, tmp_path):
+    sizes, kind = {**LAYOUTS, **LONG}[layout]
+    world = 4 if layout in LONG else 2
+    save_model(kind, tmp_path / "theirs")
+    padding = 1 if "tp" in sizes else 3  # of the vocabulary, which ranks of tp share evenly
+    run_ranks(_round_trip, world, sizes, tmp_path, padding)
+    assert_same(contents(tmp_path / "theirs"), contents(tmp_path / "ours"))
+    spec = fk.huggingface_spec(tmp_path / "ours")
+    assert spec == fk.huggingface_spec(tmp_path / "theirs")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_round_trip_in_mixed_precision_keeps_the_masters(precision, tmp_path):
+    save_model("Dots1", tmp_path / "theirs")
+    run_ranks(_round_trip, 2, {"dp_shard": 2}, tmp_path, 3, precision)
+    assert_same(contents(tmp_path / "theirs"), contents(tmp_path / "ours"))
+
+
+def test_an_export_in_16_bits_keeps_what_has_to_be_float32(tmp_path):
+    save_model("Dots1", tmp_path / "theirs")
+    model = load(tmp_path / "theirs")
+    fk.save_huggingface(model, tmp_path / "ours", dtype=torch.bfloat16)
+    found = contents(tmp_path / "ours")
+    expected = contents(tmp_path / "theirs")
+    for name, tensor in found.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16)
+        assert torch.equal(tensor, expected[name].to(tensor.dtype))
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["model_type"] == "dots1"
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Llama linear", "Llama llama3", "Llama yarn"])
+def test_both_spellings_of_rope_are_written_and_each_is_read(kind, tmp_path):
+    save_model(kind, tmp_path / "theirs")
+    model = load(tmp_path / "theirs")
+    fk.save_huggingface(model, tmp_path / "ours")
+    path = tmp_path / "ours" / "config.json"
+    config = json.loads(path.read_text())
+    for gone in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
+        path.write_text(json.dumps({k: v for k, v in config.items() if k not in gone}))
+        spec = fk.huggingface_spec(tmp_path / "ours")
+        again = fk.Transformer(spec)
+        fk.load_huggingface(again, tmp_path / "ours")
+        assert torch.equal(logits_of(again, some_ids()), logits_of(model, some_ids()))
+    path.write_text(json.dumps({**config, "rope_theta": 7.0}))
+    with pytest.raises(
+        fk.CheckpointError, match=r"^config\.json: rope_theta is 7\.0 and in rope_parameters \d+"
+    ):
+        fk.huggingface_spec(tmp_path / "ours")
+
+
+def test_an_index_lists_exactly_what_is_there(tmp_path):
+    save_model("Llama tied", tmp_path / "theirs")
+    ours = tmp_path / "ours"
+    fk.save_huggingface(load(tmp_path / "theirs"), ours, max_shard_size=30_000)
+    index = json.loads((ours / "model.safetensors.index.json").read_text())
+    assert {path.name for path in ours.glob("*.safetensors")} == set(index["weight_map"].values())
+    size = 0
+    for file in set(index["weight_map"].values()):
+        with safe_open(ours / file, "pt") as opened:
+            listed = [name for name, where in index["weight_map"].items() if where == file]
+            assert sorted(opened.keys()) == sorted(listed)
+            size += sum(opened.get_tensor(name).nbytes for name in listed)
+    assert index["metadata"]["total_size"] == size
+    assert "lm_head.weight" not in index["weight_map"]
+
+
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def save_tokenizer(directory, **options):
+    """A small tokenizer of transformers, with special tokens and a chat template."""
+    import tokenizers
+    import transformers
+
+    vocab = {"<s>": 0, "</s>": 1, "<|end|>": 2, **{chr(97 + n): n + 3 for n in range(26)}}
+    model = tokenizers.models.WordLevel(vocab, unk_token="a")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), bos_token="<s>", eos_token="</s>", **options
+    )
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def test_all_that_a_directory_says_beside_its_weights_is_kept(tmp_path):
+    import transformers
+
+    theirs = make_model("Llama", eos_token_id=[1, 2], bos_token_id=0, pad_token_id=3)
+    theirs.generation_config.eos_token_id = [1, 2]
+    theirs.generation_config.temperature = 0.3
+    theirs.generation_config.do_sample = True
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs")
+    model = load(tmp_path / "theirs", vocab_size=40)
+    assert model.embedding.weight[31:].eq(0).all()
+    assert model.output.weight[31:].eq(0).all()
+    with torch.no_grad():
+        model.embedding.weight[31:] = 3.0
+    fk.save_huggingface(model, tmp_path / "ours", like=tmp_path / "theirs")
+    assert_same(contents(tmp_path / "theirs"), contents(tmp_path / "ours"))  # without the padding
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.config.eos_token_id == [1, 2]
+    assert (again.config.bos_token_id, again.config.pad_token_id) == (0, 3)
+    assert again.config.vocab_size == 31
+    assert again.generation_config.eos_token_id == [1, 2]
+    assert again.generation_config.temperature == 0.3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer.chat_template == CHAT
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("</s>", "<s>")
+
+
+def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
+    import transformers
+
+    from forgekit.data.corpus.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=264)
+    size = tokenizer.get_vocab_size()
+    spec = fk.TransformerSpec(
+        vocab_size=size + 3, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=8
+    )
+    model = fk.Transformer(spec)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    for number, given in enumerate((tokenizer, path)):
+        ours = tmp_path / str(number)
+        fk.save_huggingface(model, ours, given, like={"model_type": "llama", "vocab_size": 100})
+        again = transformers.AutoTokenizer.from_pretrained(ours)
+        assert again.eos_token == "<|endoftext|>"
+        assert again("to be")["input_ids"] == tokenizer.encode("to be").ids
+        config = json.loads((ours / "config.json").read_text())
+        assert config["eos_token_id"] == again.eos_token_id == 0
+        assert config["bos_token_id"] is None  # not a Llama's, which would be 1
+        assert config["vocab_size"] == size  # what is above it is padding
+
+
+def test_a_head_beside_tied_embeddings_that_equals_them_is_left_out(tmp_path):
+    from safetensors.torch import save_file
+
+    save_model("Llama tied", tmp_path, max_shard_size="1GB")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # as old ones have
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = logits_of(make_model("Llama tied"), some_ids())
+    assert relative_error({"": logits_of(load(tmp_path), some_ids())}, {"": expected}) < 1e-5
+
+
+def test_a_context_within_the_window_needs_none(tmp_path):
+    theirs = save_model("Mistral", tmp_path / "theirs", sliding_window=24)
+    spec = fk.huggingface_spec(tmp_path / "theirs", max_seq_len=24)
+    model = fk.Transformer(spec)
+    fk.load_huggingface(model, tmp_path / "theirs")
+    found, expected = logits_of(model, some_ids()), logits_of(theirs, some_ids())
+    assert relative_error({"": found}, {"": expected}) < 1e-5
+    fk.save_huggingface(model, tmp_path / "ours", like=tmp_path / "theirs")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
+    assert config["max_position_embeddings"] == 24
+
+
+class Own(torch.nn.Module):
+    """Queries, keys and values in one on disk, transposed; experts in one each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict() for _ in range(2))
+        for block in self.blocks:
+            for name, size in (("query", 6), ("key", 2), ("value", 4)):
+                block[name] = torch.nn.Linear(5, size, bias=False)
+            block["scale"] = torch.nn.RMSNorm(5)
+        self.experts = torch.nn.Parameter(torch.randn(3, 8, 5))
+        self.up = torch.nn.Parameter(torch.randn(3, 8, 5))
+        self.table = torch.nn.Parameter(torch.randn(7, 5))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("left", torch.ones(2))
+
+
+def own_rules():
+    joined = [f"blocks.*.{name}.weight" for name in ("query", "key", "value")]
+    return [
+        transpose(split(joined, "h.*.qkv")),
+        cast(rename("blocks.*.scale.weight", "h.*.scale"), torch.float64),
+        transpose(stack(split(["experts", "up"], "moe.{}.both", dim=1))),
+        pad(rename("table", "table"), 6),
+        rename("steps", "steps"),
+        leave_out("left"),
+    ]
+
+
+def test_a_model_of_ones_own_is_written_and_read_by_rules(tmp_path):
+    torch.manual_seed(1)
+    model = Own()
+    names = NameMap(own_rules(), model)
+    fk.save_huggingface(model, tmp_path / "own", names=names, like={"model_type": "own", "x": 5})
+    found = contents(tmp_path / "own")
+    for number, block in enumerate(model.blocks):
+        parts = [block[name].weight for name in ("query", "key", "value")]
+        assert torch.equal(found.pop(f"h.{number}.qkv"), torch.cat(parts).T)
+        assert found.pop(f"h.{number}.scale").dtype == torch.float64
+    for number in range(3):
+        both = torch.cat([model.experts[number], model.up[number]]).T
+        assert torch.equal(found.pop(f"moe.{number}.both"), both)
+    assert torch.equal(found.pop("table"), model.table[:6])
+    assert found.pop("steps") == 3
+    assert not found
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["x"] == 5
+    other = Own()
+    other.left.zero_()
+    fk.load_huggingface(other, tmp_path / "own", names=names)
+    model.table.data[6] = 0
+    model.left.zero_()
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_an_export_that_differs_or_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    save_model("Llama", tmp_path / "theirs")
+    model = load(tmp_path / "theirs")
+    write = save.write_tensors
+
+    def damaged(path, entries, tensors):
+        write(path, entries, (t.neg() if t.ndim == 1 else t for t in tensors))
+
+    monkeypatch.setattr(save, "write_tensors", damaged)
+    with pytest.raises(fk.CheckpointError, match=r"layernorm\.weight' was read back with other"):
+        fk.save_huggingface(model, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+    def stopped(path, entries, tensors):
+        write(path, entries, tensors)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fk.save_huggingface(model, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+    monkeypatch.setattr(save, "check_values", lambda *_: None)
+    with pytest.raises(fk.CheckpointError, match=r"computes other logits than the model: they d"):
+        fk.save_huggingface(model, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def _fail_on_disk(rank, world, directory):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
+    model = fk.parallelize(fk.Transformer(fk.huggingface_spec(directory / "theirs")), mesh)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(fk.CheckpointError, match="File too large"):
+        fk.save_huggingface(model, directory / "ours")
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_a_disk_that_refuses_fails_on_all_ranks_and_leaves_nothing(tmp_path):
+    save_model("Llama", tmp_path / "theirs")
+    run_ranks(_fail_on_disk, 2, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def _refuse(rank, world, directory):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
+    spec = fk.huggingface_spec(directory)
+    model = fk.parallelize(fk.Transformer(spec, seed=3), mesh)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    (path, *_) = sorted(directory.glob("*.safetensors"), reverse=True)
+    torch.distributed.barrier()
+    if rank == 0:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+    torch.distributed.barrier()
+    with pytest.raises(fk.CheckpointError, match="is damaged or was not written to the end"):
+        fk.load_huggingface(model, directory)
+    for parameter, one in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.full_tensor(), one)
+
+
+def test_a_damaged_directory_leaves_every_rank_as_it_was(tmp_path):
+    save_model("Llama", tmp_path)
+    run_ranks(_refuse, 2, tmp_path)
