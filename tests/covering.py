@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "first_and_in_turn", "first_of", "in_turn", "pairwise", "some_of"]
+__all__ = ["covering", "first_of", "in_turn", "one_at_a_time", "pairwise", "some_of"]
 
 TRIES = 20
 
@@ -43,12 +43,19 @@ def some_of(names: Iterable[str], *rest: str) -> list[Any]:
     return first_of([(n,) for n in names if n not in rest], [(n,) for n in names])
 
 
-def first_and_in_turn(names: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Each name with each value; in the default run with the first, and with the others in turn."""
-    names, (first, *others) = list(names), values
-    chosen = [(name, first) for name in names]
-    chosen += [(name, others[turn % len(others)]) for turn, name in enumerate(names)]
-    return first_of(chosen, itertools.product(names, [first, *others]))
+def one_at_a_time(*axes: Iterable[Any]) -> list[Any]:
+    """As ``covering``, but in the default run each axis varies while the others are at their first.
+
+    The first values are then the cheap ones.
+    """
+    values = [list(axis) for axis in axes]
+    firsts = [axis[0] for axis in values]
+    chosen = dict.fromkeys(
+        (*firsts[:place], value, *firsts[place + 1 :])
+        for place, axis in enumerate(values)
+        for value in axis
+    )
+    return first_of(list(chosen), itertools.product(*values))
 
 
 def in_turn(*axes: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covering import covering, first_and_in_turn
+from covering import in_turn, one_at_a_time
 from ranks import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -187,7 +187,7 @@ def errors_of(
     return errors
 
 
-@pytest.mark.parametrize(("layout", "dtype"), first_and_in_turn(LAYOUTS, TOLERANCES))
+@pytest.mark.parametrize(("layout", "dtype"), one_at_a_time(LAYOUTS, TOLERANCES))
 def test_slices_attend_like_whole_sequences(layout, dtype):
     cases = [(heads, documents) for heads in HEADS for documents in DOCUMENTS]
     for case, error in errors_of(layout, dtype, "as chosen", cases).items():
@@ -196,7 +196,7 @@ def test_slices_attend_like_whole_sequences(layout, dtype):
 
 @pytest.mark.parametrize(
     ("layout", "path", "dtype"),
-    covering(
+    in_turn(
         ["ring of 2", "ring of 4", "both of 4"],
         [path for path in PATHS if path != "as chosen"],
         ["float64", "bfloat16"],
@@ -237,7 +237,7 @@ def attend_changed(rank: int, world: int, layout: str, dtype: str, changed: int)
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "changed"),
-    covering(["ring of 2", "both of 4"], ["float32", "bfloat16"], [1, 15]),
+    in_turn(["ring of 2", "both of 4"], ["float32", "bfloat16"], [1, 15]),
 )
 def test_a_changed_document_leaves_the_others_bit_equal(layout, dtype, changed):
     world = LAYOUTS[layout][1] * LAYOUTS[layout][2]
@@ -301,7 +301,7 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("layout", "how", "documents"),
-    covering(
+    in_turn(
         ["ring of 2", "ulysses of 2", "both of 4"],
         [("none", False), ("full", False), ("full", True), ("selective", True)],
         ["none", "ragged"],
@@ -352,7 +352,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def test_what_is_kept_for_backward_stays_with_the_slice():
-    for kept, local in run_ranks(keep, 4):
+    for kept, local in run_again(keep, 4):
         assert kept == local
 
 
@@ -371,7 +371,7 @@ def change_documents(rank: int, world: int) -> tuple[bool, bool]:
 
 
 def test_documents_that_change_in_place_are_noticed():
-    assert run_ranks(change_documents, 2) == [(False, True)] * 2
+    assert run_again(change_documents, 2) == [(False, True)] * 2
 
 
 def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float:
@@ -395,13 +395,14 @@ def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float
     return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("layout", "documents"),
-    [("ring of 2", "none"), ("ring of 2", "ragged"), ("ulysses of 2", "none")],
-)
-def test_compiled_sockets_attend_alike(layout, documents):
+def compile_all(rank: int, world: int) -> list[float]:
+    cases = ("ring of 2", "ragged"), ("ring of 2", "none"), ("ulysses of 2", "none")
+    return [compile_sockets(rank, world, *case) for case in cases]
+
+
+def test_compiled_sockets_attend_alike():
     """As one graph, without a break."""
-    assert max(run_ranks(compile_sockets, 2, layout, documents)) <= 1e-12
+    assert all(max(errors) <= 1e-12 for errors in run_again(compile_all, 2))
 
 
 def check_operators(rank: int, world: int) -> None:
@@ -420,7 +421,7 @@ def check_operators(rank: int, world: int) -> None:
 
 
 def test_operators_are_what_torch_expects():
-    run_ranks(check_operators, 2)
+    run_again(check_operators, 2)
 
 
 def generate_whole(rank: int, world: int) -> bool:
@@ -441,7 +442,7 @@ def generate_whole(rank: int, world: int) -> bool:
 
 
 def test_every_rank_can_run_whole_sequences_for_a_while():
-    assert all(run_ranks(generate_whole, 2))
+    assert all(run_again(generate_whole, 2))
 
 
 def test_a_model_on_one_device_keeps_its_own_sockets():

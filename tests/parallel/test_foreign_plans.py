@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_turn
 from oracle import SPEC, full_tensors, relative_error
 from ranks import run_again, run_ranks
 from torch import Tensor, nn
@@ -162,8 +163,7 @@ def _foreign(rank, world, case, with_fsdp):
     return results
 
 
-@pytest.mark.parametrize("with_fsdp", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "with_fsdp"), in_turn(list(CASES), [False, True]))
 def test_a_foreign_model_has_the_gradients_of_one_process(case, with_fsdp):
     torch.manual_seed(0)
     expected_loss, expected = gradients(filled(CASES[case][0]), by_torch)
@@ -217,7 +217,7 @@ def test_a_hugging_face_llama_has_the_gradients_of_one_process():
     model = build_llama()
     expected_loss, expected = gradients(model, by_torch)
     logits = model(IDS).logits.detach()
-    for *results, found_logits in run_ranks(_llama, 2):
+    for *results, found_logits in run_again(_llama, 2):
         torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-12)
         for loss, found in results:
             torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
@@ -367,7 +367,7 @@ def _pruned(rank, world):
 
 
 def test_a_pruned_model_keeps_the_plan_of_the_whole_one():
-    assert run_ranks(_pruned, 2) == [list(PRUNED.values())] * 2
+    assert run_again(_pruned, 2) == [list(PRUNED.values())] * 2
 
 
 def test_experts_are_left_to_their_own_mesh():

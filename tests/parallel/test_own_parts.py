@@ -13,7 +13,7 @@ from oracle import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,7 +56,7 @@ def test_a_mesh_with_fewer_dimensions_is_exact(name):
     data = [[_even(batch) for batch in row] for row in global_batch(DATA.get(name, 1))]
     expected, _ = reference_gradients(fk.Transformer(EVEN), data)
     found: dict[str, torch.Tensor] = {}
-    for gradients in run_ranks(_on_a_small_mesh, 2, MESHES[name]):
+    for gradients in run_again(_on_a_small_mesh, 2, MESHES[name]):
         found |= gradients
     assert relative_error(found, expected) < 1e-10
 
@@ -130,7 +130,7 @@ def _refuse_shared(rank, world):
 
 @pytest.mark.bad_input
 def test_a_module_that_two_blocks_share_is_refused_where_fsdp_wraps_them():
-    assert run_ranks(_refuse_shared, 2) == [True, True]
+    assert run_again(_refuse_shared, 2) == [True, True]
 
 
 def _gradient_of(rank, world, build):
@@ -147,14 +147,14 @@ def _gradient_of(rank, world, build):
 
 
 def test_a_whole_block_that_is_used_twice_is_exact():
-    (expected,) = run_ranks(_gradient_of, 1, _SharedBlock)
-    for found in run_ranks(_gradient_of, 2, _SharedBlock):
+    (expected,) = run_again(_gradient_of, 1, _SharedBlock)
+    for found in run_again(_gradient_of, 2, _SharedBlock):
         assert relative_error(found, expected) < 1e-12
 
 
 def test_one_process_trains_a_module_that_blocks_share():
     """Nothing is wrapped there, so nothing has to be in one block only."""
-    (found,) = run_ranks(_gradient_of, 1, _SharedPart)
+    (found,) = run_again(_gradient_of, 1, _SharedPart)
     assert len(found) == 10
     assert all(gradient.any() for gradient in found.values())
 
@@ -211,4 +211,4 @@ def _refuse_computed_weights(rank, world):
 
 @pytest.mark.bad_input
 def test_a_weight_that_a_module_computes_cannot_be_sharded_by_a_plan():
-    assert run_ranks(_refuse_computed_weights, 2) == [True, True]
+    assert run_again(_refuse_computed_weights, 2) == [True, True]

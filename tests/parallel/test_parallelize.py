@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import in_turn
 from oracle import SPEC, full_tensors, logits_loss, relative_error
-from ranks import run_again, run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -335,5 +335,5 @@ TIED_IDS = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]])
 def test_shared_parameters_stay_shared_on_ranks():
     expected = gradients(_filled_tied(), TIED_IDS)[1]
     assert list(expected) == ["embed.weight"]
-    for found in run_ranks(_tied, 2):
+    for found in run_again(_tied, 2):
         assert relative_error(found, expected) < 1e-6

@@ -164,7 +164,7 @@ def _refused(rank, world, kind, method, precision):
 @pytest.mark.parametrize(("method", "precision"), [("ring", "fp32"), ("ulysses", "bf16")])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_makes_its_own_positions_is_refused(kind, method, precision):
-    assert run_ranks(_refused, 2, kind, method, precision) == [True, True]
+    assert run_again(_refused, 2, kind, method, precision) == [True, True]
 
 
 def _unchecked(rank, world):
@@ -174,7 +174,7 @@ def _unchecked(rank, world):
 
 
 def test_the_proof_can_be_left_out():
-    assert run_ranks(_unchecked, 2) == [0.0, 0.0]
+    assert run_again(_unchecked, 2) == [0.0, 0.0]
 
 
 def _refused_by_stages(rank, world):

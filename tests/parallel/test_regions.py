@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import first_and_in_turn
+from covering import one_at_a_time, some_of
 from oracle import full_tensors, relative_error
-from ranks import run_again, run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -177,7 +177,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("case", "where"), first_and_in_turn(EXACT, LAYOUTS))
+@pytest.mark.parametrize(("case", "where"), one_at_a_time(EXACT, LAYOUTS))
 def test_named_parameters_among_sharded_channels_are_exact(case, where):
     (kind, plan), (world, layout) = EXACT[case], LAYOUTS[where]
     expected = reference(kind, layout.get("dp_shard", 1))
@@ -247,10 +247,10 @@ def _refused(rank, world, layout, kind, plan, options):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("case", "where"), first_and_in_turn(FORGOTTEN, LAYOUTS))
+@pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, LAYOUTS))
 def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
     (kind, plan, message), (world, layout) = FORGOTTEN[case], LAYOUTS[where]
-    everyone = run_ranks(_refused, world, layout, kind, plan, {})
+    everyone = run_again(_refused, world, layout, kind, plan, {})
     for raised in everyone:
         assert re.search(message, raised), raised
         assert raised == everyone[0]
@@ -266,14 +266,14 @@ OF_A_STAGE = {
 @pytest.mark.parametrize("stage", OF_A_STAGE)
 def test_each_stage_is_proved_by_itself(stage):
     kind, message = OF_A_STAGE[stage]
-    for raised in run_ranks(_refused, 4, {"pp": 2, "tp": 2}, kind, FEED, {}):
+    for raised in run_again(_refused, 4, {"pp": 2, "tp": 2}, kind, FEED, {}):
         assert re.search(START + message, raised), raised
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", some_of(["full", "selective"], "full"))
 def test_recomputed_blocks_are_proved_too(mode):
     kind, plan, message = FORGOTTEN["one weight"]
-    for raised in run_ranks(_refused, 2, {"tp": 2}, kind, plan, {"activation_checkpoint": mode}):
+    for raised in run_again(_refused, 2, {"tp": 2}, kind, plan, {"activation_checkpoint": mode}):
         assert re.search(message, raised), raised
 
 
@@ -302,16 +302,16 @@ def _compiled(rank, world, layout, kind, plan, is_right):
     [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.oracle)],
     ids=["tp2", "pp2, tp2"],
 )
-@pytest.mark.parametrize("name", ["one weight", "channels leave"])
+@pytest.mark.parametrize("name", some_of(["one weight", "channels leave"], "channels leave"))
 def test_compiled_blocks_are_proved_too(name, layout):
     kind, plan, message = FORGOTTEN[name]
-    for raised in run_ranks(_compiled, 2 * layout.get("pp", 1), layout, kind, plan, False):
+    for raised in run_again(_compiled, 2 * layout.get("pp", 1), layout, kind, plan, False):
         assert re.search(message, raised), raised
 
 
 def test_compiled_blocks_that_are_right_stay_exact_and_compiled():
     kind, plan = EXACT["one weight"]
     expected = reference(kind, 1)
-    for found, compiled in run_ranks(_compiled, 2, {"tp": 2}, kind, plan, True):
+    for found, compiled in run_again(_compiled, 2, {"tp": 2}, kind, plan, True):
         assert relative_error(found, expected) < 1e-10
         assert compiled

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from covering import covering
 from oracle import LOSSES, SPEC, full_tensors, relative_error
-from ranks import run_again, run_ranks
+from ranks import run_again
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -195,7 +195,7 @@ def _placed(rank, world, on_meta):
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_ranks_cut_what_they_hold_and_keep_no_more_than_their_part(on_meta):
     model = build()
-    for held, values, placements in run_ranks(_placed, 2, on_meta):
+    for held, values, placements in run_again(_placed, 2, on_meta):
         for name, parameter in model.named_parameters():
             assert torch.equal(values[name], parameter)
             is_cut = not placements[name].is_replicate()
@@ -259,7 +259,7 @@ def _embedding_memory(rank, world):
 
 
 def test_an_embedding_has_the_gradient_of_its_own_rows_only():
-    assert run_ranks(_embedding_memory, 2) == [500 * 8] * 2
+    assert run_again(_embedding_memory, 2) == [500 * 8] * 2
 
 
 def _masks(rank, world):
@@ -272,13 +272,16 @@ def _masks(rank, world):
 def test_dropout_masks_are_slices_of_one_mask():
     torch.manual_seed(3)
     whole = F.dropout(torch.ones(4, 16, 16), 0.5)
-    (first, quiet), (second, _) = run_ranks(_masks, 2)
+    (first, quiet), (second, _) = run_again(_masks, 2)
     assert torch.equal(torch.cat([first, second], dim=1), whole)
     assert torch.equal(quiet, torch.ones(1, 2, 3))
 
 
+ONE_LAYER = attrs.evolve(WIDE, **MODELS["tied"], layers=1)
+
+
 def _compiled(rank, world):
-    model = build("tied").double()
+    model = fk.Transformer(ONE_LAYER).double()
     apply_plan(model, tensor_mesh(world), read_plan(model, world))
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
@@ -290,10 +293,9 @@ def _compiled(rank, world):
     return *result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 def test_blocks_compile_into_whole_graphs():
-    expected_loss, expected = reference(build("tied"), BATCHES[:1])
-    for loss, found, graphs in run_ranks(_compiled, 2, timeout_s=150):
+    expected_loss, expected = reference(fk.Transformer(ONE_LAYER), BATCHES[:1])
+    for loss, found, graphs in run_again(_compiled, 2, timeout_s=150):
         assert graphs >= 1
         torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
         assert relative_error(found, expected) < 1e-10
