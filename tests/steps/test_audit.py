@@ -115,7 +115,7 @@ def _opaque(rank, world, wrap, sizes, sync):
     covering(list(OPAQUE), [{}, {"dp_replicate": 2, "dp_shard": 1}], ["last", "every"]),
 )
 def test_an_output_that_fsdp_cannot_see_through_is_refused(wrap, sizes, sync):
-    assert run_ranks(_opaque, 2, wrap, sizes, sync) == [True, True]
+    assert run_again(_opaque, 2, wrap, sizes, sync) == [True, True]
 
 
 def _visible(rank, world, wrap):
@@ -125,7 +125,7 @@ def _visible(rank, world, wrap):
 @pytest.mark.parametrize("wrap", VISIBLE)
 def test_an_output_that_fsdp_sees_through_is_exact(wrap):
     expected = _expected(_Model(wrap).double(), _batches(0) + _batches(1))
-    for found in run_ranks(_visible, 2, wrap):
+    for found in run_again(_visible, 2, wrap):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -182,7 +182,7 @@ def _skips_the_model(rank, world, steps_before, way):
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(steps_before, way):
     world = WAYS[way][0]
-    assert run_ranks(_skips_the_model, world, steps_before, way) == [(True, 0.0)] * world
+    assert run_again(_skips_the_model, world, steps_before, way) == [(True, 0.0)] * world
 
 
 def _skips_and_reduces_each(rank, world):
@@ -192,7 +192,7 @@ def _skips_and_reduces_each(rank, world):
 
 def test_skipping_is_exact_where_each_micro_batch_is_reduced():
     expected = _expected(_Model().double(), _without_the_last(0, 0) + _without_the_last(1, 0))
-    for found in run_ranks(_skips_and_reduces_each, 2):
+    for found in run_again(_skips_and_reduces_each, 2):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -235,7 +235,7 @@ def _in_two_dimensions(rank, world):
 
 def test_shards_beside_replicas_are_not_compared_with_each_other():
     expected = _expected(_Model().double(), [b for rank in range(4) for b in _batches(rank)])
-    for found in run_ranks(_in_two_dimensions, 4):
+    for found in run_again(_in_two_dimensions, 4):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -389,7 +389,7 @@ WHATS = ["values", "every other value", "gradients", "signs", "signs of gradient
 @pytest.mark.parametrize("name", ["dp_replicate", "tp"])
 def test_replicas_that_differ_are_refused_on_every_rank(name, what):
     sizes = {"dp_shard": 1, name: 2}
-    for message, is_kept in run_ranks(_differing_replica, 2, sizes, what):
+    for message, is_kept in run_again(_differing_replica, 2, sizes, what):
         assert is_kept
         assert "ranks 0 and 1 hold the same part of 'head.bias'" in message
         kind = "gradients" if "gradients" in what else "values"
@@ -407,7 +407,7 @@ def _not_finite(rank, world):
 
 
 def test_a_first_step_that_is_not_finite_is_a_bad_step_and_no_difference():
-    assert run_ranks(_not_finite, 2) == [1.0, 1.0]
+    assert run_again(_not_finite, 2) == [1.0, 1.0]
 
 
 def _drift_later(rank, world, out):
@@ -445,7 +445,7 @@ def _differing_option(rank, world, options):
 )
 def test_ranks_with_other_options_are_refused(options):
     name, (a, b) = options
-    for message in run_ranks(_differing_option, 2, options):
+    for message in run_again(_differing_option, 2, options):
         assert message.startswith(f"ranks differ in {name}: {a!r} on rank 0, {b!r} on rank 1.")
 
 
@@ -460,7 +460,7 @@ def _differing_rates(rank, world):
 
 
 def test_ranks_with_other_rates_are_refused_unless_nothing_is_compared():
-    assert run_ranks(_differing_rates, 2) == [True, True]
+    assert run_again(_differing_rates, 2) == [True, True]
 
 
 def _rows_later(rank, world):
@@ -517,7 +517,7 @@ def _rows_unasked(rank, world):
 
 
 def test_rows_are_not_compared_where_nothing_is():
-    assert all(run_ranks(_rows_unasked, 2))
+    assert all(run_again(_rows_unasked, 2))
 
 
 def _metrics_of_stages(rank, world):
@@ -546,7 +546,7 @@ def _tokens(seed):
 
 @pytest.mark.parametrize("name", ["tp", "cp", "pp"])
 def test_ranks_that_share_rows_and_bring_different_ones_are_refused(name):
-    assert run_ranks(_rows_by_rank, 2, name) == [0.0, 0.0]
+    assert run_again(_rows_by_rank, 2, name) == [0.0, 0.0]
 
 
 def _forgotten(rank, world):
@@ -557,7 +557,7 @@ def _forgotten(rank, world):
 
 
 def test_a_forgotten_mesh_beside_a_plain_model_is_refused():
-    assert run_ranks(_forgotten, 2) == [True, True]
+    assert run_again(_forgotten, 2) == [True, True]
 
 
 def _forgotten_beside_shards(rank, world):
@@ -577,7 +577,7 @@ def _not_parallelized(rank, world):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("case", [_forgotten_beside_shards, _not_parallelized])
 def test_a_mesh_and_a_model_that_do_not_belong_together_are_refused(case):
-    assert run_ranks(case, 2) == [True, True]
+    assert run_again(case, 2) == [True, True]
 
 
 def test_a_metric_lets_its_graph_go():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from oracle import MICRO_BATCHES, SPEC, build_state, global_batch
-from ranks import run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -44,7 +44,7 @@ WIDE = fk.TransformerSpec(
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_what_is_counted_ahead_is_counted_once_in_every_layout(world, layout):
-    for pulled, rows, counts in run_ranks(_count_ahead, world, layout):
+    for pulled, rows, counts in run_again(_count_ahead, world, layout):
         flat = [batch for row in global_batch(rows) for batch in row]
         assert pulled == MICRO_BATCHES
         assert counts["labels"] == sum(int((batch["labels"] != -100).sum()) for batch in flat)

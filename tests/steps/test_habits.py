@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import in_turn
 from oracle import full, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -125,7 +125,7 @@ def test_a_step_after_a_look_uses_the_weights_of_now(layout, habit):
     """A forward without a backward leaves FSDP's root gathered, with the weights of then."""
     ranks = 1 if layout == "tp" else 2
     expected = _gradients(HABITS[habit](_alone(), ranks), ranks)
-    for found in run_ranks(_after_a_look, 2, layout, habit):
+    for found in run_again(_after_a_look, 2, layout, habit):
         assert relative_error(found, expected) < 1e-10
 
 
@@ -140,7 +140,7 @@ def _norms_after_a_look(rank, world):
 
 def test_norms_and_gradients_after_a_look_are_those_of_all_parameters():
     expected = {name: gradient.norm() for name, gradient in _gradients(_alone()).items()}
-    for gradients, norms in run_ranks(_norms_after_a_look, 2):
+    for gradients, norms in run_again(_norms_after_a_look, 2):
         assert relative_error(gradients, expected) < 1e-10
         assert relative_error(norms, expected) < 1e-10
 
@@ -158,7 +158,7 @@ def _hooked_before(rank, world, layout, kind):
     in_turn(list(LAYOUTS), ["register_hook", "register_post_accumulate_grad_hook"]),
 )
 def test_hooks_that_sharding_would_lose_are_refused(layout, kind):
-    run_ranks(_hooked_before, 2, layout, kind)
+    run_again(_hooked_before, 2, layout, kind)
 
 
 def _hooked_after(rank, world, layout, name):
@@ -176,7 +176,7 @@ def _hooked_after(rank, world, layout, name):
 )
 def test_hooks_that_fsdp_never_calls_are_refused(layout, name):
     ranks = 1 if layout == "tp" else 2
-    for found in run_ranks(_hooked_after, 2, layout, name):
+    for found in run_again(_hooked_after, 2, layout, name):
         assert relative_error(found, _gradients(_alone(), ranks)) < 1e-10
 
 
@@ -194,7 +194,7 @@ def _wrapped(rank, world, sizes, options):
     ("sizes", "options"), [({"tp": 2}, {"plan": PLAN}), ({"pp": 2}, {})], ids=["tp", "pp"]
 )
 def test_a_wrapper_around_a_model_that_ranks_share_is_refused(sizes, options):
-    run_ranks(_wrapped, 2, {"dp_shard": 1, **sizes}, options)
+    run_again(_wrapped, 2, {"dp_shard": 1, **sizes}, options)
 
 
 def _grown(rank, world, layout):
@@ -211,7 +211,7 @@ def _grown(rank, world, layout):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_that_are_added_later_and_not_sharded_are_refused(layout):
-    assert run_ranks(_grown, 2, layout) == [True, True]
+    assert run_again(_grown, 2, layout) == [True, True]
 
 
 SKIPS = {"all but the last": [(1, 0), (1, 1)], "the first": [(0, 0)], "the last": [(1, 2)]}
@@ -226,7 +226,7 @@ def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
     """Stochastic depth, drawn alike on all ranks."""
     twice = [*SKIPS[skips], *((number, call + 3) for number, call in SKIPS[skips])]
     expected = _gradients(_alone(_Model(twice).double()))
-    for found in run_ranks(_skipping, 2, skips, precision):
+    for found in run_again(_skipping, 2, skips, precision):
         assert (
             relative_error(found, expected) < {"fp32": 1e-6, "bf16": 3e-2, "fp16": 3e-3}[precision]
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 import pytest
 import torch
-from covering import in_turn
+from covering import first_of, in_turn
 from oracle import (
     SPEC,
     full_tensors,
@@ -14,7 +16,7 @@ from oracle import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again, run_ranks
+from ranks import run_again
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,7 +92,12 @@ def _overflow(rank, world, sizes, optimizer):
             return seen, full_tensors(state.model)
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), in_turn(LAYOUTS, [fk.adamw, _sgd]))
+SOME = first_of(
+    [(LAYOUTS[0], fk.adamw), (LAYOUTS[1], _sgd)], itertools.product(LAYOUTS, [fk.adamw, _sgd])
+)
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), SOME)
 def test_overflows_change_nothing_and_halve_the_scale_until_a_step_is_good(layout, optimizer):
     world, sizes = layout
     results = run_again(_overflow, world, sizes, optimizer)
@@ -124,7 +131,7 @@ def _growth(rank, world, sizes):
     return scales
 
 
-@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+@pytest.mark.parametrize(("world", "sizes"), first_of(LAYOUTS[:2], LAYOUTS))
 def test_good_steps_in_a_row_double_the_scale(world, sizes):
     expected = [(-6, 1), (-6, 2), (-5, 0), (-5, 1), (-5, 2), (-4, 0), (-4, 1)]
     assert run_again(_growth, world, sizes) == [expected] * world
@@ -265,4 +272,4 @@ def _around(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_wrapper_around_a_model_keeps_its_loss_scale(world):
-    assert run_ranks(_around, world) == [(1.0, 0.5, 1)] * world
+    assert run_again(_around, world) == [(1.0, 0.5, 1)] * world

@@ -10,7 +10,8 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from covering import in_turn
+from ranks import run_again
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -85,11 +86,10 @@ def run_step(rank, world, sizes, loss_fn):
     check(metrics)
 
 
-@pytest.mark.parametrize("loss_fn", [logits_loss, head_loss])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "loss_fn"), in_turn(list(LAYOUTS), [logits_loss, head_loss]))
 def test_losses_and_targets_of_each_source_are_global_and_exact(layout, loss_fn):
     sizes = LAYOUTS[layout]
-    run_ranks(run_step, math.prod(sizes.values()), sizes, loss_fn)
+    run_again(run_step, math.prod(sizes.values()), sizes, loss_fn)
 
 
 def test_rows_add_up_to_the_loss():

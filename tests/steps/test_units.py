@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from covering import some_of
 from oracle import SPEC, build_state, full, global_batch, logits_loss, reference_gradients
 from ranks import run_again
 
@@ -54,7 +55,7 @@ def _measure(rank, world, layout):
     return found, norms, groups, float(correction.grad_norm)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_of(LAYOUTS, "hsdp", "tp2-fsdp2"))
 def test_gradients_and_norms_are_those_of_one_process(name):
     layout, world = LAYOUTS[name]
     found = run_again(_measure, world, layout)
