@@ -393,7 +393,7 @@ FULL = "forgekit: stdout cannot be written: No space left on device.\n"
 def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(
     program, redirection, code, shown
 ):
-    """In a process that the interpreter starts, and in ones that are forked for a shell."""
+    """By ``python -m forgekit``, and by the same program in processes that are forked."""
     with open_shell() as shell:
         assert shell.run(f"{program} -m forgekit ls {redirection}") == (code, shown)
 
@@ -404,12 +404,6 @@ def test_no_command_shows_the_help_and_is_an_error(capsys):
     assert shown.startswith("usage: forgekit ")
     for command in ("ls", "cp", "run", "prepare", "replay", "export"):
         assert f"\n    {command} " in shown
-
-
-def test_python_m_forgekit_is_the_same_program():
-    command = [sys.executable, "-m", "forgekit", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"forgekit {VERSION}\n")
 
 
 def test_there_are_real_recipes_that_can_be_copied(here, capsys):

@@ -74,7 +74,7 @@ def test_row_i_of_a_mixture_is_sample_i():
         max_size=4,
     ),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_resuming_around_changes_on_other_ranks_and_workers_gives_the_undisturbed_rows(
     start, stretches
 ):

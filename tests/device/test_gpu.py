@@ -47,6 +47,7 @@ def test_a_part_that_raises_is_a_row_and_the_others_go_on(monkeypatch):
     assert (row["verdict"], row["note"]) == ("FAIL", "RuntimeError: the kernel is broken")
 
 
+@pytest.mark.oracle
 def test_a_model_loses_layers_until_it_fits():
     """By the bytes that a dry run counts; some room is left for libraries."""
     memory, whole = 24 * GIB, attrs.evolve(SEVEN_BILLION, max_seq_len=256)

@@ -18,11 +18,8 @@ CELLS = [
     Cell(layout, micros, "ragged", packed, recompute, loss, "fp64", steps=2)
     for layout, micros, packed, recompute, loss in (
         ("fsdp2", 2, True, "selective", "head"),
-        ("hsdp2x2", 2, False, "none", "head"),
         ("tp2", 1, True, "none", "head"),
         ("cp2-ring", 2, True, "none", "head"),
-        ("cp2-ulysses", 1, False, "none", "head"),
-        ("pp2-1f1b", 2, False, "none", "logits"),
         ("pp2-zbv", 3, True, "none", "head"),
         ("ep2", 2, False, "none", "logits"),
     )

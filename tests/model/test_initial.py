@@ -9,8 +9,9 @@ import warnings
 import attrs
 import pytest
 import torch
+from covering import in_turn, some_of
 from oracle import SPEC, full_tensors
-from ranks import run_ranks
+from ranks import run_again
 from torch import nn
 
 import forgekit as fk
@@ -204,28 +205,30 @@ def _from_cpu(rank, world, sizes, kind, options):
     return full_tensors(fk.parallelize(_build(kind), mesh, seed=99, **options))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("build", [_from_meta, _from_cpu])
+@pytest.mark.parametrize(("layout", "build"), in_turn(list(LAYOUTS), [_from_meta, _from_cpu]))
 def test_every_layout_starts_from_bitwise_the_same_weights(layout, build):
     world, sizes = LAYOUTS[layout]
     expected = weights(seed=7)
-    for found in run_ranks(build, world, sizes, "transformer", {}):
+    for found in run_again(build, world, sizes, "transformer", {}):
         assert equal(found, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, "replicas 2", "fsdp 4"))
 def test_a_foreign_model_starts_from_the_same_weights_too(layout):
     world, sizes = LAYOUTS[layout]
-    for found in run_ranks(_from_meta, world, sizes, "foreign", {"blocks": "net.body"}):
+    for found in run_again(_from_meta, world, sizes, "foreign", {"blocks": "net.body"}):
         assert equal(found, foreign_weights(seed=7))
 
 
-@pytest.mark.parametrize("what", ["none", "full", "selective"])
 @pytest.mark.parametrize(
-    ("layout", "compile"), [("one rank", False), ("hsdp 2x2", False), ("fsdp 2", True)]
+    ("where", "what"),
+    in_turn(
+        [("one rank", False), ("hsdp 2x2", False), ("fsdp 2", True)], ["none", "full", "selective"]
+    ),
 )
-def test_names_and_values_are_the_same_with_recomputation_and_compilation(layout, compile, what):
+def test_names_and_values_are_the_same_with_recomputation_and_compilation(where, what):
+    layout, compile = where
     world, sizes = LAYOUTS[layout]
     options = {"activation_checkpoint": what, "compile": compile, "precision": "bf16"}
-    for found in run_ranks(_from_meta, world, sizes, "transformer", options):
+    for found in run_again(_from_meta, world, sizes, "transformer", options):
         assert equal(found, weights(seed=7))

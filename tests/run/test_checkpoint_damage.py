@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -91,30 +91,30 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_is_skipped_and_one_asked_for_is_refused(tmp_path, world, file, damage):
     spoil, message = DAMAGES[damage]
-    run_ranks(_save, world, tmp_path, 1, 2)
+    run_again(_save, world, tmp_path, 1, 2)
     spoiled = tmp_path / "step_00000002" / FILES[file]
     spoil(spoiled)
-    refusals = run_ranks(_load_step, world, tmp_path, 2)
+    refusals = run_again(_load_step, world, tmp_path, 2)
     assert len(set(refusals)) == 1
     assert re.search(re.escape(str(spoiled)) + " " + message, refusals[0])
-    assert run_ranks(_load, world, tmp_path) == [1] * world
+    assert run_again(_load, world, tmp_path) == [1] * world
 
 
 @WORLDS
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "\x00\xff"])
 def test_a_manifest_that_is_none_makes_it_no_checkpoint(tmp_path, world, content):
-    run_ranks(_save, world, tmp_path, 1, 2)
+    run_again(_save, world, tmp_path, 1, 2)
     (tmp_path / "step_00000002" / "manifest.json").write_text(content)
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
-    assert run_ranks(_load, world, tmp_path) == [1] * world
+    assert run_again(_load, world, tmp_path) == [1] * world
 
 
 @WORLDS
 def test_when_all_are_damaged_no_run_starts_over(tmp_path, world):
-    run_ranks(_save, world, tmp_path, 1, 2)
+    run_again(_save, world, tmp_path, 1, 2)
     for shard in tmp_path.glob("step_*/__0_0.distcp"):
         _flip(shard)
-    for refusal in run_ranks(_load, world, tmp_path):
+    for refusal in run_again(_load, world, tmp_path):
         assert re.search(r"no whole checkpoint to load: .*0002/__0.*0001/__0", refusal)
 
 
@@ -129,8 +129,8 @@ def _load_other(rank, world, directory):
 
 @WORLDS
 def test_another_model_is_refused_with_the_first_difference(tmp_path, world):
-    run_ranks(_save, world, tmp_path, 1)
-    for refusal in run_ranks(_load_other, world, tmp_path):
+    run_again(_save, world, tmp_path, 1)
+    for refusal in run_again(_load_other, world, tmp_path):
         assert "of another model: shapes differ: 'model.weight' is [5, 6] there and [4" in refusal
         assert refusal.endswith("Build the model that was saved.")
 
@@ -139,12 +139,12 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path, world):
 @pytest.mark.parametrize("target", ["step_00000007", "step_00000001", "nowhere/at/all"])
 def test_latest_may_point_anywhere(tmp_path, world, target):
     """It is there for people; nothing here follows it, and the next save sets it right."""
-    run_ranks(_save, world, tmp_path, 1, 2)
+    run_again(_save, world, tmp_path, 1, 2)
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to(target)
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
-    assert run_ranks(_load, world, tmp_path) == [2] * world
-    run_ranks(_save, world, tmp_path, 3)
+    assert run_again(_load, world, tmp_path) == [2] * world
+    run_again(_save, world, tmp_path, 3)
     assert os.readlink(tmp_path / "latest") == "step_00000003"
 
 

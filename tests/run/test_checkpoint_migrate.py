@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from manifests import age
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,8 +155,8 @@ def _load(rank, world, directory, drop):
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 1), (2, 2), (2, 1), (1, 2)])
 def test_an_old_checkpoint_goes_on_bitwise_under_new_names(tmp_path, saved_on, loaded_on):
-    before, after = run_ranks(_save, saved_on, tmp_path)[0]
-    for found in run_ranks(_load, loaded_on, tmp_path, saved_on != loaded_on):
+    before, after = run_again(_save, saved_on, tmp_path)[0]
+    for found in run_again(_load, loaded_on, tmp_path, saved_on != loaded_on):
         assert_same(found[0], before)
         if saved_on == loaded_on:  # else sums are in another order
             assert_same(found[1], after)
@@ -251,7 +251,7 @@ def _second_optimizer(rank, world, directory):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_moments_of_a_renamed_optimizer_stay_sharded(tmp_path, world):
-    run_ranks(_second_optimizer, world, tmp_path)
+    run_again(_second_optimizer, world, tmp_path)
 
 
 def test_names_may_change_places(directory):

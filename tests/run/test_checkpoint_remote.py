@@ -9,7 +9,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -247,13 +247,13 @@ def _load(rank, world, url):
 
 def test_two_ranks_save_and_any_number_loads(tmp_path):
     url = f"file://{tmp_path}/runs"
-    expected = run_ranks(_save, 2, url, 2)[0]
+    expected = run_again(_save, 2, url, 2)[0]
     assert len(list(tmp_path.glob("runs/step_00000002/data-*/__[01]_0.distcp"))) == 2
     for world in (2, 1):
-        for found in run_ranks(_load, world, url):
+        for found in run_again(_load, world, url):
             assert_same(found, expected)
-    one = run_ranks(_save, 1, url, 3)[0]
-    for found in run_ranks(_load, 2, url):
+    one = run_again(_save, 1, url, 3)[0]
+    for found in run_again(_load, 2, url):
         assert_same(found, one)
 
 
@@ -274,7 +274,7 @@ def _fail_on_one(rank, world, url):
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
     url = f"local://{tmp_path}/runs"
-    run_ranks(_save, 2, url, 2)
+    run_again(_save, 2, url, 2)
     for message, step in run_ranks(_fail_on_one, 2, url):
         assert "rank 1: No space left on device (shard)" in message
         assert message.endswith("untouched: step_00000002 is good.")
@@ -291,6 +291,6 @@ def _refuse(rank, world, url):
 def test_ranks_agree_on_damage(tmp_path):
     url = f"file://{tmp_path}/runs"
     for steps in (2, 3):
-        run_ranks(_save, 2, url, steps)
+        run_again(_save, 2, url, steps)
     next(tmp_path.glob("runs/step_00000003/data-*/__1_0.distcp")).unlink()
     assert run_ranks(_refuse, 2, url) == [2, 2]

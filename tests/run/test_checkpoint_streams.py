@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,10 +60,10 @@ def _train(rank, world, directory, saved_at, steps):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_on_a_stream_resumes_bitwise(tmp_path, world):
-    straight = run_ranks(_train, world, tmp_path / "straight", None, 6)[0]
-    first = run_ranks(_train, world, tmp_path / "resumed", 2, 3)[0]
+    straight = run_again(_train, world, tmp_path / "straight", None, 6)[0]
+    first = run_again(_train, world, tmp_path / "resumed", 2, 3)[0]
     assert first == straight[:3]
-    assert run_ranks(_train, world, tmp_path / "resumed", None, 4)[0] == straight[2:]
+    assert run_again(_train, world, tmp_path / "resumed", None, 4)[0] == straight[2:]
     assert len(set(straight)) == 6
 
 
@@ -126,10 +126,10 @@ def _resume(rank, world, directory, workers=0):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_each_rank_goes_on_where_it_stood(tmp_path, world):
-    expected = run_ranks(_save, world, tmp_path)
+    expected = run_again(_save, world, tmp_path)
     assert len({str(following) for following in expected}) == world
-    assert run_ranks(_resume, world, tmp_path) == expected
-    assert run_ranks(_resume, world, tmp_path, 1) == expected
+    assert run_again(_resume, world, tmp_path) == expected
+    assert run_again(_resume, world, tmp_path, 1) == expected
 
 
 def _refuse(rank, world, directory, message, stream):
@@ -149,7 +149,7 @@ def _other(rank, world):
 
 
 def test_another_number_of_ranks_is_refused_before_anything_is_read(tmp_path):
-    run_ranks(_save, 3, tmp_path)
+    run_again(_save, 3, tmp_path)
     message = r"the field 'stream' of each of 3 ranks, and now there are {}. .* Resume on 3 ranks"
     for world in (2, 1):
         kept = run_ranks(_refuse, world, tmp_path, message.format(world), stream_of)
@@ -157,7 +157,7 @@ def test_another_number_of_ranks_is_refused_before_anything_is_read(tmp_path):
 
 
 def test_what_one_rank_refuses_all_ranks_refuse(tmp_path):
-    run_ranks(_save, 3, tmp_path)
+    run_again(_save, 3, tmp_path)
     message = r"rank 1: ValueError: .* position is that of rank 1 of 3, and this is rank 2 of 3"
     run_ranks(_refuse, 3, tmp_path, message, _swapped)
     run_ranks(_refuse, 3, tmp_path, r"rank 0: .* position is in other documents", _other)

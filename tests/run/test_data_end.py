@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from oracle import SPEC, full_tensors, reference_gradients, relative_error
-from ranks import RankError, run_ranks
+from ranks import RankError, run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -100,7 +100,7 @@ def stream_train(rank, world):
 
 
 def test_document_streams_of_one_epoch_train_on_every_document_once():
-    first, second = run_ranks(stream_train, 2)
+    first, second = run_again(stream_train, 2)
     assert first[0] == second[0]
     assert sum(first[0]) == 3 * 7
     assert all(first[0])

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from oracle import SPEC, build_state
-from ranks import run_ranks
+from ranks import run_again
 from torch import nn
 
 import forgekit as fk
@@ -164,7 +164,7 @@ def _on_ranks(rank, world):
 
 def test_ranks_make_the_tokens_of_one_process():
     expected = fk.generate(transformer(), PROMPT, max_new_tokens=16, temperature=2.0, seed=4)
-    for found, resharded in run_ranks(_on_ranks, 2):
+    for found, resharded in run_again(_on_ranks, 2):
         assert torch.equal(found, expected)
         assert resharded
 
@@ -211,5 +211,5 @@ def _laid_out(rank, world, sizes, count):
 def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
     """Three places are no multiple of two ranks; later ones go beyond max_seq_len."""
     expected = greedy(transformer(vocab_size=40, layers=4), PROMPT, 15)
-    for found in run_ranks(_laid_out, 2, sizes, 15):
+    for found in run_again(_laid_out, 2, sizes, 15):
         assert found is None or torch.equal(found, expected)

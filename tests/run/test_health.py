@@ -134,8 +134,11 @@ def end_alone(rank, world, out, fails):
     ("fails", "reason", "own"),
     [
         (KeyError, "failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
-        (RuntimeError, "failed: RuntimeError: a broken row", "RuntimeError: a broken row"),
-        (None, "left the loop after step 7", "no error"),
+        pytest.param(
+            *(RuntimeError, "failed: RuntimeError: a broken row", "RuntimeError: a broken row"),
+            marks=pytest.mark.oracle,
+        ),
+        pytest.param(*(None, "left the loop after step 7", "no error"), marks=pytest.mark.oracle),
     ],
 )
 def test_the_rank_that_ended_alone_is_the_first_cause_on_all_others(tmp_path, fails, reason, own):
@@ -236,7 +239,7 @@ def miss_the_probe(rank, world, out, absent):
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [0, pytest.param(1, marks=pytest.mark.oracle)])
 def test_a_rank_that_does_not_come_to_a_probe_is_named_on_all(tmp_path, absent):
     found = run_ranks(miss_the_probe, 2, tmp_path, absent)
     for message, seconds in found:
@@ -380,7 +383,7 @@ def test_a_barrier_tells_who_was_never_there():
     assert "rank 1 did not come within 1 s; rank 1 was never here." in found[0]
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.oracle)])
 def test_a_barrier_names_who_is_missing_and_where_it_was_last(absent):
     tags = [["built", "loaded"], ["built", "loaded"]]
     tags[absent] = ["built"]
@@ -461,7 +464,7 @@ with fk.open_run(config.out, to_dict(config)) as run:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.oracle
 def test_a_run_with_a_rank_that_hangs_ends_and_says_why(tmp_path, monkeypatch):
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}")  # of this checkout

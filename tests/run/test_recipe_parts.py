@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -69,7 +69,7 @@ def test_ranks_of_one_sample_read_the_same_and_others_the_next():
     order = [int(row) for row in fk.data.sample_rows(range(24), 24, 5)]
     first = ([order[4:6], order[8:10]], [[0, 1], [4, 5]])
     second = ([order[6:8], order[10:12]], [[2, 3], [6, 7]])
-    assert run_ranks(_on_ranks, 4) == [first, first, second, second]
+    assert run_again(_on_ranks, 4) == [first, first, second, second]
 
 
 @pytest.mark.bad_input

@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
@@ -468,6 +467,18 @@ def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
     assert signal.getsignal(getattr(signal, name)) == before
 
 
+def _signalled_after_its_run(rank, world, out):
+    """How a process ends that gets SIGTERM behind its run; a fork, for it ends by it."""
+    child = os.fork()
+    if not child:
+        with fk.open_run(out, {}) as run:
+            run.start(create(), every=1)
+            run.end(create())
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_from_the_start_on_a_stop_signal_listens_and_nobody_after_it(tmp_path):
     with fk.open_run(tmp_path, {}) as run:
         stop = fk.StopSignal()
@@ -476,13 +487,6 @@ def test_from_the_start_on_a_stop_signal_listens_and_nobody_after_it(tmp_path):
             assert stop.reason == "SIGTERM"
         run.end(create(), stopped=stop.reason)
     assert status(tmp_path)["reason"] == "SIGTERM"
-    script = (
-        f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from run.test_run_directory import create, fk\n"
-        f"with fk.open_run({str(tmp_path)!r}, {{}}) as run:\n"
-        "    run.start(create(), every=1); run.end(create())\n"
-        "    signal.raise_signal(signal.SIGTERM)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    ended = run_ranks(_signalled_after_its_run, 1, tmp_path, group=False)
+    assert ended == [-signal.SIGTERM]
     assert status(tmp_path)["status"] == "finished"

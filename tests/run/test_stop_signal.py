@@ -16,6 +16,7 @@ from itertools import islice
 
 import pytest
 import torch
+from ranks import run_ranks
 from runs import launch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,35 +197,31 @@ def test_a_budget_and_a_stop_file_are_votes(tmp_path):
     assert waiting.vote() == 1.0
 
 
-ORPHAN = """
-import os, sys, time
-from forgekit.run.stop_signal import StopSignal
-stop = StopSignal(())
-print(os.getpid(), stop.vote(), flush=True)
-sys.stdin.readline()  # the end of the launcher closes it
-while not stop.vote():
-    time.sleep(0.01)
-print(stop.reason, flush=True)
-"""
+def _orphaned(rank, world):
+    """What a worker says, before and after its launcher is killed; both are forks of this rank."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "one"
+    there, here = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        if not os.fork():
+            stop = StopSignal(())
+            os.write(here, f"{stop.vote()}\n".encode())
+            while not stop.vote():
+                time.sleep(0.01)
+            os.write(here, (stop.reason or "").encode())
+            os._exit(0)
+        signal.pause()
+    os.close(here)
+    with os.fdopen(there) as worker:
+        before = worker.readline()
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        del os.environ["TORCHELASTIC_RUN_ID"]
+        return before, worker.read()
 
 
 def test_a_worker_whose_launcher_died_asks_to_stop():
-    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", launcher, ORPHAN],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TORCHELASTIC_RUN_ID": "one"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline().split()[1] == "0.0"
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    assert process.stdout.read() == "launcher is gone\n"
-    process.stdout.close()
+    assert run_ranks(_orphaned, 1, group=False) == [("0.0\n", "launcher is gone")]
 
 
 HOLDER = """
