@@ -65,7 +65,9 @@ def _lay_out(_rank, _world, path, rank, world):
     return {name: (tuple(p.shape), p.to_local().numel()) for name, p in held.items()}
 
 
-@pytest.mark.parametrize("name", some_of([path.stem for path in SETTINGS], "pretrain_512_gpus"))
+@pytest.mark.parametrize(
+    "name", some_of([path.stem for path in SETTINGS], "pretrain_64_gpus", "pretrain_512_gpus")
+)
 def test_every_stage_lays_its_part_out(name):
     """All stages together hold every parameter, each rank its share of each."""
     (path,) = (path for path in SETTINGS if path.stem == name)

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch.distributed as dist
+from covering import some_of
 from ranks import run_ranks
 from runs import (
     arguments,
@@ -266,7 +267,7 @@ STOPS = {
 """What is put into a recipe that is stopped when the evaluation after step 4 is due."""
 
 
-@pytest.mark.parametrize("moment", STOPS)
+@pytest.mark.parametrize("moment", some_of(STOPS, "after the step"))
 def test_an_evaluation_that_a_stop_cuts_short_is_made_up_for(moment, tmp_path, tokens, monkeypatch):
     def alarm(batch=None):
         signal.raise_signal(signal.SIGTERM)

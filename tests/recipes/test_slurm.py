@@ -358,6 +358,7 @@ def test_a_task_that_fails_ends_the_others(cluster, program):
     assert cluster.events == ["started 0", "failed"]
 
 
+@pytest.mark.oracle
 def test_sigusr1_kills_torchrun_that_was_not_told_of_it(tmp_path):
     """Why the script has ``--signals-to-handle``."""
     waits = tmp_path / "waits.sh"
