@@ -24,7 +24,7 @@ test: .venv/dev ## run every test, those on several ranks included (ARGS="-k wor
 oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
-# A short form of most cases is in `make test`.
+# One case of each kind is in `make test`.
 chaos: .venv/dev ## kill, stop and starve runs in every way; write what they lose into the docs (long)
 	$(BIN)/pytest -m "chaos or not chaos" tests/chaos --ignore=tests/chaos/test_table.py \
 	    --junitxml=build/chaos.xml $(ARGS)

@@ -8,7 +8,7 @@ import pytest
 from covering import some_of
 from distributed.cells import lay_out, own_batches
 from distributed.collectives import Collectives
-from distributed.matrix import LAYOUTS, SCHEDULES, SINGLE, Cell, Row
+from distributed.matrix import LAYOUTS, SINGLE, Cell, Row
 from distributed.models import BUILDERS, logits_loss
 from ranks import run_again
 
@@ -37,10 +37,14 @@ def _count(rank, world, layout):
     return counted[1:]
 
 
-AS_ON_TWO = {f"pp4-{name}" for name in SCHEDULES} - {"pp4-1f1b", "pp4-zbv"}
+KINDS = {
+    *("ddp2", "fsdp2", "hsdp2x2", "tp2", "cp2-ring", "cp2-ulysses", "ep2"),
+    *("pp2-1f1b", "pp2-zbv", "pp2-fsdp2"),
+}
+"""Each kind of collective, stages with one part and with two, and dimensions that share FSDP."""
 
 
-@pytest.mark.parametrize("layout", some_of(LAYOUTS, *AS_ON_TWO, "fsdp2-tp2-cp2"))
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, *(LAYOUTS.keys() - KINDS)))
 def test_a_step_runs_what_its_layout_needs_and_one_more(layout):
     row, micros = LAYOUTS[layout], _cell(layout).micros
     for rank, (second, third) in enumerate(run_again(_count, row.world, layout)):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from covering import first_of, some_of
 from distributed.cells import Found, merge, run_layout
 from distributed.compare import check, errors
 from distributed.matrix import LAYOUTS, Cell
@@ -38,6 +39,8 @@ SEEN = [
 
 
 CONTROLS = dict.fromkeys(layout for _, layout, _ in SEEN)
+AGAIN = "hsdp2x2", "pp2-zbv", "cp4-both"
+"""Layouts whose faults the default run sees in another one."""
 SMALLER = [
     # Faults whose errors are smaller, and how many times over their bound these are at least.
     # The share of replicated norms in the gradient's norm is small.
@@ -67,7 +70,10 @@ def _run(layout: str) -> dict[tuple[str | None, str], tuple[Cell, Sequence[Found
     return dict(zip(jobs, zip(cells, found, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(("fault", "layout", "dtype", "where", "least"), CASES)
+@pytest.mark.parametrize(
+    ("fault", "layout", "dtype", "where", "least"),
+    first_of([case for case in CASES if case[1] not in AGAIN], CASES),
+)
 def test_the_oracle_sees_a_fault(fault, layout, dtype, where, least):
     cell, found = _run(layout)[fault, dtype]
     assert errors(cell, merge(found, agree=False))[where] > least
@@ -78,7 +84,7 @@ def test_a_loss_that_mixes_the_positions_of_a_slice_is_refused_before_the_oracle
         run_layout([_cell("cp2-ring")], ["labels shifted twice"])
 
 
-@pytest.mark.parametrize("layout", CONTROLS)
+@pytest.mark.parametrize("layout", some_of(CONTROLS, *AGAIN))
 def test_the_oracle_passes_the_step_without_a_fault(layout):
     cell, found = _run(layout)[None, "fp32"]
     check(cell, merge(found))
