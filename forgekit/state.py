@@ -53,8 +53,8 @@ class Layout:
         ring: Ranks over which a sequence goes round in ring attention.
         ulysses: Ranks that exchange positions for heads; ``ring * ulysses`` is the size of ``cp``.
         context_rank: This rank's position on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
-        sockets: The model's own ``attend`` and ``locate`` by module name, for whole sequences;
-            empty where they were not replaced.
+        sockets: The model's own ``attend``, ``locate`` and ``sum_slices`` by module name, for
+            whole sequences; empty where they were not replaced.
         experts: Ranks that share the experts.
         tensor: Ranks that share each matrix.
         sequence: Ranks over which tensor parallelism shards the positions of the residual stream.

@@ -9,6 +9,7 @@ choice there and repeats it, and writes the same notes over the old ones, so not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from forgekit.model.attention import wide
 from forgekit.model.moe_spec import MoESpec
 
-__all__ = ["Router", "Routing", "add_gradient", "check_choices"]
+__all__ = ["Router", "Routing", "add_gradient", "check_choices", "whole_rows"]
 
 SMALLEST = 1e-20
 """Added to sums of weights, as in DeepSeek-V3: all of a sigmoid's may be 0."""
@@ -36,6 +37,7 @@ class Routing:
         is_token: ``[b s]`` bool, False on padding; None if no position is padding.
         targets: ``[b s]`` bool, where router terms are summed; None: on every token.
         choices: By layer ``[b s k]`` int64 experts, filled by the first forward.
+        shares: By layer ``[b 1 e]``, each row's load; filled by the first forward.
     """
 
     scale: Tensor | float = 1.0
@@ -43,15 +45,7 @@ class Routing:
     is_token: Tensor | None = None
     targets: Tensor | None = None
     choices: dict[str, Tensor] = attrs.field(factory=dict)
-
-    def choice_of(self, layer: str, choose: Callable[[], Tensor]) -> Tensor:
-        """Return a layer's choice; where there is none yet, make it and keep it for backward."""
-        if layer in self.choices:
-            return self.choices[layer]
-        choice = choose()
-        if torch.is_grad_enabled():
-            self.choices[layer] = choice
-        return choice
+    shares: dict[str, Tensor] = attrs.field(factory=dict)
 
     def sum_of_targets(self, values: Tensor) -> Tensor:
         """Add ``[b s]`` values up where router terms are summed, ``[]``."""
@@ -59,8 +53,16 @@ class Routing:
         return values.sum() if where is None else torch.where(where, values, 0.0).sum()
 
 
+def whole_rows(counts: Tensor) -> Tensor:
+    """Return ``[b e]`` counts as they are: all positions of the rows are here."""
+    return counts
+
+
 class Router(nn.Module):
     """Scores all experts for each token, in float32 or wider, and keeps ``k`` of them.
+
+    ``sum_slices`` is a socket: a plain callable that ``parallelize`` replaces where a sequence is
+    sharded over ranks, to add up what they counted in the same rows.
 
     Attributes:
         load: ``[e]`` float32 buffer: share of the tokens that each expert got in the last good
@@ -80,6 +82,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
+        self.sum_slices: Callable[[Tensor], Tensor] = whole_rows
         self.weight = nn.Parameter(torch.empty(spec.experts, dim))
         empty = torch.empty(spec.experts, dtype=torch.float32)
         self.register_buffer("load", empty)
@@ -112,7 +115,7 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
             scores = logits.softmax(-1) if self.spec.router == "softmax" else logits.sigmoid()
-            choice = routing.choice_of(self.layer, lambda: self._choose(scores.detach()))
+            choice = _once(routing.choices, self.layer, lambda: self._choose(scores.detach()))
             weights = scores.gather(-1, choice)
             if self.spec.renormalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
@@ -200,8 +203,9 @@ class Router(nn.Module):
             "z_loss": (spec.z_loss, lambda: logits.logsumexp(-1).square()),
         }
         if spec.sequence_aux_loss:
-            shares = _shares_of_rows(choice, routing.is_token, spec.experts).to(scores.dtype)
-            each = lambda: (scores * (spec.experts * shares)).sum(-1)  # noqa: E731
+            count = partial(_count_rows, choice, routing.is_token, spec.experts)
+            shares = _once(routing.shares, self.layer, lambda: _shares(self.sum_slices(count())))
+            each = lambda: (scores * (spec.experts * shares.to(scores.dtype))).sum(-1)  # noqa: E731
             values["sequence_aux_loss"] = (spec.sequence_aux_loss, each)
         notes = {"positions": routing.sum_of_targets(torch.ones_like(scores[..., 0]))}
         notes["bias_range"] = load.new_zeros(()) if bias is None else bias.max() - bias.min()
@@ -303,9 +307,23 @@ def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) ->
     return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _shares_of_rows(choice: Tensor, is_token: Tensor | None, experts: int) -> Tensor:
-    """Share of each row's tokens that each expert was chosen for, ``[b 1 e]`` float64."""
+def _count_rows(choice: Tensor, is_token: Tensor | None, experts: int) -> Tensor:
+    """How often each row's tokens chose each expert, ``[b e]`` float64."""
     ones = torch.ones_like(choice) if is_token is None else is_token.unsqueeze(-1).expand_as(choice)
     counts = torch.zeros(len(choice), experts, dtype=torch.float64, device=choice.device)
-    counts.scatter_add_(1, choice.flatten(1), ones.flatten(1).to(counts.dtype))
+    return counts.scatter_add_(1, choice.flatten(1), ones.flatten(1).to(counts.dtype))
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """``[b e]`` counts of whole rows -> ``[b 1 e]`` shares; zeros for a row without tokens."""
     return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(1)
+
+
+def _once(kept: dict[str, Tensor], layer: str, make: Callable[[], Tensor]) -> Tensor:
+    """Return what a layer has; where there is nothing yet, make it and keep it for backward."""
+    if layer in kept:
+        return kept[layer]
+    made = make()
+    if torch.is_grad_enabled():
+        kept[layer] = made
+    return made

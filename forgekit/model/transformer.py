@@ -305,7 +305,8 @@ class Transformer(nn.Module):
         if targets is not None:
             targets = targets.bool()
         given = Routing() if given is None else given
-        return attrs.evolve(given, is_token=is_token, targets=targets, choices=choices)
+        kept = {"choices": choices, "shares": {}}
+        return attrs.evolve(given, is_token=is_token, targets=targets, **kept)
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         spec, scaling = self.spec, self.spec.rope_scaling

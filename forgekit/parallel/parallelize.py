@@ -117,7 +117,7 @@ def parallelize(
             not fit, the blocks are not found, a buffer is on meta and its module has no
             ``reset_buffers()``, a parameter on meta is shared by two modules or one is shared by
             two blocks, parameters are complex or sparse, or a model with a ``MoESpec`` is split by
-            tp, or has a ``sequence_aux_loss`` under cp.
+            tp.
     """
     asked = _Options(
         precision=precision,
@@ -420,11 +420,6 @@ def _check_routers(model: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"the model has experts (TransformerSpec.moe) and the mesh tp of {tp}; tp does not "
             "share such layers. Use dp_shard, dp_replicate, cp, pp or ep instead."
-        )
-    if any(spec.sequence_aux_loss for spec in specs) and (cp := size_of(mesh, "cp")) > 1:
-        raise ValueError(
-            f"sequence_aux_loss with cp {cp}: a rank counts the experts of its positions only, and "
-            "the term is over whole sequences. Use aux_loss, or cp=1."
         )
 
 

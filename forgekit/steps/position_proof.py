@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from forgekit.model.routing import Router
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating
 from forgekit.steps.losses import Loss
@@ -91,7 +93,8 @@ def take_positions(value: Any, chosen: Tensor, length: int) -> Any:
         return leaf.index_select(1, chosen) if _has(leaf, length) else leaf
 
     if isinstance(value, TensorDictBase):
-        return TensorDict({key: take(item) for key, item in value.items()}, value.batch_size)
+        taken = {key: take_positions(item, chosen, length) for key, item in value.items()}
+        return TensorDict(taken, value.batch_size[:1])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{n: tree_map(take, getattr(value, n)) for n in names})
@@ -173,6 +176,7 @@ def _run(
         torch.compiler.set_stance("force_eager"),
         _recording(state.model, chosen, length, seen),
         _outputs(state.model, _positions(batch), seen),
+        _choosing_freely(state.model),
     ):
         loss = compute_loss(state.model, batch, loss_fn)
     return seen, loss
@@ -208,6 +212,23 @@ def _recording(model: nn.Module, chosen: Tensor | None, length: int, seen: Seen)
         hook.remove()
         for module, sockets in before.items():
             vars(module).update(sockets)
+
+
+@contextmanager
+def _choosing_freely(model: nn.Module) -> Iterator[None]:
+    """Let each token go to the experts that its own scores choose, for a while.
+
+    A capacity depends on the other tokens of a slice, and so do experts that take turns: both are
+    asked for, and neither needs whole sequences.
+    """
+    before = {m: m.spec for m in model.modules() if isinstance(m, Router)}
+    for router, spec in before.items():
+        router.spec = attrs.evolve(spec, capacity=None, force_balance=False)
+    try:
+        yield
+    finally:
+        for router, spec in before.items():
+            router.spec = spec
 
 
 def _is_shared(socket: Any) -> bool:

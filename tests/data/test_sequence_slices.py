@@ -87,6 +87,20 @@ def test_what_has_no_places_stays():
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_nested_tensors_are_sliced_alike(method):
+    """Choices of experts by layer, for example."""
+    batch = batch_of(8)
+    choice = torch.arange(48).view(2, 8, 3)
+    batch["replay"] = TensorDict({"layers.1": choice, "layers.3": choice + 50}, [2])
+    parts = [shard_sequence(batch, rank=rank, world=2, method=method) for rank in range(2)]
+    taken = parts[1]["replay", "layers.1"]
+    assert torch.equal(taken, slice_positions(choice, rank=1, world=2, method=method, dim=1))
+    whole = unshard_sequence(parts, method=method)
+    for layer in ("layers.1", "layers.3"):
+        assert torch.equal(whole["replay", layer], batch["replay", layer])
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_one_rank_keeps_any_number_of_places(method):
     batch = batch_of(7)
     part = shard_sequence(batch, rank=0, world=1, method=method)

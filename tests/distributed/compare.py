@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import pytest
 import torch
 from distributed.cells import DTYPES, Found
 from distributed.experts import group_of
@@ -63,6 +64,8 @@ def check(cell: Cell, found: Found) -> None:
         assert found[name]["balance"] == expected.training[name].balance
         assert not any(n["skipped"] for n in found[name]["numbers"])
     assert found["counts"] == expected.counts
+    reported = found["adamw"]["numbers"][0]
+    assert {n: reported[n] for n in expected.metrics} == pytest.approx(expected.metrics, rel=1e-9)
     far = {what: ratio for what, ratio in errors(cell, found).items() if not ratio < 1}
     assert not far, f"errors in units of what is allowed: {far}"
 
@@ -75,6 +78,10 @@ def errors(cell: Cell, found: Found) -> dict[str, float]:
     }
     if cell.row.routed:
         ratios |= _apart(found["gradients"], expected.gradients, bounds.gradients)
+        counts, wanted = torch.tensor(found["counts"]), torch.tensor(expected.counts)
+        ratios["counts"] = float((counts - wanted).abs().max() / wanted.max()) / bounds.gradients
+        moves = [_far(found[n]["balance"], t.balance) for n, t in expected.training.items()]
+        ratios["balance"] = max(moves) / bounds.gradients
     for name, training in expected.training.items():
         parameters = found[name]["parameters"]
         moved = _difference(parameters, expected), _difference(training.parameters, expected)
@@ -86,6 +93,11 @@ def errors(cell: Cell, found: Found) -> dict[str, float]:
             **_numbers(name, found[name], training, bounds),
         }
     return ratios
+
+
+def _far(found: Mapping[str, list[float]], expected: Mapping[str, list[float]]) -> float:
+    values = ((found[name], expected[name]) for name in expected)
+    return max(abs(a - b) for pair in values for a, b in zip(*pair, strict=True))
 
 
 def _apart(

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from forgekit.model.dispatch import Dispatch, dispatch_local
 from forgekit.model.moe import MoE
 
-__all__ = ["Routed", "balance_of", "compute_densely", "follow", "gradients_with_terms", "group_of"]
+__all__ = [
+    "Chosen",
+    "Routed",
+    "balance_of",
+    "compute_densely",
+    "follow",
+    "gradients_with_terms",
+    "group_of",
+]
 
 EXPERTS = 4
 CHOSEN = 2
@@ -69,8 +77,13 @@ class Dense(nn.Module):
         super().__init__()
         self.spec = layer.spec
         self.router, self.experts, self.shared = layer.router, layer.experts, layer.shared
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
         self.terms: list[Tensor] = []
-        self.counts = torch.zeros(layer.spec.experts, dtype=torch.float64)
+        self.counts = torch.zeros(self.spec.experts, dtype=torch.float64)
+        self.sums = torch.zeros(2, dtype=torch.float64)
 
     def forward(self, x: Tensor, routing: Any) -> Tensor:
         """``[b s d]`` -> ``[b s d]``; keeps the terms and the counts."""
@@ -92,10 +105,16 @@ class Dense(nn.Module):
         spec, rows = self.spec, hits.sum(1, keepdim=True)
         self.counts += hits.sum((0, 1))
         rows = rows / rows.sum(-1, keepdim=True).clamp(min=1)
-        value = spec.aux_loss * spec.experts * (self.router.load.double() * scores).sum(-1)
+        aux = spec.experts * (self.router.load.double() * scores).sum(-1)
+        z = logits.logsumexp(-1).square()
+        value = spec.aux_loss * aux + spec.z_loss * z
         value = value + spec.sequence_aux_loss * spec.experts * (rows * scores).sum(-1)
-        value = value + spec.z_loss * logits.logsumexp(-1).square()
         self.terms.append(value[targets].sum())
+        self.sums += torch.stack([aux[targets].sum(), z[targets].sum()]).detach()
+
+
+Chosen = tuple[list[list[float]], dict[str, float]]
+"""How often each expert was chosen, by layer, and the metrics of routers."""
 
 
 def _dense_layers(model: nn.Module) -> dict[str, Dense]:
@@ -104,8 +123,8 @@ def _dense_layers(model: nn.Module) -> dict[str, Dense]:
 
 def gradients_with_terms(
     model: nn.Module, batches: list[Any]
-) -> tuple[dict[str, Tensor], Tensor, list[list[float]]]:
-    """Gradients of the token mean of losses and router terms, the mean loss, and counts by layer.
+) -> tuple[dict[str, Tensor], Tensor, Chosen]:
+    """Gradients of the token mean of losses and router terms, the mean loss, and what was chosen.
 
     Args:
         model: With ``Dense`` layers, in float64.
@@ -113,7 +132,7 @@ def gradients_with_terms(
     """
     layers, total = _dense_layers(model), torch.zeros((), dtype=torch.float64)
     for layer in layers.values():
-        layer.terms, layer.counts = [], torch.zeros_like(layer.counts)
+        layer.clear()
     for batch in batches:
         given = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch.keys()}  # noqa: SIM118
         logits = model(batch["input_ids"], **given, targets=batch["labels"] != -100)
@@ -124,7 +143,13 @@ def gradients_with_terms(
     terms = [term for layer in layers.values() for term in layer.terms]
     (torch.stack([total, *terms]).sum() / targets).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, total.detach() / targets, [one.counts.tolist() for one in layers.values()]
+    counts = torch.stack([layer.counts for layer in layers.values()])
+    sums = torch.stack([layer.sums for layer in layers.values()]).sum(0) / len(counts) / targets
+    loads = counts / counts.mean(-1, keepdim=True)
+    metrics = {"load_max": loads.max(), "load_min": loads.min(), "aux_loss": sums[0]}
+    metrics |= {"z_loss": sums[1], "dropped": torch.zeros(())}
+    values = {f"moe/{name}": float(value) for name, value in metrics.items()}
+    return gradients, total.detach() / targets, (counts.tolist(), values)
 
 
 @torch.no_grad()

@@ -134,10 +134,18 @@ ROUTED_MICROS = {"1f1b": (2, 3), "dualpipev": (4, 5)}
 ROUTED: dict[str, Row] = {
     "moe-fsdp2": _routed({"dp_shard": 2}),
     "moe-ep2": _routed({"dp_shard": 2, "ep": 2}),
+    "moe-ep4": _routed({"dp_shard": 4, "ep": 4}),
     "moe-ep2-fsdp2": _routed({"dp_shard": 4, "ep": 2}),
+    "moe-ep2-ddp2": _routed({"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    "moe-cp2-ring": _routed({"cp": 2}, context_parallel="ring"),
+    "moe-cp2-ulysses": _routed({"cp": 2}, context_parallel="ulysses"),
+    "moe-cp4-both": _routed({"cp": 4}, context_parallel="both"),
+    "moe-cp2-ep2": _routed({"cp": 2, "ep": 2}),
+    "moe-cp2-fsdp2-ep2": _routed({"dp_shard": 2, "cp": 2, "ep": 2}),
     **{f"moe-pp2-{name}": _schedule(name) for name in SCHEDULES},
     "moe-pp2-fsdp2": _routed({"pp": 2, "dp_shard": 2}, (2, 3)),
     "moe-pp2-ep2": _routed({"pp": 2, "dp_shard": 2, "ep": 2}, (2, 3)),
+    "moe-pp2-cp2": _routed({"pp": 2, "cp": 2}, (2, 3)),
 }
 """Layouts of models with ``MoESpec``, in float64: rounding could send a token to another expert."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +19,13 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.model import routing
+from forgekit.model.moe import Experts
 from forgekit.parallel.context.attention_areas import Area, areas_seen
+from forgekit.parallel.fsdp import sum_gradients
 from forgekit.state import set_layout
 from forgekit.steps import pipelined
+from forgekit.steps.experts import StepRouters
 
 __all__ = ["MUTATIONS"]
 
@@ -107,6 +113,52 @@ def _norm_of_own_stage(totals: fk.Totals, state: fk.TrainState, **options: Any) 
     return _reduce(totals, state, **options).plus(grad_sq=squares)
 
 
+_sum_gradients = sum_gradients
+
+
+def _experts_divided(module: Any) -> None:
+    """Divide experts' gradients by the two ranks that share them."""
+    _sum_gradients(module)
+    if isinstance(module, Experts):
+        module.set_gradient_divide_factor(2.0)
+
+
+_linear = torch.nn.functional.linear
+
+
+def _own_router(x: Any, weight: Any) -> Any:
+    """A router's gradient from the tokens of one rank alone."""
+    return _linear(x, weight if dist.get_rank() == 0 else weight.detach())
+
+
+def _average_norm(totals: fk.Totals, state: fk.TrainState, **options: Any) -> fk.Totals:
+    """The mean of the ranks' own norms in place of the norm of all."""
+    local = [p.grad.to_local() for p in state.model.parameters()]
+    norm = torch.stack([gradient.square().sum() for gradient in local]).sum().sqrt()
+    dist.all_reduce(norm)
+    norm = norm / dist.get_world_size()
+    return _reduce(totals, state, **options).plus(grad_sq=norm.square().double())
+
+
+_note_sum = StepRouters._sum
+
+
+def _first_twice(self: Any, layer: str, name: str, shape: tuple[int, ...]) -> Any:
+    """The first micro-batch counts twice: in the forward and in its recomputation."""
+    again = copy.copy(self)
+    again._noted = [*self._noted, *self._noted[:1]]
+    return _note_sum(again, layer, name, shape)
+
+
+def _halved(self: Any, layer: str, name: str, shape: tuple[int, ...]) -> Any:
+    return _note_sum(self, layer, name, shape) / 2
+
+
+def _times_micro_batches(x: Any, term: Any, scale: Any) -> Any:
+    """Terms as in a trainer that divides all but them by its three micro-batches."""
+    return routing.add_gradient(x, term, scale * 3)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "divide by micro-batches": _with_loss(_divided_by_micro_batches),
     "mean of each micro-batch": _with_loss(_mean_of_micro_batch),
@@ -129,5 +181,20 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     ),
     "count each tensor-parallel rank": _replacing(
         "forgekit.parallel.parallelize.set_layout", by=_everybody_owns
+    ),
+    "divide experts by ep": _replacing("forgekit.parallel.fsdp.sum_gradients", by=_experts_divided),
+    "forget to reduce routers": _replacing(
+        "forgekit.model.routing.F", by=SimpleNamespace(linear=_own_router)
+    ),
+    "average norms": _replacing(
+        "forgekit.reduce_totals", "forgekit.steps.make_step.reduce_totals", by=_average_norm
+    ),
+    "count twice": _replacing("forgekit.steps.experts.StepRouters._sum", by=_first_twice),
+    "halve counts": _replacing("forgekit.steps.experts.StepRouters._sum", by=_halved),
+    "terms times micro-batches": _replacing(
+        "forgekit.model.moe.add_gradient", by=_times_micro_batches
+    ),
+    "rows of slices": _replacing(
+        "forgekit.parallel.context.context_parallel._sum_slices", by=lambda _group, counts: counts
     ),
 }

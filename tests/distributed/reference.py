@@ -11,7 +11,7 @@ from functools import cache
 import attrs
 import torch
 from distributed.batches import global_batch
-from distributed.experts import balance_of, compute_densely, follow, gradients_with_terms
+from distributed.experts import Chosen, balance_of, compute_densely, follow, gradients_with_terms
 from distributed.matrix import LAYOUTS, ROUTED, Cell, Row
 from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, build_model
 from oracle import reference_gradients
@@ -48,6 +48,7 @@ class Expected:
         targets: Targets of each step.
         rows: Rows of each step.
         counts: How often each expert was chosen in the first step, by layer.
+        metrics: Of routers in the first step.
     """
 
     start: dict[str, Tensor]
@@ -56,6 +57,7 @@ class Expected:
     targets: list[int]
     rows: list[int]
     counts: list[list[float]]
+    metrics: dict[str, float]
 
 
 def expect(cell: Cell) -> Expected:
@@ -84,7 +86,7 @@ def _expect(layout: str, micros: int, targets: str, packed: bool, count: int) ->
     training = {name: _train(row, steps, name) for name in BUILDERS}
     counts = [sum(int((b["labels"] != -100).sum()) for b in batches) for batches in steps]
     rows = [sum(b.shape[0] for b in batches) for batches in steps]
-    return Expected(start, gradients, training, counts, rows, chosen)
+    return Expected(start, gradients, training, counts, rows, *chosen)
 
 
 def _model(row: Row) -> nn.Module:
@@ -112,7 +114,7 @@ def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
 
 def _gradients(
     model: nn.Module, batches: list[TensorDict]
-) -> tuple[dict[str, Tensor], Tensor, list[list[float]]]:
+) -> tuple[dict[str, Tensor], Tensor, Chosen]:
     if getattr(model, "spec", None) and model.spec.moe is not None:
         return gradients_with_terms(model, batches)
-    return *reference_gradients(model, [batches]), []
+    return *reference_gradients(model, [batches]), ([], {})

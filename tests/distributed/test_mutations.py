@@ -9,7 +9,7 @@ import pytest
 from covering import first_of, some_of
 from distributed.cells import Found, merge, run_layout
 from distributed.compare import check, errors
-from distributed.matrix import LAYOUTS, Cell
+from distributed.matrix import LAYOUTS, ROUTED, Cell
 from ranks import RankError
 
 FAR = 1000
@@ -36,10 +36,22 @@ SEEN = [
     ("count the shape-inference call", "pp2-1f1b", "gradients"),
     ("count each tensor-parallel rank", "tp2", "gradients"),
 ]
+ROUTED_SEEN = [
+    # Of models with experts, in float64.
+    ("divide experts by ep", "moe-ep2", "gradients of experts"),
+    ("forget to reduce routers", "moe-ep2", "gradients of router"),
+    ("average norms", "moe-ep2", "sgd grad_norm"),
+    ("count twice", "moe-ep2", "counts"),
+    ("count twice", "moe-ep2", "balance"),
+    ("halve counts", "moe-ep2", "counts"),
+    ("terms times micro-batches", "moe-ep2", "gradients of router"),
+    ("terms times micro-batches", "moe-ep2", "gradients of dense"),
+    ("rows of slices", "moe-cp2-ring", "gradients of router"),
+]
 
 
-CONTROLS = dict.fromkeys(layout for _, layout, _ in SEEN)
-AGAIN = "hsdp2x2", "pp2-zbv", "cp4-both"
+CONTROLS = dict.fromkeys(layout for _, layout, _ in [*SEEN, *ROUTED_SEEN])
+AGAIN = "hsdp2x2", "pp2-zbv", "cp4-both", "moe-cp2-ring"
 """Layouts whose faults the default run sees in another one."""
 SMALLER = [
     # Faults whose errors are smaller, and how many times over their bound these are at least.
@@ -51,20 +63,26 @@ SMALLER = [
 ]
 CASES = [
     *((fault, layout, "fp32", where, FAR) for fault, layout, where in SEEN),
+    *((fault, layout, "fp64", where, FAR) for fault, layout, where in ROUTED_SEEN),
     *SMALLER,
 ]
 
 
-def _cell(layout: str, dtype: str = "fp32") -> Cell:
-    micros = LAYOUTS[layout].micros[1]
+def _cell(layout: str, dtype: str) -> Cell:
+    micros = (LAYOUTS | ROUTED)[layout].micros[1]
     return Cell(layout, micros, "ragged", False, "none", "logits", dtype, steps=1)
+
+
+def _plain(layout: str) -> str:
+    """The dtype in which a layout is run without a fault."""
+    return "fp64" if layout in ROUTED else "fp32"
 
 
 @cache
 def _run(layout: str) -> dict[tuple[str | None, str], tuple[Cell, Sequence[Found]]]:
     """What the ranks of a layout find with each of its faults and without one, in one job."""
     faults = {(fault, dtype): None for fault, name, dtype, *_ in CASES if name == layout}
-    jobs = [(None, "fp32"), *faults]
+    jobs = [(None, _plain(layout)), *faults]
     cells = [_cell(layout, dtype) for _, dtype in jobs]
     found = run_layout(cells, [fault for fault, _ in jobs])
     return dict(zip(jobs, zip(cells, found, strict=True), strict=True))
@@ -81,10 +99,10 @@ def test_the_oracle_sees_a_fault(fault, layout, dtype, where, least):
 
 def test_a_loss_that_mixes_the_positions_of_a_slice_is_refused_before_the_oracle_sees_it():
     with pytest.raises(RankError, match="loss_fn is no sum over positions: its sums are"):
-        run_layout([_cell("cp2-ring")], ["labels shifted twice"])
+        run_layout([_cell("cp2-ring", "fp32")], ["labels shifted twice"])
 
 
 @pytest.mark.parametrize("layout", some_of(CONTROLS, *AGAIN))
 def test_the_oracle_passes_the_step_without_a_fault(layout):
-    cell, found = _run(layout)[None, "fp32"]
+    cell, found = _run(layout)[None, _plain(layout)]
     check(cell, merge(found))

@@ -9,12 +9,12 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeGuard, get_args
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from forgekit.data.batches.batch import ids_shape
@@ -33,7 +33,7 @@ def shard_sequence(
 
     Args:
         batch: ``input_ids`` ``[b s]``; tensors whose first dimensions are ``b`` and ``s`` are
-            sliced, all others (``source``) are kept.
+            sliced, in nested TensorDicts too; all others (``source``) are kept.
         rank: This rank among those that share the sequence.
         world: Number of ranks that share it.
         method: ``"zigzag"``: of ``2 * world`` chunks, ``rank`` and its mirror image
@@ -58,9 +58,7 @@ def shard_sequence(
     """
     shape = ids_shape(batch)
     mine = partial(slice_positions, rank=rank, world=world, method=method, dim=1)
-    sliced = {
-        key: mine(value) if _has_positions(value, shape) else value for key, value in batch.items()
-    }
+    sliced = {key: _each(mine, value, shape) for key, value in batch.items()}
     return TensorDict(sliced, batch_size=batch.batch_size)
 
 
@@ -83,12 +81,8 @@ def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag"
     check_choice("method", method, get_args(Slicing))
     shape = ids_shape(slices[0])
     check_alike({f"slice {number}": part for number, part in enumerate(slices)})
-    joined = {
-        key: join_positions([part[key] for part in slices], method=method, dim=1)
-        if _has_positions(value, shape)
-        else value
-        for key, value in slices[0].items()
-    }
+    join = partial(join_positions, method=method, dim=1)
+    joined = {key: _join(join, [part[key] for part in slices], shape) for key in slices[0].keys()}  # noqa: SIM118
     return TensorDict(joined, batch_size=slices[0].batch_size)
 
 
@@ -136,6 +130,21 @@ def join_positions(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: 
         halves = [part.chunk(2, dim) for part in parts]
         parts = [first for first, _ in halves] + [last for _, last in reversed(halves)]
     return torch.cat(list(parts), dim)
+
+
+def _each(mine: Callable[[Tensor], Tensor], value: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(value, TensorDictBase):
+        sliced = {key: _each(mine, inner, shape) for key, inner in value.items()}
+        return TensorDict(sliced, batch_size=value.batch_size[:1])
+    return mine(value) if _has_positions(value, shape) else value
+
+
+def _join(join: Callable[[list[Any]], Tensor], parts: list[Any], shape: tuple[int, ...]) -> Any:
+    first = parts[0]
+    if isinstance(first, TensorDictBase):
+        joined = {key: _join(join, [part[key] for part in parts], shape) for key in first.keys()}  # noqa: SIM118
+        return TensorDict(joined, batch_size=first.batch_size[:1])
+    return join(parts) if _has_positions(first, shape) else first
 
 
 def _has_positions(value: Any, shape: tuple[int, ...]) -> TypeGuard[Tensor]:

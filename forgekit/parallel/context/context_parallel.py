@@ -132,12 +132,13 @@ def apply_context(
     tensor: int = 1,
     chosen: ChosenAttention | None = None,
 ) -> Context:
-    """Put attention, and under context parallelism position ids, into a model's sockets, in place.
+    """Put attention, and under context parallelism what else it needs, into sockets, in place.
 
     Every rank of the mesh calls it with the same arguments: it makes process groups.
 
     Args:
-        model: Has modules with an ``attend`` socket; ``locate`` is replaced where there is one.
+        model: Has modules with an ``attend`` socket; ``locate`` (position ids) and ``sum_slices``
+            (counts of rows) are replaced where there are such.
         mesh: What ``build_mesh`` returned.
         method: ``"ring"``, ``"ulysses"``, or ``"both"``.
         tensor: Ranks over which tensor parallelism will shard the heads. Modules with ``query``
@@ -174,6 +175,7 @@ def apply_context(
     shared = {
         "attend": _build_attend(mesh, ring, ulysses, chosen),
         "locate": locate_slice(ring, ulysses, rank),
+        "sum_slices": partial(_sum_slices, mesh.get_group("cp")),
     }
     found = {
         name: {socket: function for socket, function in shared.items() if hasattr(module, socket)}
@@ -305,6 +307,14 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAtten
         ring_attention(rings, chosen.asked, chosen.documents),
         chosen.documents,
     )
+
+
+@torch.compiler.disable()
+def _sum_slices(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
+    """Add up what the ranks that share rows counted in them; no gradient passes through counts."""
+    whole = counts.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
 def _own_group(ranks: Tensor) -> dist.ProcessGroup:
