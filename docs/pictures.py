@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from schedule_clock import timeline
 
 from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.data.mixture.interleave import BLOCK
@@ -27,7 +28,7 @@ from forgekit.data.packing.pack import pack
 from forgekit.data.packing.packed_dataset import packed_dataset
 from forgekit.model.attention import document_mask
 from forgekit.parallel.context.attention_areas import areas_seen
-from forgekit.parallel.pipeline.schedule import PipelineSchedule, timeline
+from forgekit.parallel.pipeline.schedule import PipelineSchedule
 
 HERE = Path(__file__).parent
 RANKS = ("#4878b8", "#e0893b", "#5a9e6f", "#b05a8f")

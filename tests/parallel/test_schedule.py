@@ -6,6 +6,7 @@ import itertools
 from typing import get_args
 
 import pytest
+from schedule_clock import timeline, work_order
 
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
@@ -14,8 +15,6 @@ from forgekit.parallel.pipeline.schedule import (
     schedule_class,
     stages_of,
     stages_per_rank,
-    timeline,
-    work_order,
 )
 
 SCHEDULES = get_args(PipelineSchedule)
