@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check_device", "devices_here"]
-
 
 def devices_here(*, bindable: bool = False) -> list[str]:
     """Types of the devices that torch finds, the preferred one first.

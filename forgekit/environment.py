@@ -11,16 +11,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = [
-    "PACKAGE",
-    "RECIPES",
-    "first_host",
-    "identity",
-    "is_library",
-    "local_world",
-    "rendezvous",
-]
-
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 

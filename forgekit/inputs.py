@@ -15,26 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "LARGEST",
-    "SHOWN",
-    "brief",
-    "check_choice",
-    "check_integers",
-    "check_numbers",
-    "check_rank",
-    "is_integer",
-    "is_number",
-    "nearest_multiples",
-    "parse_json",
-    "path_of",
-    "path_problem",
-    "quoted",
-    "too_deep",
-    "too_long",
-    "wrong_type",
-]
-
 LARGEST = 2**63 - 1
 """The largest integer that tensors hold."""
 

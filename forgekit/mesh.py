@@ -23,8 +23,6 @@ from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
 from forgekit.inputs import nearest_multiples
 
-__all__ = ["MeshSpec", "build_mesh", "data_ranks", "expert_ranks", "process_rank", "shutdown"]
-
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 EXPERT_DIMENSIONS = ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")

@@ -27,14 +27,6 @@ from forgekit.environment import is_library
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Agreement",
-    "DonatedStateError",
-    "SaveHandle",
-    "TrainState",
-    "check_optimizer",
-    "donate",
-]
 
 DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""

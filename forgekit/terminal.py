@@ -15,8 +15,6 @@ from typing import Any, TextIO, cast
 
 from forgekit.environment import identity
 
-__all__ = ["Steady", "printable", "steady_streams", "tell", "tell_once"]
-
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )

@@ -127,16 +127,12 @@ def test_all_lists_what_is_imported_in_the_same_order():
     assert [name for names in ours for name in names] == fk.__all__
 
 
-def test_all_of_a_module_is_there():
-    """And a name that is public for the package is public for its module."""
-    modules = [sys.modules[m] for m in sys.modules if m.startswith("forgekit.")]
-    for module in modules:
-        for name in getattr(module, "__all__", ()):
-            assert hasattr(module, name), (module.__name__, name)
-    for name in fk.__all__:
-        module = getattr(getattr(fk, name), "__module__", "")
-        if module.startswith("forgekit."):
-            assert name in sys.modules[module].__all__, (module, name)
+def test_no_file_takes_a_name_with_an_underscore_from_another():
+    """The underscore alone says what is a file's own; only packages list what they offer."""
+    for path in ROOT.rglob("*.py"):
+        for module, names in _imports(path):
+            own = [name for name in names if name.startswith("_")]
+            assert not (module.startswith("forgekit") and own), (path.name, own)
 
 
 def test_the_package_imports_nothing_of_its_tests():

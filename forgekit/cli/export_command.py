@@ -13,7 +13,6 @@ from forgekit.terminal import printable
 if TYPE_CHECKING:
     from forgekit.model.transformer import TransformerSpec
 
-__all__ = ["add_export"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 

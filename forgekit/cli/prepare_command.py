@@ -19,8 +19,6 @@ from forgekit.terminal import printable
 if TYPE_CHECKING:
     from forgekit.data.documents.protocol import Documents
 
-__all__ = ["add_prepare"]
-
 
 def add_prepare(commands: Any) -> None:
     """Declare ``forgekit prepare`` and its arguments."""

@@ -25,8 +25,6 @@ from forgekit.cli.usage import UsageError
 from forgekit.cli.verify_command import add_verify
 from forgekit.terminal import printable, steady_streams, tell
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> int:
     """Run one command.

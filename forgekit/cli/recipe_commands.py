@@ -21,8 +21,6 @@ from forgekit.cli.recipe_files import recipe_file, recipe_files, settings_files
 from forgekit.cli.usage import UsageError, exit_code
 from forgekit.terminal import printable
 
-__all__ = ["add_cp", "add_ls", "add_run", "run"]
-
 
 def add_ls(commands: Any) -> None:
     """Declare ``forgekit ls``."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from forgekit.cli.usage import UsageError
 
-__all__ = ["named", "names_of", "recipe_file", "recipe_files", "recipes_folder", "settings_files"]
-
 
 def recipes_folder() -> Path:
     """Where the recipes are: inside the installed package, or beside it in a checkout."""

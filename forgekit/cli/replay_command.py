@@ -20,8 +20,6 @@ from forgekit.terminal import printable
 if TYPE_CHECKING:
     from forgekit.run.replay import Replay
 
-__all__ = ["add_replay"]
-
 
 def add_replay(commands: Any) -> None:
     """Declare ``forgekit replay`` and its arguments."""

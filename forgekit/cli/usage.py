@@ -9,8 +9,6 @@ from pathlib import Path
 from forgekit.inputs import brief, path_problem
 from forgekit.terminal import tell
 
-__all__ = ["UsageError", "exit_code", "file_path", "integer", "script_file"]
-
 
 class UsageError(Exception):
     """A mistake in the arguments; its text is all that the user needs to see."""

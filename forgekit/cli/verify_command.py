@@ -19,8 +19,6 @@ from forgekit.cli.usage import UsageError, exit_code, file_path, script_file
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
 
-__all__ = ["add_verify"]
-
 
 def add_verify(commands: Any) -> None:
     """Declare ``forgekit verify`` and its arguments."""

@@ -22,8 +22,6 @@ from forgekit.config.strict import UNKNOWN, ConfigError, collecting, shown, stru
 from forgekit.inputs import brief, too_deep, too_long
 from forgekit.terminal import printable, tell_once
 
-__all__ = ["load_config"]
-
 ConfigT = TypeVar("ConfigT")
 
 

@@ -26,8 +26,6 @@ from forgekit.config.schema import (
 from forgekit.inputs import LARGEST, brief, path_problem
 from forgekit.terminal import printable
 
-__all__ = ["ConfigError", "structure", "to_dict"]
-
 ConfigT = TypeVar("ConfigT")
 
 UNKNOWN = "unknown key"

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from forgekit.inputs import path_of
 
-__all__ = ["UNSUPPORTED", "atomic_directory", "is_locked", "locked", "replace", "sync"]
-
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems that cannot lock, or cannot sync a directory."""
 

@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compare_facts", "facts_of", "hash_of", "state_facts", "tokenizer_of"]
-
 HASH = "hash"
 WORDS = {"seq_len": "sequence length"}
 

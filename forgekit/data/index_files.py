@@ -9,8 +9,6 @@ from typing import Any
 
 from forgekit.inputs import brief, parse_json
 
-__all__ = ["INDEX", "read_index_file", "write_index_file"]
-
 INDEX = "index.json"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["require"]
-
 
 def require(module: str, extra: str) -> Any:
     """Import a module of an optional package, or say how to install it.

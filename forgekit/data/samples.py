@@ -10,17 +10,6 @@ from tensordict import TensorDict
 
 from forgekit.inputs import quoted
 
-__all__ = [
-    "IGNORED",
-    "MOST_ROWS",
-    "PADDING",
-    "apply_transforms",
-    "check_alike",
-    "check_has",
-    "collate",
-    "read_rows",
-]
-
 IGNORED = -100
 """The label of a position without a loss."""
 

@@ -23,8 +23,6 @@ from torch._compile import _disable_dynamo
 from forgekit.model.attention_kernels import AttentionChoice, choose
 from forgekit.model.document_attention import build_operator
 
-__all__ = ["Attend", "Bounds", "Documents", "attend_causal", "document_mask", "wide"]
-
 CALL_COST = 30_000
 """Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""
 

@@ -15,8 +15,6 @@ from typing import Literal
 import attrs
 import torch
 
-__all__ = ["FLASH", "ORDER", "AttentionChoice", "AttentionUse", "Kernel", "choose", "refusal"]
-
 Kernel = Literal["flash", "varlen", "flex", "sdpa"]
 
 AttentionChoice = Literal["auto", "flash", "varlen", "flex", "sdpa"]

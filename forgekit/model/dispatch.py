@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Compute", "Dispatch", "dispatch_local", "invert", "permute", "sort_by_expert"]
-
 Compute = Callable[[Tensor, Tensor], Tensor]
 """``compute(tokens, counts)``: ``[m d]`` in order of the experts and ``[e]`` int64, how many each
 has, to ``[m d]``. Under expert parallelism ``e`` is the number of experts that this rank holds.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Split", "build_operator"]
-
 Split = Callable[[Tensor, Tensor], tuple[list[int] | None, Tensor | None]]
 """From ``doc_ids`` and queries to lengths of documents, or where those are None to a mask."""
 

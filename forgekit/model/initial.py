@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forgekit.inputs import check_integers
 
-__all__ = ["init_weights"]
-
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = None) -> None:

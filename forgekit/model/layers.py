@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from forgekit.model.attention import Attend, attend_causal
 from forgekit.model.rope_scaling import RopeScaling, rotary_frequencies
 
-__all__ = ["Attention", "Block", "FeedForward", "rotary_angles", "rotate"]
-
 
 def rotary_angles(
     position_ids: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None

@@ -19,8 +19,6 @@ from forgekit.model.layers import FeedForward
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing, add_gradient
 
-__all__ = ["Experts", "MoE"]
-
 ALIGNMENT = 16
 """Bytes that divide the strides which ``grouped_mm`` takes."""
 

@@ -16,8 +16,6 @@ from forgekit.inputs import (
     nearest_multiples,
 )
 
-__all__ = ["MoESpec", "Rate", "cosine_rate", "linear_rate"]
-
 Rate = Callable[[int, int | None], float]
 """``rate(step, total)``: a pure function of the step, from 0, and the number of steps."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from forgekit.inputs import check_choice, check_integers, check_numbers
 
-__all__ = ["RopeScaling", "rotary_frequencies"]
-
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from forgekit.model.attention import wide
 from forgekit.model.moe_spec import MoESpec
 
-__all__ = ["Router", "Routing", "add_gradient", "check_choices", "whole_rows"]
-
 SMALLEST = 1e-20
 """Added to sums of weights, as in DeepSeek-V3: all of a sigmoid's may be 0."""
 

@@ -24,8 +24,6 @@ from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Routing, check_choices
 
-__all__ = ["Transformer", "TransformerSpec", "locate_all"]
-
 INITIAL_STD = 0.02
 
 INTO_STREAM = (

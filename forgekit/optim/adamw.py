@@ -8,8 +8,6 @@ from torch import nn
 from forgekit.inputs import brief, check_numbers
 from forgekit.optim.parameter_groups import decay_groups
 
-__all__ = ["adamw"]
-
 
 def adamw(
     model: nn.Module,

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Chained", "chain_optimizers"]
-
 
 def chain_optimizers(*optimizers: Optimizer) -> Chained:
     """Join optimizers over different parameters of a model into one.

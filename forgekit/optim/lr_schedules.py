@@ -17,21 +17,6 @@ import attrs
 
 from forgekit.inputs import brief, check_integers, check_numbers
 
-__all__ = [
-    "Decay",
-    "PhasedSchedule",
-    "Scaled",
-    "Schedule",
-    "constant",
-    "cosine",
-    "linear",
-    "warmup",
-    "warmup_cosine",
-    "warmup_linear",
-    "with_phases",
-    "wsd",
-]
-
 Schedule = Callable[[int], float]
 Decay = Literal["linear", "cosine", "sqrt"]
 

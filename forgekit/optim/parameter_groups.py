@@ -8,8 +8,6 @@ from torch import nn
 
 from forgekit.inputs import check_numbers
 
-__all__ = ["decay_groups"]
-
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trainable parameters into matrices that decay and the rest, which does not.

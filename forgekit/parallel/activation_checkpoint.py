@@ -21,8 +21,6 @@ from torch.utils.checkpoint import (
 
 from forgekit.parallel.module_forward import wrap_forward
 
-__all__ = ["ActivationCheckpoint", "check_recompute", "compile_blocks", "recompute"]
-
 ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
 
 BUDGET = "activation_memory_budget"

@@ -24,8 +24,6 @@ from forgekit.mesh import expert_view
 from forgekit.model.dispatch import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
 
-__all__ = ["apply_experts", "expert_mesh", "find_experts"]
-
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The ranks of a mesh as experts share them.

@@ -28,25 +28,6 @@ from torch.distributed.tensor import Shard
 
 from forgekit.model.layers import Block
 
-__all__ = [
-    "FsdpModules",
-    "Precision",
-    "Sync",
-    "clear_gradients",
-    "find_hooked",
-    "find_unreduced",
-    "fsdp_modules",
-    "gather_skipped",
-    "release",
-    "reset_iteration",
-    "set_sync",
-    "shard",
-    "shard_experts",
-    "sum_gradients",
-    "watching_shards",
-    "widen_accumulators",
-]
-
 Precision = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["last", "every", "hsdp_last"]
 

@@ -8,13 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DIMENSIONS
 
-__all__ = [
-    "arrange",
-    "shard_and_owners",
-    "size_of",
-    "world_of",
-]
-
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
     """Size of a mesh dimension; 1 where the mesh does not have it."""

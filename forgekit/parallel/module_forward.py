@@ -14,8 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["to_local", "with_local_parameters", "wrap_forward"]
-
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     """Replace a module's ``forward``, in place, by a function that is given the original.

@@ -43,18 +43,10 @@ from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stage_tensors import Absent
 from forgekit.parallel.pipeline.stages import Stages, split_stages
 from forgekit.parallel.rank_agreement import check_alike
+from forgekit.parallel.tensor.plan import EXPERT, Plan, Style, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
-from forgekit.parallel.tensor.tensor_parallel import (
-    EXPERT,
-    Plan,
-    Style,
-    apply_plan,
-    logit_modules,
-    read_plan,
-)
+from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
-
-__all__ = ["parallelize"]
 
 
 def parallelize(

@@ -9,8 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["check_alike"]
-
 SHOWN = 4
 """Ranks that an error lists."""
 

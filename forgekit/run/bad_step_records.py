@@ -18,8 +18,6 @@ from forgekit.run.durable_files import append_lines
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 
-__all__ = ["BadStepRecords", "read_bad_steps"]
-
 KEPT = ("loss", "grad_norm", "skipped", "spikes")
 
 

@@ -23,8 +23,6 @@ from forgekit.run.checkpoints.save import wait_for_saves
 from forgekit.run.checkpoints.storage import committed, discard_after, storage_of
 from forgekit.state import TrainState, donate
 
-__all__ = ["BadStepError", "BadSteps", "bad_step_policy", "roll_back"]
-
 BadSteps = Literal["raise", "warn", "skip", "roll_back"]
 StateT = TypeVar("StateT", bound=TrainState)
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from forgekit.inputs import check_choice
 from forgekit.run.stop_signal import HostCopy
 
-__all__ = ["DataEnd", "EndPolicy"]
-
 EndPolicy = Literal["pad", "drop", "error"]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["append_lines", "overwrite", "write_atomic"]
-
 
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that readers, and a crash, find the old content or the new, never a part."""

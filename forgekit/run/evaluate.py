@@ -15,8 +15,6 @@ from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tens
 from forgekit.steps.pipelined import evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
-__all__ = ["evaluate"]
-
 
 @torch.no_grad()
 def evaluate(

@@ -17,8 +17,6 @@ from forgekit.run.durable_files import write_atomic
 from forgekit.state import TrainState, layout_of
 from forgekit.steps.forward import evaluating
 
-__all__ = ["generate", "write_sample"]
-
 
 @torch.no_grad()
 def generate(

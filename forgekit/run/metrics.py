@@ -32,8 +32,6 @@ from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable
 
-__all__ = ["MetricsLog", "read_metrics"]
-
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
 SUMMED = frozenset({"targets", "skipped", "spikes"})
 """Metrics that are added up over the steps of a row."""

@@ -19,8 +19,6 @@ from forgekit.run.stop_signal import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = ["Setup", "held_out_loader", "train_loader"]
-
 
 @attrs.frozen(kw_only=True)
 class Setup:

@@ -20,8 +20,6 @@ from forgekit.steps.clip import clip
 from forgekit.steps.forward import evaluating
 from forgekit.steps.totals import with_gradient_square
 
-__all__ = ["Replay", "find_bad_layers", "replay_step"]
-
 
 @attrs.frozen
 class Replay:

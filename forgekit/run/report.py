@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_losses", "wrap_up"]
 
 BLUE, GREY = "#1f5fa8", "#5f6670"
 EVALUATIONS = ("#d1495b", "#2a9d8f", "#e08e0b", "#7b4fa3", "#8a5a44")

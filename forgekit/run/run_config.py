@@ -12,8 +12,6 @@ from forgekit.inputs import parse_json
 from forgekit.run.durable_files import append_lines, write_atomic
 from forgekit.state import TrainState
 
-__all__ = ["keep_config"]
-
 SHOWN = 40
 """Characters of a value in the line that names the changes; the file has all."""
 

@@ -39,8 +39,6 @@ from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_b
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
-__all__ = ["Run", "every", "open_run"]
-
 USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
 

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from forgekit.inputs import path_of
 
-__all__ = ["check_directory"]
-
 KINDS = MappingProxyType(
     {
         ".lock": "file",

@@ -17,8 +17,6 @@ from forgekit.data.atomic_directory import UNSUPPORTED
 from forgekit.inputs import check_choice
 from forgekit.run.durable_files import overwrite, write_atomic
 
-__all__ = ["RunLockedError", "lock_run", "write_status"]
-
 log = logging.getLogger("forgekit")
 
 STATUSES = ("running", "finished", "stopped", "failed")

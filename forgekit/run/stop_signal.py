@@ -28,8 +28,6 @@ from torch import Tensor
 
 from forgekit.run.health.rendezvous import HangError
 
-__all__ = ["HostCopy", "StopSignal"]
-
 log = logging.getLogger("forgekit")
 
 LAG = 2

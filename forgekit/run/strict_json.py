@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["finite"]
-
 
 def finite(value: Any) -> Any:
     """Put None in place of what is not finite, in lists and dicts too.

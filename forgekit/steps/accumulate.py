@@ -53,8 +53,6 @@ from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.position_proof import check_positions
 from forgekit.steps.totals import LossSums, Totals
 
-__all__ = ["LossFn", "Sync", "accumulate", "count_ahead"]
-
 
 def accumulate(
     state: TrainState,

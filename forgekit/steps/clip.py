@@ -10,8 +10,6 @@ from torch import Tensor
 
 from forgekit.steps.totals import Totals
 
-__all__ = ["Correction", "clip"]
-
 EPS = 1e-6
 """Added to the norm that divides, as torch's ``clip_grad_norm_`` does."""
 

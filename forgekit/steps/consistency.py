@@ -25,16 +25,6 @@ from forgekit.mesh import DATA_DIMENSIONS
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 
-__all__ = [
-    "Claim",
-    "UnreducedError",
-    "agree",
-    "check_replicas",
-    "compare_sums",
-    "difference",
-    "digest_rows",
-]
-
 DRIFT, NOISE = 1e-6, 1e-3
 """Relative differences that replicas may have: of parameters, and of gradients."""
 

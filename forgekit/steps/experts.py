@@ -20,8 +20,6 @@ from forgekit.model.moe import MoE
 from forgekit.model.routing import Routing
 from forgekit.model.transformer import Transformer
 
-__all__ = ["EXPERTS", "StepRouters", "expert_metrics", "find_routed", "rebalance"]
-
 EXPERTS = "experts"
 """The key of what routers note, among a step's sums."""
 

@@ -26,17 +26,6 @@ from forgekit.parallel.fsdp import fsdp_modules, reset_iteration
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss
 
-__all__ = [
-    "LossFn",
-    "check_loss",
-    "compute_loss",
-    "explaining",
-    "length_of",
-    "mixing_tensors",
-    "pass_eagerly",
-    "take_part",
-]
-
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]

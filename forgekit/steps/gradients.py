@@ -19,8 +19,6 @@ from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.totals import Totals
 
-__all__ = ["grad_norms", "gradients"]
-
 
 def gradients(state: TrainState, totals: Totals, *, pattern: str = "*") -> dict[str, Tensor]:
     """Give the gradients of the token-mean loss, before clipping.

@@ -21,8 +21,6 @@ from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
 from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_positions
 from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
 
-__all__ = ["linear_cross_entropy"]
-
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0

@@ -19,14 +19,6 @@ from forgekit.data.samples import IGNORED
 from forgekit.model.attention import wide
 from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
 
-__all__ = [
-    "Loss",
-    "check_labels",
-    "check_shapes",
-    "cross_entropy",
-    "loss_of_positions",
-]
-
 Number = Tensor | float | int
 Metric = Number | tuple[Number, Number]
 

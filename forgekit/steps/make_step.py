@@ -19,8 +19,6 @@ from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
-__all__ = ["Vote", "make_step", "step_metrics"]
-
 StateT = TypeVar("StateT", bound=TrainState)
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from forgekit.steps.forward import LossFn
 from forgekit.steps.losses import Loss
 
-__all__ = ["losses_by_source"]
-
 
 def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
     """Let a loss function report the loss and the targets of each source as well.

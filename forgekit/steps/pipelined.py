@@ -39,8 +39,6 @@ from forgekit.steps.position_proof import (
 from forgekit.steps.recorded_call import Call, note_call, once
 from forgekit.steps.totals import LossSums
 
-__all__ = ["accumulate_staged", "evaluate_staged"]
-
 
 def accumulate_staged(
     routers: StepRouters,

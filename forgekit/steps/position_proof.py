@@ -29,8 +29,6 @@ from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating
 from forgekit.steps.losses import Loss
 
-__all__ = ["check_positions", "find_unequal", "halves_of", "raise_together", "take_positions"]
-
 CLOSE = 1e-2
 """Largest difference over the largest value, for 16 bits too; what is wrong differs by far more."""
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from forgekit.parallel.pipeline.tracing import PARAMETER_READ
 from forgekit.steps.forward import LossFn
 
-__all__ = ["Call", "note_call", "once"]
-
 
 @attrs.frozen(eq=False)
 class Call:

@@ -11,8 +11,6 @@ from torch import Tensor
 from forgekit.steps.clip import Correction
 from forgekit.steps.totals import Totals
 
-__all__ = ["SpikeLimit", "limit_spikes"]
-
 ROUNDING = 1e-6
 """Least standard deviation, relative to the mean: equal numbers differ by rounding."""
 

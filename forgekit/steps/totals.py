@@ -23,8 +23,6 @@ from forgekit.steps.consistency import (
 )
 from forgekit.steps.losses import Loss
 
-__all__ = ["LossSums", "Totals", "mean_metrics", "reduce_losses", "reduce_totals"]
-
 
 @attrs.frozen
 class Totals:

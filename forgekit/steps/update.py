@@ -18,8 +18,6 @@ from forgekit.steps.clip import Correction, is_good
 from forgekit.steps.experts import rebalance
 from forgekit.steps.totals import Totals
 
-__all__ = ["skips_on_device", "update"]
-
 StateT = TypeVar("StateT", bound=TrainState)
 
 GROWTH_INTERVAL = 2000

@@ -28,15 +28,6 @@ from forgekit.model.attention import wide
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
 
-__all__ = [
-    "Columns",
-    "Softmax",
-    "share_softmax",
-    "shared_losses",
-    "take_logits",
-    "take_projection",
-]
-
 TENSOR = "tp"
 """The mesh dimension whose ranks share the vocabulary."""
 

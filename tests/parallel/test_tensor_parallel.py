@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import forgekit as fk
 from forgekit.parallel.fsdp import shard
-from forgekit.parallel.tensor.tensor_parallel import apply_plan, read_plan
+from forgekit.parallel.tensor.plan import read_plan
+from forgekit.parallel.tensor.tensor_parallel import apply_plan
 
 VOCAB, PLACES = 40, 8
 WIDE = attrs.evolve(SPEC, vocab_size=VOCAB, dim=32, heads=8, kv_heads=4)  # four ranks can share it

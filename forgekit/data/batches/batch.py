@@ -14,8 +14,6 @@ from tensordict import TensorDict
 
 from forgekit.data.samples import IGNORED, PADDING, check_has
 
-__all__ = ["check_batch", "ids_shape", "mask_batch", "mask_rows", "shift_labels"]
-
 
 def check_batch(batch: TensorDict) -> None:
     """Raise unless a micro-batch has the keys, shapes and integers that a step relies on.

@@ -21,8 +21,6 @@ from forgekit.data.batches.batch import ids_shape
 from forgekit.data.samples import check_alike
 from forgekit.inputs import check_choice, check_rank, nearest_multiples
 
-__all__ = ["Slicing", "join_positions", "shard_sequence", "slice_positions", "unshard_sequence"]
-
 Slicing = Literal["zigzag", "contiguous"]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from forgekit.data.samples import IGNORED, PADDING, check_has
 from forgekit.inputs import check_integers
 
-__all__ = ["mask_prompts", "pad_places", "pad_positions"]
-
 _FILL = {"labels": IGNORED, "doc_ids": PADDING}
 
 

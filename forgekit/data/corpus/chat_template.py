@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from forgekit.inputs import brief, quoted, wrong_type
 
-__all__ = ["ChatEncoder", "Example", "common_messages"]
-
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]
 Span: TypeAlias = "tuple[int, int]"

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from forgekit.data.corpus.tokenizer import without_limits
 
-__all__ = ["encode_texts"]
-
 T = TypeVar("T")
 
 AT_ONCE = 2**20

@@ -12,8 +12,6 @@ from forgekit.data.documents.filters import Account, Filters, read_filtered
 from forgekit.data.documents.protocol import Documents, Record
 from forgekit.data.hashing import hash_integers
 
-__all__ = ["HeldOutSplit", "Progress", "SourcePosition"]
-
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 REPORT_BYTES = 1 << 18

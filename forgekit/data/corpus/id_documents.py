@@ -15,8 +15,6 @@ from forgekit.data.documents.protocol import Record
 from forgekit.data.hashing import hash_integers
 from forgekit.inputs import LARGEST, check_integers
 
-__all__ = ["NumberedDocuments", "random_documents", "token_documents"]
-
 
 @attrs.frozen
 class NumberedDocuments:

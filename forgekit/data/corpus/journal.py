@@ -19,8 +19,6 @@ from forgekit.data.atomic_directory import sync
 from forgekit.data.corpus.held_out import SourcePosition
 from forgekit.inputs import parse_json
 
-__all__ = ["JOURNAL", "Entry", "clear", "read_entry", "write_entry"]
-
 JOURNAL = "progress.json"
 
 

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VERSION", "append_numbers", "checksum_of", "has_numbers", "map_numbers", "write_header"]
-
 VERSION = 1
 
 # bytes 0-7 magic | 8-11 version | 12-15 bytes per number | 16-23 count | 24-31 zero, room to grow

@@ -51,8 +51,6 @@ from forgekit.data.documents.text_files import Paths, stdlib_documents, text_doc
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.terminal import printable
 
-__all__ = ["Prepared", "Progress", "prepare"]
-
 ASKED = "vocab_size_asked"
 """Key of the metadata: the requested size; None if a tokenizer was given."""
 

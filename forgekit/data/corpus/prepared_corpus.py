@@ -9,8 +9,6 @@ import attrs
 from forgekit.data.corpus.token_files import HELD_OUT, TokenFile, is_token_file, open_tokens
 from forgekit.data.documents.filters import Account
 
-__all__ = ["TOKENIZER", "Prepared", "find_prepared", "is_prepared", "open_prepared"]
-
 TOKENIZER = "tokenizer.json"
 
 

@@ -28,8 +28,6 @@ from forgekit.data.corpus.token_index import INDEX, read_index
 from forgekit.data.corpus.token_writer import TokenWriter, files_of
 from forgekit.inputs import path_of
 
-__all__ = ["HELD_OUT", "TokenFile", "is_token_file", "open_tokens", "write_tokens"]
-
 HELD_OUT = "heldout"
 """The folder of held-out documents inside the token file that ``prepare`` writes."""
 

@@ -10,8 +10,6 @@ from forgekit.data.corpus.number_files import VERSION
 from forgekit.data.index_files import INDEX, read_index_file, write_index_file
 from forgekit.inputs import LARGEST, brief
 
-__all__ = ["INDEX", "read_index", "write_index"]
-
 MAGIC = "forgekit-tokens"
 DTYPES = ("uint16", "uint32")
 AGAIN = "Write the token file again"

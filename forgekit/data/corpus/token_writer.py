@@ -21,8 +21,6 @@ from forgekit.data.corpus.token_index import write_index
 from forgekit.data.documents.protocol import check_ids
 from forgekit.inputs import check_integers
 
-__all__ = ["DamagedError", "TokenWriter", "files_of"]
-
 OFFSETS_NAME = "offsets.bin"
 OFFSET = np.dtype("<i8")
 

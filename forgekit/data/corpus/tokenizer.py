@@ -17,15 +17,6 @@ from forgekit.inputs import brief, check_integers, path_of, quoted, wrong_type
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = [
-    "END_OF_TEXT",
-    "LARGEST_VOCAB",
-    "SMALLEST_VOCAB",
-    "load_tokenizer",
-    "token_id",
-    "train_tokenizer",
-    "without_limits",
-]
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes each document; its id is 0 in tokenizers trained here."""

@@ -18,8 +18,6 @@ from forgekit.data.documents.protocol import check_column
 from forgekit.data.optional_packages import require
 from forgekit.inputs import brief, parse_json
 
-__all__ = ["Raw", "Reader", "json_objects", "reader_of"]
-
 ROWS_AT_ONCE = 256
 """Rows of parquet in memory; a larger row group is read in pieces."""
 

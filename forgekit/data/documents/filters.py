@@ -15,8 +15,6 @@ import attrs
 
 from forgekit.data.documents.protocol import Documents, Record
 
-__all__ = ["Account", "Filters", "describe_filters", "read_filtered"]
-
 Filters: TypeAlias = Mapping[str, Callable[[str], bool]]
 """Functions that return False for a document to drop, by the name that counts it."""
 

@@ -19,8 +19,6 @@ from forgekit.data.documents.protocol import Errors, Record, check_column, check
 from forgekit.data.optional_packages import require
 from forgekit.inputs import path_of, quoted, wrong_type
 
-__all__ = ["HuggingFaceDocuments", "huggingface_documents"]
-
 ROWS_AT_ONCE = 256
 
 LARGEST_FOLDER = 10_000

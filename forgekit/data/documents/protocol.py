@@ -17,17 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.inputs import check_choice, quoted, wrong_type
 
-__all__ = [
-    "Content",
-    "Documents",
-    "Errors",
-    "Record",
-    "as_documents",
-    "check_column",
-    "check_ids",
-    "check_reading",
-]
-
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
 

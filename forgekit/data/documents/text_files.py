@@ -21,8 +21,6 @@ from forgekit.data.documents.file_formats import Raw, reader_of
 from forgekit.data.documents.protocol import Errors, Record, check_reading
 from forgekit.inputs import path_of
 
-__all__ = ["TextDocuments", "stdlib_documents", "text_documents"]
-
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 SUFFIXES = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from forgekit.inputs import LARGEST, check_integers, nearest_multiples
 
-__all__ = ["count_micro_batches"]
-
 
 def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> int:
     """Count the micro-batches per optimizer step that make a global batch.

@@ -10,8 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-__all__ = ["DeviceCopies"]
-
 
 @attrs.frozen
 class Copy:

@@ -29,8 +29,6 @@ from forgekit.data.documents.protocol import Documents, Record, check_ids
 from forgekit.data.samples import PADDING, apply_transforms
 from forgekit.terminal import printable
 
-__all__ = ["Cursor", "DocumentRows"]
-
 BROKEN_NAMED = 10
 """Broken documents that are named in the log; the others are counted."""
 

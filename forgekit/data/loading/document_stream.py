@@ -23,8 +23,6 @@ from forgekit.data.loading.workers import Reader, compute_ahead
 from forgekit.data.samples import MOST_ROWS
 from forgekit.inputs import check_integers, check_rank, wrong_type
 
-__all__ = ["DocumentStream", "stream_documents"]
-
 
 def stream_documents(
     documents: Documents | Iterable[Any],

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from forgekit.data.batches.batch import mask_batch
 from forgekit.inputs import check_choice, check_integers
 
-__all__ = ["Group", "groups"]
-
 
 class End(Protocol):
     """What ``groups`` asks of a ``DataEnd``."""

@@ -28,8 +28,6 @@ from forgekit.data.samples import MOST_ROWS, apply_transforms, read_rows
 from forgekit.devices import check_device
 from forgekit.inputs import LARGEST, check_integers, check_rank
 
-__all__ = ["Loader", "make_loader"]
-
 MOST_WORKERS = 1024
 
 LAST_SAMPLE = 2**62

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Skips", "check_skips", "positions"]
-
 Skips = Sequence[tuple[int, int]]
 """Pairs of the first sample and the number of rows, in the numbering before this skip."""
 

@@ -20,8 +20,6 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, P
 
 from forgekit.data.loading.device_prefetch import DeviceCopies
 
-__all__ = ["Reader", "compute_ahead"]
-
 
 class Reader:
     """Takes results from a stream that is opened when the first one is needed.

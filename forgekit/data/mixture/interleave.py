@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 
 from forgekit.data.hashing import hash_integers
 
-__all__ = ["BLOCK", "UNITS", "Stretch", "assign_block", "count_assigned", "split_interval"]
-
 Integers = NDArray[np.int64]
 
 BLOCK = 1024

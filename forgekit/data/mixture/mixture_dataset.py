@@ -17,8 +17,6 @@ from forgekit.data.mixture.order import Order
 from forgekit.data.samples import check_alike, read_rows
 from forgekit.inputs import quoted
 
-__all__ = ["Mixture", "mixture_dataset"]
-
 
 def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     """Mix datasets by an order: row ``i`` is sample ``i``.

@@ -25,8 +25,6 @@ from forgekit.data.mixture.permutation import sample_rows
 from forgekit.data.mixture.phases import Phase, check_sizes, mixed_weights
 from forgekit.inputs import check_integers
 
-__all__ = ["Order", "make_order"]
-
 Integers = NDArray[np.int64]
 
 

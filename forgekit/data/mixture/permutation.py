@@ -15,8 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.hashing import U64, as_unsigned, hash_integers, mix_bits
 
-__all__ = ["permute", "recall_rows", "sample_rows"]
-
 ROUNDS = 8
 """After three or four neighbours correlate; eight are indistinguishable from a shuffled array."""
 

@@ -11,8 +11,6 @@ import attrs
 
 from forgekit.inputs import check_integers, check_numbers, quoted
 
-__all__ = ["Phase", "check_sizes", "mixed_weights"]
-
 
 def _copied(weights: Mapping[str, float]) -> dict[str, float]:
     return dict(weights)

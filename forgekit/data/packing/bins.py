@@ -21,8 +21,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.index_files import INDEX, read_index_file, write_index_file
 
-__all__ = ["Bins", "bins_files", "open_bins", "pad_lengths", "save_bins"]
-
 MAGIC = "forgekit-bins"
 VERSION = 1
 ARRAYS = ("offsets", "documents", "starts", "lengths")

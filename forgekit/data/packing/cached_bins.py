@@ -21,8 +21,6 @@ from forgekit.data.packing.bins import Bins, bins_files, open_bins, save_bins
 from forgekit.data.packing.pack import LongDocuments, PackingMethod, pack
 from forgekit.inputs import check_integers, path_of
 
-__all__ = ["cached_bins"]
-
 PACKING = 1
 """Incremented when ``pack`` gives other bins for the same arguments."""
 

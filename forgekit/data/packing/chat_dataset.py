@@ -25,8 +25,6 @@ from forgekit.data.packing.packed_dataset import PackedDataset, packed_dataset
 from forgekit.data.samples import IGNORED
 from forgekit.inputs import brief, check_choice, check_integers, path_of, quoted
 
-__all__ = ["ChatCounts", "ChatDataset", "LongExamples", "chat_dataset", "preference_dataset"]
-
 LongExamples = Literal["error", "truncate", "drop"]
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 

@@ -20,8 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from forgekit.data.packing.bins import Bins, pad_lengths
 from forgekit.inputs import check_choice, check_integers, nearest_multiples
 
-__all__ = ["LongDocuments", "PackingMethod", "pack"]
-
 Ints = NDArray[np.int64]
 PackingMethod = Literal["best_fit", "first_fit_decreasing", "sequential"]
 LongDocuments = Literal["split", "error", "drop"]

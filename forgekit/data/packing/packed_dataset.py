@@ -21,8 +21,6 @@ from forgekit.data.packing.pack import pack
 from forgekit.data.packing.pieces import PieceReader, Pieces
 from forgekit.data.samples import IGNORED, PADDING, apply_transforms, collate
 
-__all__ = ["PackedDataset", "Transform", "packed_dataset"]
-
 Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]
 

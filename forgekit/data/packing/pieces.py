@@ -14,8 +14,6 @@ from forgekit.data.corpus.token_files import TokenFile
 from forgekit.data.documents.protocol import check_ids
 from forgekit.data.samples import IGNORED
 
-__all__ = ["PieceReader", "Pieces"]
-
 Ints = NDArray[np.int64]
 
 

@@ -17,8 +17,6 @@ from forgekit.data.fingerprint import state_facts, tokenizer_of
 from forgekit.data.samples import IGNORED, MOST_ROWS, PADDING
 from forgekit.inputs import check_integers
 
-__all__ = ["TokenDataset", "check_vocabulary", "token_dataset"]
-
 
 def token_dataset(
     path: str | os.PathLike[str] | TokenFile, seq_len: int = 1024, *, doc_ids: bool = False

@@ -20,8 +20,6 @@ from forgekit.model.attention import CALL_COST
 from forgekit.model.attention_kernels import Kernel
 from forgekit.parallel.context.block_attention import Ids, has_flash
 
-__all__ = ["Area", "Route", "areas_of_documents", "areas_of_queries", "areas_seen"]
-
 MOST_SCORES = 2**23
 """Query-key pairs of all heads whose scores or mask are held at once."""
 

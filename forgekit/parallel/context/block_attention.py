@@ -19,8 +19,6 @@ from torch import Tensor
 from forgekit.model.attention import wide
 from forgekit.model.attention_kernels import Kernel
 
-__all__ = ["Ids", "attend_block", "attend_block_backward", "has_flash", "merge_block"]
-
 Ids = tuple[Tensor, Tensor]
 """Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
 

@@ -26,18 +26,6 @@ from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUs
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.layout import size_of
 
-__all__ = [
-    "ChosenAttention",
-    "Context",
-    "ContextParallel",
-    "Sockets",
-    "apply_context",
-    "choose_attention",
-    "locate_slice",
-    "split_context",
-    "with_sockets",
-]
-
 ContextParallel = Literal["ring", "ulysses", "both"]
 
 Sockets = Mapping[str, Mapping[str, Any]]

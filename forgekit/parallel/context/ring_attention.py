@@ -34,8 +34,6 @@ from forgekit.parallel.context.sequence_exchange import (
     members_named,
 )
 
-__all__ = ["attend_ring", "ring_attention"]
-
 MOST_TURNS = 4
 """In how many parts, by heads, a slice goes round at most."""
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-__all__ = ["Members", "Transfer", "exchange_heads", "gathering_ids", "members_named"]
-
 
 @attrs.define(eq=False)
 class Transfer:

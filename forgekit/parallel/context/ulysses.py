@@ -21,8 +21,6 @@ from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.parallel.context.ring_attention import check_shapes
 from forgekit.parallel.context.sequence_exchange import Members, gathering_ids
 
-__all__ = ["check_heads", "ulysses_attention"]
-
 
 def ulysses_attention(
     members: Members, attend: Attend = attend_causal, documents: Documents | None = None

@@ -19,8 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from forgekit.parallel.pipeline.schedule import PipelineSchedule, schedule_class, stages_per_rank
 
-__all__ = ["Compute", "Engine", "Passed"]
-
 CACHED = 4
 """Schedules that are kept; each keeps a receive buffer for each of its micro-batches."""
 

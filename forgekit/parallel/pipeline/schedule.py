@@ -12,15 +12,6 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = [
-    "PipelineSchedule",
-    "check_micro_batches",
-    "forward_at",
-    "schedule_class",
-    "stages_of",
-    "stages_per_rank",
-]
-
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]

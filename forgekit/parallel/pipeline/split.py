@@ -19,8 +19,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from forgekit.parallel.pipeline.stage_tensors import Absent, Relay
 
-__all__ = ["Cut", "balance", "cost_of", "cut"]
-
 SHOWN = 4
 """Names that an error lists."""
 

@@ -22,18 +22,6 @@ from torch import Tensor, nn
 
 from forgekit.parallel.module_forward import wrap_forward
 
-__all__ = [
-    "Absent",
-    "Flow",
-    "Leaf",
-    "PartCall",
-    "Recorder",
-    "Relay",
-    "Source",
-    "mapped",
-    "parts_of",
-]
-
 PartCall = tuple[str, int]
 """A part's name, and how often it was called before in this forward."""
 

@@ -33,7 +33,6 @@ from forgekit.parallel.pipeline.tracing import Report, join, rehearse, restored
 if TYPE_CHECKING:
     from forgekit.parallel.pipeline.runtime import Compute, Passed
 
-__all__ = ["Stages", "split_stages"]
 
 CPU = torch.device("cpu")
 

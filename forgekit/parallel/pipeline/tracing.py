@@ -33,8 +33,6 @@ from forgekit.parallel.pipeline.stage_tensors import (
     parts_of,
 )
 
-__all__ = ["PARAMETER_READ", "Report", "Trace", "join", "rehearse", "restored"]
-
 Label = Source | int
 """A stand-in's source, or the number of a random draw outside of the parts."""
 

@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import nearest_multiples
 
-__all__ = ["EXPERT", "Plan", "Style", "read_plan"]
-
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
 

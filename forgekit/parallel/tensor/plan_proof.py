@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from forgekit.state import Layout
 
-__all__ = ["proving_plan", "runs_compiled"]
-
 Kind = Literal["whole", "channels", "positions"]
 
 SHOWN = MappingProxyType(

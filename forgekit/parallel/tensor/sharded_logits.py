@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["SharedLogits", "share_logits", "with_plain_gradient"]
-
 
 class SharedLogits(Tensor):
     """``[... v]`` logits, one part of the vocabulary on each rank.

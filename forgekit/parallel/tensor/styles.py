@@ -21,18 +21,6 @@ from torch.distributed.tensor import distribute_tensor as distribute
 from forgekit.inputs import nearest_multiples
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
 
-__all__ = [
-    "apply_alike",
-    "apply_channels",
-    "apply_colwise",
-    "apply_dropout",
-    "apply_embedding",
-    "apply_heads",
-    "apply_rowwise",
-    "apply_sequence",
-    "take_whole",
-]
-
 Forward = Callable[..., Any]
 
 POSITIONS = Shard(1)

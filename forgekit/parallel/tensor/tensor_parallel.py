@@ -36,9 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor import styles
-from forgekit.parallel.tensor.plan import EXPERT, Plan, Style, read_plan
-
-__all__ = ["EXPERT", "Plan", "apply_plan", "logit_modules", "read_plan"]
+from forgekit.parallel.tensor.plan import Style
 
 
 def apply_plan(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or does not belong to this run."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from forgekit.run.checkpoints.errors import CheckpointError
 
-__all__ = ["SavedValue", "decode", "encode"]
-
 _REMEDY = (
     "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
     "Give it state_dict and load_state_dict, or leave it out with "

@@ -30,8 +30,6 @@ from forgekit.run.checkpoints.save import as_json, join_saves, wait_for_saves
 from forgekit.run.checkpoints.storage import storage_of
 from forgekit.state import TrainState, donate
 
-__all__ = ["checkpoint_load"]
-
 log = logging.getLogger("forgekit")
 
 Part = Literal["model", "optimizer", "fields"]

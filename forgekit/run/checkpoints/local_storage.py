@@ -33,8 +33,6 @@ from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
 from forgekit.run.durable_files import write_atomic
 
-__all__ = ["LocalStorage", "only_warns"]
-
 _HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")
 
 log = logging.getLogger("forgekit")

@@ -16,17 +16,6 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-__all__ = [
-    "FORMAT",
-    "INDEX",
-    "MANIFEST",
-    "ManifestError",
-    "format_manifest",
-    "load_manifest",
-    "open_regular",
-    "parse_manifest",
-]
-
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 """torch's own description of the shards."""

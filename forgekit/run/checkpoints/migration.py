@@ -19,8 +19,6 @@ from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import SavedValue, decode, encode
 from forgekit.run.checkpoints.per_rank_fields import TAG
 
-__all__ = ["SavedState", "SavedValue"]
-
 _MODEL = "model."
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from forgekit.state import TrainState
 
-__all__ = ["find_difference", "is_per_rank", "is_stateful", "join", "own_tree", "tag", "trees_of"]
-
 TAG = "$ranks"
 
 

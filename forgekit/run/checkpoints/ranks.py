@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.state import TrainState
 
-__all__ = ["GROUP_NAME", "Ranks", "explain", "ranks_of"]
-
 GROUP_NAME = "forgekit checkpoints"
 """Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
 

@@ -42,7 +42,6 @@ from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
 if TYPE_CHECKING:
     from forgekit.run.checkpoints.tensor_shards import Downloads
 
-__all__ = ["RemoteStorage"]
 
 _DATA = "data"
 

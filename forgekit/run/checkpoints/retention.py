@@ -9,8 +9,6 @@ import attrs
 
 from forgekit.inputs import check_integers
 
-__all__ = ["Keep"]
-
 
 @attrs.frozen(kw_only=True)
 class Keep:

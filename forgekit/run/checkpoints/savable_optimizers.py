@@ -15,8 +15,6 @@ from forgekit.optim.chain import Chained
 from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.state import TrainState, check_optimizer
 
-__all__ = ["check_complete", "check_inner_optimizers", "name_of"]
-
 
 def name_of(optimizer: Optimizer) -> str:
     """Name an optimizer by its class, a chain by those of its members."""

@@ -34,8 +34,6 @@ from forgekit.run.checkpoints.step_names import step_name
 from forgekit.run.checkpoints.storage import Storage, committed, digest, retain, storage_of
 from forgekit.state import SaveHandle, TrainState
 
-__all__ = ["PendingSave", "checkpoint_save", "join_saves", "wait_for_saves"]
-
 log = logging.getLogger("forgekit")
 
 

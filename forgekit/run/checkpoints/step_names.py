@@ -6,8 +6,6 @@ import re
 import uuid
 from collections.abc import Iterable
 
-__all__ = ["step_name", "steps_among", "unique"]
-
 _STEP = re.compile(r"step_(\d{8,})")
 
 

@@ -23,18 +23,6 @@ from forgekit.run.checkpoints.step_names import step_name
 if TYPE_CHECKING:
     from forgekit.run.checkpoints.remote_storage import RemoteStorage
 
-__all__ = [
-    "Checkpoint",
-    "Storage",
-    "committed",
-    "digest",
-    "discard_after",
-    "find_damage",
-    "latest_checkpoint",
-    "retain",
-    "storage_of",
-    "survey",
-]
 
 Storage: TypeAlias = "LocalStorage | RemoteStorage"
 Checkpoint: TypeAlias = Any

@@ -33,8 +33,6 @@ from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
 from forgekit.steps.consistency import check_replicas
 
-__all__ = ["Health"]
-
 LEAST_SHARE = 0.1
 """Of a step that a rank must cost the others before it is called slow."""
 LEAST_S = 0.5

@@ -24,14 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.inputs import check_integers
 
-__all__ = [
-    "LiveTensors",
-    "live_tensors",
-    "periodic_collection",
-    "report_out_of_memory",
-    "resident_bytes",
-]
-
 GIB = 2.0**30
 LINES = 40
 _CPU_ALLOCATOR = "DefaultCPUAllocator"

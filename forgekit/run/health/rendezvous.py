@@ -16,8 +16,6 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["HangError", "Meeting", "Verdict", "barrier"]
-
 
 class HangError(RuntimeError):
     """Ranks did not come to a meeting in time, or came to another one."""

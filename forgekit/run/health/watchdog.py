@@ -30,8 +30,6 @@ from forgekit.environment import PACKAGE, RECIPES
 from forgekit.run.durable_files import write_atomic
 from forgekit.run.health.rendezvous import HangError, Meeting, name_ranks
 
-__all__ = ["Watchdog"]
-
 POLL_S = 1.0
 """Between two looks at the clock and for an alarm of another rank."""
 GRACE_S = 2.5

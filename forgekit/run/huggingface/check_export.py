@@ -30,8 +30,6 @@ from forgekit.run.huggingface.names import NameMap, named_tensors
 from forgekit.state import layout_of
 from forgekit.steps.forward import evaluating
 
-__all__ = ["check_logits", "check_values", "streamed_logits"]
-
 POSITIONS = 16
 
 CLOSE, CLOSE_16_BITS = 1e-3, 0.25

@@ -16,8 +16,6 @@ from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.huggingface.names import Rule, cast, leave_out, pad, rename, stack
 from forgekit.run.huggingface.rope import NUMBERS, read_rope, write_rope
 
-__all__ = ["Family", "differences", "family_named", "family_of", "known_families", "rules"]
-
 Config = Mapping[str, Any]
 
 LOCAL_EXPERTS = "num_local_experts"

@@ -25,18 +25,6 @@ from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.manifest import open_regular
 from forgekit.run.huggingface.names import Box
 
-__all__ = [
-    "INDEX",
-    "SINGLE",
-    "Stored",
-    "fill",
-    "read_json",
-    "reading",
-    "stored_tensors",
-    "write_json",
-    "write_tensors",
-]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

@@ -27,17 +27,6 @@ from forgekit.run.huggingface.families import Family, differences, family_of, ru
 from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
 from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors
 
-__all__ = [
-    "check_stored",
-    "huggingface_spec",
-    "load_huggingface",
-    "local_part",
-    "name_map",
-    "overlaps",
-    "read_config",
-    "read_into",
-]
-
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
 

@@ -20,21 +20,6 @@ from torch import Tensor, nn
 
 from forgekit.inputs import brief, check_integers, wrong_type
 
-__all__ = [
-    "Box",
-    "NameMap",
-    "Part",
-    "Rule",
-    "cast",
-    "leave_out",
-    "named_tensors",
-    "pad",
-    "rename",
-    "split",
-    "stack",
-    "transpose",
-]
-
 Box = tuple[tuple[int, int], ...]
 """First and last index, exclusive, of each dimension."""
 

@@ -15,8 +15,6 @@ from forgekit.inputs import brief, is_number
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.run.checkpoints.errors import CheckpointError
 
-__all__ = ["NUMBERS", "read_rope", "write_rope"]
-
 NUMBERS = MappingProxyType(
     {
         "linear": ("factor",),

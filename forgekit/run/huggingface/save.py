@@ -39,8 +39,6 @@ from forgekit.run.huggingface.tokenizer_files import (
     write_tokenizer,
 )
 
-__all__ = ["save_huggingface"]
-
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""
 

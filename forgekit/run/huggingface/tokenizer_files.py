@@ -13,8 +13,6 @@ from forgekit.inputs import path_of, wrong_type
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.huggingface.files import read_json, write_json
 
-__all__ = ["TOKENIZER_FILES", "check_tokenizer", "count_tokens", "special_ids", "write_tokenizer"]
-
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 TOKENIZER_FILES = (

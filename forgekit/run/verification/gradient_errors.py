@@ -12,8 +12,6 @@ import torch
 from forgekit.run.verification.measure import Found, Tensors
 from forgekit.run.verification.result import VerifyRow, worst
 
-__all__ = ["Comparison"]
-
 SMALLEST = 1e-6
 """Of the model's largest gradient: a parameter with smaller ones is compared with this much."""
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LocalRankError", "run_local_ranks"]
-
 GRACE_S = 2.0
 """How long the other ranks have to say what went wrong after the first one did."""
 LOG_LINES = 12

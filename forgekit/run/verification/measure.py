@@ -38,8 +38,6 @@ from forgekit.steps.gradients import gradients
 from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
 
-__all__ = ["Found", "Given", "Setup", "Task", "Tensors", "measure_layout", "measure_plainly"]
-
 STEPS = 3
 LEARNING_RATE = 0.1
 

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["SPLIT", "VerifyCheck", "VerifyReport", "VerifyRow", "show_report", "worst"]
-
 SPLIT = "micro-batches"
 _SHOWN = 10
 _HINTS = MappingProxyType(

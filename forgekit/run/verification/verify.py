@@ -37,8 +37,6 @@ from forgekit.run.verification.measure import (
 )
 from forgekit.run.verification.result import SPLIT, VerifyCheck, VerifyReport
 
-__all__ = ["Progress", "VerifyOptions", "VerifyReport", "verify", "verify_setup"]
-
 Progress = Callable[[str], None]
 ONE_PROCESS = "one process"
 
