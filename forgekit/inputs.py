@@ -164,6 +164,11 @@ def nearest_multiples(size: int, divisor: int) -> str:
     return " and ".join(str(multiple) for multiple in (lower, lower + divisor) if multiple)
 
 
+def divisors(number: int) -> list[int]:
+    """The sizes that divide a number, for a message or a choice among them."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def brief(value: Any) -> str:
     r"""Write a value for a message, cut if it is long.
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
-from forgekit.inputs import nearest_multiples
+from forgekit.inputs import divisors, nearest_multiples
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
@@ -135,7 +135,7 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
     if shared % spec.ep:
         raise ValueError(
             f"ep {spec.ep} does not divide dp_shard * cp = {shared}; it can be one of "
-            f"{_divisors(shared)}."
+            f"{divisors(shared)}."
         )
     return tuple(sizes[name] for name in DIMENSIONS)
 
@@ -279,15 +279,11 @@ def _share_cores() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 def _nearest(sizes: Mapping[str, int], world: int) -> str:
     """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
         return f"the nearest numbers of ranks are {nearest_multiples(world, model)}."
     data = world // model
-    replicate = min(_divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
+    replicate = min(divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
     return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

@@ -193,7 +193,6 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "operation.tag": TORCH,
         "register_hook(Tensor.contiguous)": "autograd's, of one result",
     },
-    "parallel/pipeline/schedule.py": {"stage.submod": OWN},
     "parallel/pipeline/tracing.py": {
         "register_forward_pre_hook(partial(trace.enter, name), with_kwargs=True)": WHILE,
         "register_forward_hook(partial(trace.leave, name))": WHILE,

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from forgekit.inputs import divisors
 from forgekit.model.layers import Block
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -362,11 +363,11 @@ def _check_options(mesh: DeviceMesh, reshard: bool | int, prefetch: int) -> None
     if isinstance(reshard, bool):
         return
     shards = mesh.size(-1)
-    divisors = [d for d in range(2, shards + 1) if shards % d == 0]
-    if reshard not in divisors:
+    sizes = divisors(shards)[1:]
+    if reshard not in sizes:
         raise ValueError(
             f"reshard_after_forward is {reshard}; True, False, or a number above 1 that divides "
-            f"the {shards} shards: one of {divisors}."
+            f"the {shards} shards: one of {sizes}."
         )
     if mesh.size() != dist.get_world_size():
         # Each of them would make a mesh of its own, and process groups are made by all together.

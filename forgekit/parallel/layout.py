@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,11 @@ def size_of(mesh: DeviceMesh | None, name: str) -> int:
 def world_of(mesh: DeviceMesh | None) -> int:
     """Number of ranks on a mesh; 1 for one process."""
     return 1 if mesh is None else mesh.size()
+
+
+def full(value: Any) -> Any:
+    """All of a DTensor, gathered by the ranks that share it; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:

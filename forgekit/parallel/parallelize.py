@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.inputs import check_choice
 from forgekit.mesh import check_dimensions, expert_ranks
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.initial import init_weights
@@ -208,12 +209,12 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
 
 
 def _check_options(model: nn.Module, asked: _Options) -> None:
-    _check_choice("precision", asked.precision, get_args(Precision))
     what = asked.activation_checkpoint
-    _check_choice("activation_checkpoint", what, get_args(ActivationCheckpoint))
-    _check_choice("pipeline_schedule", asked.pipeline_schedule, get_args(PipelineSchedule))
-    _check_choice("context_parallel", asked.context_parallel, get_args(ContextParallel))
-    _check_choice("attention", asked.attention, get_args(AttentionChoice))
+    check_choice("precision", asked.precision, get_args(Precision))
+    check_choice("activation_checkpoint", what, get_args(ActivationCheckpoint))
+    check_choice("pipeline_schedule", asked.pipeline_schedule, get_args(PipelineSchedule))
+    check_choice("context_parallel", asked.context_parallel, get_args(ContextParallel))
+    check_choice("attention", asked.attention, get_args(AttentionChoice))
     check_recompute(what, is_compiled=asked.compile, memory_budget=asked.memory_budget)
     if not _blocks(model, asked.blocks) and (asked.compile or what != "none"):
         raise ValueError(
@@ -370,11 +371,6 @@ def _copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
             there = tensor.detach().to(mesh.device_type).contiguous().reshape(-1)
             dist.broadcast(there.view(torch.uint8), src=0)
             tensor.copy_(there.reshape(tensor.shape))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it is one of {', '.join(map(repr, choices))}.")
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

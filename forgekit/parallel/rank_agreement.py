@@ -1,9 +1,9 @@
-"""All ranks have to be told the same, or they would wait for each other or mix up parameters."""
+"""What ranks compare before they go on: if they differed, they would wait for each other."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +11,29 @@ from torch import nn
 
 SHOWN = 4
 """Ranks that an error lists."""
+
+
+def exchange(mine: Any, world: int | None = None) -> list[Any]:
+    """Gather an object from each rank, on every rank; a collective where there are several."""
+    everyone = [mine] * (dist.get_world_size() if world is None else world)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def raise_together(*problems: str | None) -> None:
+    """Raise on every rank what some of them found; a small collective.
+
+    Args:
+        *problems: What this rank found; None for nothing.
+
+    Raises:
+        ValueError: With the first of all problems, and how many there are.
+    """
+    found = list(dict.fromkeys(p for theirs in exchange(problems) for p in theirs if p))
+    if found:
+        more = f" ({len(found) - 1} more like it)" if found[1:] else ""
+        raise ValueError(f"{found[0]}{more}")
 
 
 def check_alike(model: nn.Module, settings: Mapping[str, Any]) -> None:
@@ -23,11 +46,21 @@ def check_alike(model: nn.Module, settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: On every rank, with what the ranks have, if one of them differs.
     """
-    mine = {**{name: repr(value) for name, value in settings.items()}, "model": _describe(model)}
-    everyone: list[Any] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for name in mine:
-        first = {theirs[name]: rank for rank, theirs in reversed(list(enumerate(everyone)))}
+    shown = {name: repr(value) for name, value in settings.items()}
+    check_same(exchange({**shown, "model": _describe(model)}))
+
+
+def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise if the settings that ranks have exchanged differ.
+
+    Args:
+        everyone: By rank, each setting's value as text.
+
+    Raises:
+        ValueError: With what the ranks have.
+    """
+    for name in everyone[0]:
+        first = {theirs.get(name): rank for rank, theirs in reversed(list(enumerate(everyone)))}
         if len(first) > 1:
             shown = list(first.items())[::-1][:SHOWN]
             raise ValueError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from forgekit.inputs import check_choice
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
     FsdpModules,
@@ -100,8 +101,7 @@ def accumulate(
             f"batches is one {type(batches).__name__} of batch_size {list(batches.batch_size)}; a "
             "step takes a list of micro-batches. Pass [batch]."
         )
-    if sync not in get_args(Sync):
-        raise ValueError(f"sync is {sync!r}; it is one of {', '.join(map(repr, get_args(Sync)))}.")
+    check_choice("sync", sync, get_args(Sync))
     layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)

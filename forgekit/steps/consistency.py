@@ -16,13 +16,13 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DATA_DIMENSIONS
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
+from forgekit.parallel.rank_agreement import check_same, exchange
 from forgekit.state import Agreement, TrainState
 
 DRIFT, NOISE = 1e-6, 1e-3
@@ -112,9 +112,9 @@ def agree(
     if audit and world > 1:
         shown = {name: repr(value) for name, value in settings.items()}
         claim = attrs.evolve(claim, settings=shown, replicas=_fingerprints(state, gradients=True))
-    everyone = _exchange(claim, world)
+    everyone = exchange(claim, world)
     _check_reduced(everyone)
-    _check_settings(everyone)
+    check_same([theirs.settings for theirs in everyone])
     if audit:
         _check_rows(everyone)
     sums = _check_sums(everyone)
@@ -125,7 +125,7 @@ def agree(
 
 def compare_sums(claim: Claim, state: TrainState) -> list[Any]:
     """Exchange the names and rows of an evaluation; return the names that all ranks add up."""
-    return _check_sums(_exchange(claim, world_of(state.mesh)))
+    return _check_sums(exchange(claim, world_of(state.mesh)))
 
 
 def check_replicas(state: TrainState) -> None:
@@ -140,7 +140,7 @@ def check_replicas(state: TrainState) -> None:
         ValueError: On every rank, with the parameter, the mesh dimension and the likely cause.
     """
     mine = _position(state), _fingerprints(state, gradients=False)
-    _check_fingerprints(_exchange(mine, world_of(state.mesh)))
+    _check_fingerprints(exchange(mine, world_of(state.mesh)))
 
 
 def difference(known: Iterable[Any], new: Iterable[Any]) -> str:
@@ -149,28 +149,11 @@ def difference(known: Iterable[Any], new: Iterable[Any]) -> str:
     return f"missing {sorted(before - now)}, new {sorted(now - before)}"
 
 
-def _exchange(mine: Any, world: int) -> list[Any]:
-    everyone: list[Any] = [mine] * world
-    if world > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def _check_reduced(everyone: list[Claim]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs.unreduced:
             where = f" on rank {rank}" if len(everyone) > 1 else ""
             raise UnreducedError(theirs.unreduced, where=where)
-
-
-def _check_settings(everyone: list[Claim]) -> None:
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].settings.items():
-            if theirs.settings.get(name) != value:
-                raise ValueError(
-                    f"ranks differ in {name}: {value} on rank 0, {theirs.settings.get(name)} on "
-                    f"rank {rank}. Use one configuration for all ranks."
-                )
 
 
 def _check_sums(everyone: list[Claim]) -> list[Any]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules, reset_iteration
+from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss
 
@@ -210,18 +211,14 @@ def _is_sharded(loss: Loss) -> bool:
 
 
 def _plain(loss: Loss) -> Loss:
-    metrics = {name: tuple(map(_full, _pair(metric))) for name, metric in loss.metrics.items()}
-    rows = loss.rows and (_full(loss.rows[0]), _full(loss.rows[1]))
-    own = {name: _full(getattr(loss, name)) for name in ("sum", "count", "means")}
+    metrics = {name: tuple(map(full, _pair(metric))) for name, metric in loss.metrics.items()}
+    rows = loss.rows and (full(loss.rows[0]), full(loss.rows[1]))
+    own = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
     return dataclasses.replace(loss, metrics=metrics, rows=rows, **own)
 
 
 def _pair(metric: Any) -> tuple[Any, Any]:
     return metric if isinstance(metric, tuple | list) else (metric, 1)  # pyright: ignore[reportReturnType]
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _first_tensor(batch: Any) -> Tensor:

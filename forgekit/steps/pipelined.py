@@ -25,6 +25,7 @@ from forgekit.parallel.fsdp import (
     widen_accumulators,
 )
 from forgekit.parallel.pipeline.stages import Stages
+from forgekit.parallel.rank_agreement import raise_together
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
@@ -33,7 +34,6 @@ from forgekit.steps.position_proof import (
     SUMS_CLOSE,
     find_unequal,
     halves_of,
-    raise_together,
     take_positions,
 )
 from forgekit.steps.recorded_call import Call, note_call, once

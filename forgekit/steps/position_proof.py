@@ -18,13 +18,13 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from forgekit.model.routing import Router
+from forgekit.parallel.rank_agreement import raise_together
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating
 from forgekit.steps.losses import Loss
@@ -56,18 +56,6 @@ def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -
         ValueError: With what depends on other positions, and the remedy.
     """
     raise_together(_find(state, batch, loss_fn))
-
-
-def raise_together(problem: str | None) -> None:
-    """Raise on every rank what one of them found; a small collective.
-
-    Raises:
-        ValueError: If a rank found something.
-    """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    if found := next(filter(None, everyone), None):
-        raise ValueError(found)
 
 
 def halves_of(batch: TensorDictBase, multiple: int = 1) -> list[Tensor]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from forgekit.data.samples import IGNORED
 from forgekit.inputs import nearest_multiples
 from forgekit.model.attention import wide
+from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
 
@@ -67,7 +68,7 @@ def take_logits(logits: Tensor) -> tuple[Tensor, Columns | None]:
     columns = _columns("logits", logits, logits.ndim - 1)
     if columns is not None and isinstance(logits, DTensor):
         return logits.to_local(), columns
-    return _whole(logits), None
+    return full(logits), None
 
 
 def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Columns | None]:
@@ -89,7 +90,7 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     """
     columns = _columns("weight", weight, 0)
     if columns is None or not isinstance(weight, DTensor):
-        return _whole(hidden), _whole(weight), None
+        return full(hidden), full(weight), None
     return take_whole(hidden, columns.mesh), weight.to_local(), columns
 
 
@@ -238,7 +239,3 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
             f"must divide it. The nearest are {nearest}."
         )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)
-
-
-def _whole(values: Tensor) -> Tensor:
-    return values.full_tensor() if isinstance(values, DTensor) else values

@@ -453,7 +453,7 @@ STEPS = {
     "a synchronisation that is none": (
         partial(accumulate, sync="never"),
         ValueError,
-        "^sync is 'never'; it is one of 'last', 'every', 'hsdp_last'",
+        '^sync is .never.; it is one of "last", "every", "hsdp_last"',
     ),
     "totals that were not reduced": (
         lambda: fk.clip(fk.Totals.of(targets=1, loss=1.0), max_norm=1.0),

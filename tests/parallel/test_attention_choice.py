@@ -115,7 +115,7 @@ class Own(nn.Module):
 
 
 REFUSED = {
-    "unknown": (SPEC, {"attention": "fast"}, "'fast'; it is one of 'auto', 'flash', 'varlen', 'fl"),
+    "unknown": (SPEC, {"attention": "fast"}, '.fast.; it is one of "auto", "flash", "varlen", "fl'),
     "no kernel": (SPEC, {"attention": "varlen"}, "and cpu has no aten::_flash.*'sdpa' or"),
     "no compiler": (SPEC, {"attention": "flex"}, "'flex', and cpu has no Triton.*pass 'sdpa'"),
     "float32": (SPEC, {"attention": "flash"}, "not torch.float32. For rows in torch.flo"),

@@ -470,7 +470,7 @@ def test_ranks_are_split_between_rings_and_heads(context, method, heads, expecte
 
 
 BAD_SPLITS = {
-    "method": ((4, "star", 4), "context_parallel is 'star'; it is one of 'ring', 'ulysses', 'both"),
+    "method": ((4, "star", 4), 'context_parallel is .star.; it is one of "ring", "ulysses", "both'),
     "two": ((2, "both", 4), r"both above 1, and 2 has no such factors\. Use 'ring' or 'ulysses'"),
     "prime": ((5, "both", 10), "both above 1, and 5 has no such factors"),
     "heads": ((9, "both", 8), r"cp 9 needs ulysses to be one of \[3\] and to divide the 8 query"),

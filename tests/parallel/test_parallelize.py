@@ -275,12 +275,12 @@ class _Tied(nn.Module):
         (
             _transformer,
             {"precision": "fp8"},
-            r"^precision is 'fp8'; it is one of 'fp32', 'bf16', 'fp16'\.$",
+            r'^precision is .fp8.; it is one of "fp32", "bf16", "fp16"\.$',
         ),
         (
             _transformer,
             {"activation_checkpoint": "all"},
-            r"^activation_checkpoint is 'all'; it is one of 'none', 'full', 'selective', 'budg",
+            r'^activation_checkpoint is .all.; it is one of "none", "full", "selective", "budg',
         ),
         (
             Foreign,

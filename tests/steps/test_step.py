@@ -472,7 +472,7 @@ def test_bad_input_to_a_step(batches, loss_fn, error, message):
 
 
 def test_an_unknown_sync_mode_is_refused():
-    with pytest.raises(ValueError, match=r"sync is 'never'; it is one of 'last', 'every'"):
+    with pytest.raises(ValueError, match=r'sync is .never.; it is one of "last", "every"'):
         fk.accumulate(_linear_state(), [_some_batch()], lambda m, b: None, sync="never")
 
 

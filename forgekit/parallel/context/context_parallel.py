@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import slice_positions
+from forgekit.inputs import check_choice, divisors
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
 from forgekit.model.transformer import locate_all
@@ -196,9 +197,7 @@ def split_context(
         >>> split_context(8, "both", heads=6)
         (4, 2)
     """
-    if method not in get_args(ContextParallel):
-        known = ", ".join(map(repr, get_args(ContextParallel)))
-        raise ValueError(f"context_parallel is {method!r}; it is one of {known}.")
+    check_choice("context_parallel", method, get_args(ContextParallel))
     if method == "ring":
         return context, 1
     if method == "ulysses":
@@ -207,7 +206,7 @@ def split_context(
 
             check_heads(heads, context)
         return 1, context
-    splits = [u for u in range(2, context) if context % u == 0]
+    splits = divisors(context)[1:-1]
     if not splits:
         raise ValueError(
             f"context_parallel 'both' needs cp = ring * ulysses with both above 1, and {context} "

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from forgekit.inputs import nearest_multiples
+from forgekit.inputs import divisors, nearest_multiples
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.parallel.context.ring_attention import check_shapes
 from forgekit.parallel.context.sequence_exchange import Members, gathering_ids
@@ -62,12 +62,12 @@ def check_heads(heads: int, ulysses: int) -> None:
         ValueError: If they do not; names what would.
     """
     if heads % ulysses:
-        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
         nearest = nearest_multiples(heads, ulysses)
         raise ValueError(
             f"{heads} query heads (a tensor-parallel rank's) must be divisible by ulysses = "
             f"{ulysses}, the ranks that share them; with {heads} heads that can be one of "
-            f"{fitting}, with {ulysses} ranks the nearest are {nearest} heads. A ring takes any."
+            f"{divisors(heads)}, with {ulysses} ranks the nearest are {nearest} heads. A ring "
+            "takes any."
         )
 
 

@@ -33,7 +33,6 @@ class Cut:
         copies: Modules above the parts, each with its copy in one of the stages.
         shared: Modules that more than one stage runs, or holds.
         holders: By name of a part that one stage runs, that stage.
-        bounds: First block of each stage, and the number of blocks.
     """
 
     modules: list[nn.Module]
@@ -41,7 +40,6 @@ class Cut:
     copies: list[tuple[nn.Module, nn.Module]]
     shared: set[nn.Module]
     holders: dict[str, int]
-    bounds: list[int]
 
 
 @attrs.frozen(eq=False)
@@ -98,7 +96,7 @@ def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
             part.parent._modules[part.child] = Absent(part.module, part.name)
             part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
     shared = {*(twin for _, twin in copies), *_shared(parts)}
-    return Cut(modules, relays, copies, shared, holders, bounds)
+    return Cut(modules, relays, copies, shared, holders)
 
 
 def cost_of(module: nn.Module) -> float:

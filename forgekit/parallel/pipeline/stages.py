@@ -2,7 +2,7 @@
 
 The order of work and the sending is torch's, see ``runtime.py``; what a stage computes comes from
 ``steps/pipelined.py``. Ranks that disagree would wait for each other until a time-out. So they
-compare their configuration once and their micro-batches before each step.
+compare their micro-batches before each step.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def split_stages(
     """Keep of a model what this rank's pipeline stages need, in place.
 
     The model keeps the names of its parameters and can no longer be called; a step and an
-    evaluation run its stages. A collective over ``pp``, so that ranks which were set up
-    differently learn it here.
+    evaluation run its stages. ``parallelize`` has compared models and options over the ranks.
 
     Args:
         model: The same model on every rank, on meta or filled, not yet wrapped by FSDP.
@@ -68,8 +67,7 @@ def split_stages(
         parameters only while they are gathered.
 
     Raises:
-        ValueError: If the model cannot be split (see ``cut``), or the ranks differ in what they
-            were told to do.
+        ValueError: If the model cannot be split (see ``cut``).
     """
     mine = stages_of(schedule, mesh["pp"].size(), mesh.get_local_rank("pp"))
     count = mesh["pp"].size() * stages_per_rank(schedule)
@@ -77,9 +75,7 @@ def split_stages(
     pieces = cut(model, blocks, count, mine)
     shown = f"{len(mine)} of {count} pipeline stages ({', '.join(map(str, mine))})"
     wrap_forward(model, partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}"))
-    stages = Stages(schedule, mesh, pieces, splits_backward=splits_backward)
-    stages.compare({"schedule": schedule, "blocks": blocks, "first blocks": pieces.bounds})
-    return stages
+    return Stages(schedule, mesh, pieces, splits_backward=splits_backward)
 
 
 class Stages:
@@ -152,22 +148,6 @@ class Stages:
             for name in SOCKETS:
                 if name in vars(original):
                     setattr(twin, name, vars(original)[name])
-
-    def compare(self, settings: dict[str, Any]) -> None:
-        """Make sure that all ranks of the pipeline were set up alike.
-
-        Raises:
-            ValueError: On every rank, with what each of them has.
-        """
-        everyone: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyone, settings, group=self._group)
-        for name in settings:
-            if any(theirs[name] != settings[name] for theirs in everyone):
-                each = [f"rank {rank} has {theirs[name]}" for rank, theirs in enumerate(everyone)]
-                raise ValueError(
-                    f"the ranks of a pipeline differ in their {name}: {'; '.join(each)}. "
-                    "Use one configuration for all ranks."
-                )
 
     def agree(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.inputs import nearest_multiples
+from forgekit.inputs import divisors, nearest_multiples
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
@@ -184,7 +184,7 @@ def _check_divides(what: str, features: int, size: int) -> None:
         nearest = nearest_multiples(features, size)
         raise ValueError(
             f"{what} is {features}, which tp {size} must divide; the nearest are {nearest}. "
-            f"Change it, or tp to one of {_divisors(features)}."
+            f"Change it, or tp to one of {divisors(features)}."
         )
 
 
@@ -201,7 +201,7 @@ def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size
         raise ValueError(
             f"the heads of {name!r} ({shown}; {channels} channels each) must be divisible by tp "
             f"{size}, key and value heads too. Change their numbers, or tp to one of "
-            f"{_divisors(math.gcd(*projections.values()))}."
+            f"{divisors(math.gcd(*projections.values()))}."
         )
 
 
@@ -214,7 +214,3 @@ def _head_channels(parent: nn.Module) -> int:
 
 def _int(module: nn.Module, name: str) -> int:
     return int(getattr(module, name))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

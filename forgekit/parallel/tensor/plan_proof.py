@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from forgekit.parallel.rank_agreement import raise_together
 from forgekit.state import Layout
 
 Kind = Literal["whole", "channels", "positions"]
@@ -194,12 +194,7 @@ def proving_plan(model: nn.Module, layout: Layout, *, is_due: bool = True) -> It
     finally:
         for hook in hooks:
             hook.remove()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    found = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
-    if found:
-        more = f" ({len(found) - 1} more like it)" if found[1:] else ""
-        raise ValueError(f"the tensor-parallel plan leaves something out: {found[0]}{more}")
+    raise_together(*(f"the tensor-parallel plan leaves something out: {p}" for p in problems))
 
 
 def _hooks(root: nn.Module, layout: Layout, problems: list[str]) -> Iterable[Any]:

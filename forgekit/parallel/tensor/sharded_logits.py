@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from forgekit.parallel.layout import full
+
 
 class SharedLogits(Tensor):
     """``[... v]`` logits, one part of the vocabulary on each rank.
@@ -89,12 +91,8 @@ def with_plain_gradient(values: Tensor) -> Tensor:
         values: A plain tensor, the same on all ranks; DTensors are left as they are.
     """
     if values.requires_grad and not isinstance(values, DTensor):
-        values.register_hook(_full)
+        values.register_hook(full)
     return values
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _share(value: Any) -> Any:

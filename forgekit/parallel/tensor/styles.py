@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as distribute
 
 from forgekit.inputs import nearest_multiples
+from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
 
 Forward = Callable[..., Any]
@@ -150,9 +151,8 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> n
 
 
 def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    args = tuple(_whole(value) for value in args)
-    kwargs = {name: _whole(value) for name, value in kwargs.items()}
-    return with_local_parameters(modules, Replicate(), forward, *args, **kwargs)
+    kwargs = {name: full(value) for name, value in kwargs.items()}
+    return with_local_parameters(modules, Replicate(), forward, *map(full, args), **kwargs)
 
 
 def _project_out(
@@ -230,8 +230,3 @@ def _check_positions(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
             f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; the nearest are "
             f"{nearest_multiples(ids.shape[1], size)}. Pad them (labels -100) or change the mesh."
         )
-
-
-def _whole(value: Any) -> Any:
-    """A plain tensor of what all ranks hold together."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -29,6 +29,8 @@ from forgekit.data.loading.groups import groups
 from forgekit.data.samples import IGNORED
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
 from forgekit.parallel.fsdp import fsdp_modules
+from forgekit.parallel.layout import full
+from forgekit.parallel.rank_agreement import exchange
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
@@ -157,7 +159,7 @@ def measure_layout(task: Task, given: Given | None) -> Found:
         correction = clip(totals, max_norm=math.inf)
         if number == 0:
             means = gradients(state, totals)
-            found.gradients = {n: kept.save(_full(means[n])) for n in _trained(state.model)}
+            found.gradients = {n: kept.save(full(means[n])) for n in _trained(state.model)}
             found.loss = float(totals["loss"] / totals["targets"])
             found.norm = float(correction.grad_norm)
         state = update(state, correction, lr=LEARNING_RATE, totals=totals, total=STEPS)
@@ -184,14 +186,14 @@ def measure_plainly(task: Task, given: Given, merge: bool) -> Found:
         batches = [kept.load(digest) for digest in digests]
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
             _backward(state.model, joined, record.loss_fn)
-            found.merged = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
+            found.merged = {name: kept.save(full(p.grad)) for name, p in trained.items()}
         routers = StepRouters(state.model, torch.ones(()), state.targets.device)
         with routers.noting():
             loss = _backward(state.model, batches, record.loss_fn)
         if number == 0:
             found.loss = loss
-            found.gradients = {name: kept.save(_full(p.grad)) for name, p in trained.items()}
-            squares = (float(_full(p.grad).square().sum()) for p in trained.values())
+            found.gradients = {name: kept.save(full(p.grad)) for name, p in trained.items()}
+            squares = (float(full(p.grad).square().sum()) for p in trained.values())
             found.norm = math.sqrt(sum(squares))
         with torch.no_grad():
             for parameter in trained.values():
@@ -283,12 +285,8 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _full_parameters(model: nn.Module, kept: Tensors) -> Names:
-    return {name: kept.save(_full(p)) for name, p in model.named_parameters()}
+    return {name: kept.save(full(p)) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -328,10 +326,7 @@ def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
     if not dist.is_initialized():
         return
     # Compared on every rank, so that all raise and none waits in a collective of the step.
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, [[_digest(_content(batch)) for batch in step] for step in steps]
-    )
+    everyone = exchange([[_digest(_content(batch)) for batch in step] for step in steps])
     readers: dict[int, int] = {}
     for rank, digests in enumerate(everyone):
         first = readers.setdefault(data_rank(spec, rank)[0], rank)
