@@ -150,70 +150,13 @@ __all__ = [
 ]
 
 _MOVED = {
-    "mesh": ("expert_ranks",),
-    "data": (
-        "stdlib_documents",
-        "text_documents",
-        "huggingface_documents",
-        "random_documents",
-        "token_documents",
-        "load_tokenizer",
-        "train_tokenizer",
-        "prepare",
-        "open_tokens",
-        "Bins",
-        "LongDocuments",
-        "PackingMethod",
-        "cached_bins",
-        "permute",
-        "sample_rows",
-        "Order",
-        "mask_batch",
-        "collate",
-        "mask_prompts",
-        "pad_places",
-        "pad_positions",
-        "DocumentStream",
-        "stream_documents",
-    ),
-    "model": (
-        "attend_causal",
-        "document_mask",
-        "dispatch_local",
-    ),
-    "optim": (
-        "decay_groups",
-        "Schedule",
-        "cosine",
-        "linear",
-        "warmup",
-        "warmup_linear",
-    ),
-    "steps": ("limit_spikes",),
-    "run": (
-        "Run",
-        "wait_for_saves",
-        "SavedState",
-        "SavedValue",
-        "BadStepError",
-        "roll_back",
-        "read_bad_steps",
-        "RunLockedError",
-        "lock_run",
-        "write_status",
-        "DataEnd",
-        "HangError",
-        "barrier",
-        "live_tensors",
-        "periodic_collection",
-        "report_out_of_memory",
-        "read_metrics",
-        "write_sample",
-        "plot_losses",
-        "VerifyReport",
-    ),
+    "mesh": ["expert_ranks"],
+    **{
+        floor: _import_module(f"forgekit.{floor}").__all__
+        for floor in ("data", "model", "optim", "steps", "run")
+    },
 }
-"""Names that were here before: the module each is in now, as ``forgekit.<module>.<name>``."""
+"""Names that were here before, by the module where they are now: all that the floors offer."""
 
 
 def __getattr__(name: str) -> _Any:
