@@ -194,8 +194,8 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "register_hook(Tensor.contiguous)": "autograd's, of one result",
     },
     "parallel/pipeline/tracing.py": {
-        "register_forward_pre_hook(partial(trace.enter, name), with_kwargs=True)": WHILE,
-        "register_forward_hook(partial(trace.leave, name))": WHILE,
+        "register_forward_pre_hook(enter, with_kwargs=True)": WHILE,
+        "register_forward_hook(leave)": WHILE,
         "delattr(module, name)": WHILE,
         "vars(module).update(plain)": WHILE,
         "module._buffers[name]": WHILE,
@@ -203,7 +203,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "steps/accumulate.py": {
         "pulled.samples": OWN,
         "parameter.grad": TORCH,
-        "register_forward_hook(_check_output)": WHILE,
+        "register_forward_hook(check_output)": WHILE,
     },
     "steps/experts.py": {"register_forward_pre_hook(self._add_routing, with_kwargs=True)": WHILE},
     "steps/forward.py": {"module.training": TORCH},

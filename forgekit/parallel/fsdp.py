@@ -8,7 +8,7 @@ for models that were wrapped elsewhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -263,15 +263,11 @@ def watching_shards(
     found: set[str] = set()
     records = [p for p in modules.records if is_due and p.sharded_param.requires_grad]
     # FSDP, which sets gradients of shards, calls no such hook; autograd does.
-    hooks = [
-        record.sharded_param.register_hook(lambda _, name=name: found.add(name))
-        for name, record in zip(_names(model, records), records, strict=True)
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, record in zip(_names(model, records), records, strict=True):
+            hook = record.sharded_param.register_hook(lambda _, name=name: found.add(name))
+            stack.enter_context(hook)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:

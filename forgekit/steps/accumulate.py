@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import attrs
 import torch
@@ -43,6 +43,7 @@ from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
     check_loss,
+    check_output,
     compute_loss,
     explaining,
     length_of,
@@ -154,7 +155,7 @@ def _run_whole(
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device = state.targets.device
     sums = LossSums(device)
-    checks = [module.register_forward_hook(_check_output) for module in (state.model, *sharded)]
+    checks = [module.register_forward_hook(check_output) for module in (state.model, *sharded)]
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
@@ -248,18 +249,6 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
 def _remove(hooks: list[RemovableHandle]) -> None:
     while hooks:
         hooks.pop().remove()
-
-
-def _check_output(module: nn.Module, _args: Any, output: Any) -> None:
-    """Raise if the model, or a module that FSDP wraps, returns a TensorDict.
-
-    FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
-    """
-    if isinstance(output, TensorDictBase):
-        raise TypeError(
-            f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
-            "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
-        )
 
 
 def _check_hooks(model: nn.Module, sharded: FsdpModules) -> None:

@@ -165,6 +165,18 @@ def check_loss(loss: Loss) -> Loss:
     return loss
 
 
+def check_output(module: nn.Module, _args: Any, output: Any) -> None:
+    """Raise if the model, or a module that FSDP wraps, returns a TensorDict.
+
+    FSDP does not find the tensors in it and would leave their gradients unreduced, silently.
+    """
+    if isinstance(output, TensorDictBase):
+        raise TypeError(
+            f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
+            "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
+        )
+
+
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:
     """Number of micro-batches; None if only the end will tell."""
     try:

@@ -62,9 +62,9 @@ class Loss:
         Raises:
             ValueError: If the counts differ: one factor per step cannot divide both.
         """
-        if not _same_count(self.count, other.count):
+        if self.count is not other.count and self.count != other.count:
             raise ValueError(
-                f"cannot add losses with counts {_shown(self.count)} and {_shown(other.count)}: a "
+                f"cannot add losses with counts {int(self.count)} and {int(other.count)}: a "
                 "step divides by one count. Use loss.with_mean(aux, weight) to weight a "
                 "micro-batch mean by its targets (token_weighted), or forgekit.count_ahead to "
                 "rescale by the step's true counts."
@@ -211,13 +211,3 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
             f"to {vocab_size - 1}, which wrap around. Make them wider where they are made: "
             "ids.long()."
         )
-
-
-def _same_count(a: Tensor | int, b: Tensor | int) -> bool:
-    if a is b:
-        return True
-    return bool(a == b)
-
-
-def _shown(count: Tensor | int) -> int:
-    return int(count)

@@ -12,9 +12,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import attrs
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from forgekit.parallel.fsdp import (
     FsdpModules,
@@ -28,7 +29,14 @@ from forgekit.parallel.pipeline.stages import Stages
 from forgekit.parallel.rank_agreement import raise_together
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
-from forgekit.steps.forward import LossFn, check_loss, compute_loss, length_of, take_part
+from forgekit.steps.forward import (
+    LossFn,
+    check_loss,
+    check_output,
+    compute_loss,
+    length_of,
+    take_part,
+)
 from forgekit.steps.losses import Loss
 from forgekit.steps.position_proof import (
     SUMS_CLOSE,
@@ -81,14 +89,14 @@ def accumulate_staged(
         )
     for module in sharded:
         sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn, is_first=is_first)
+    work = _Work(state, batches, size, loss_fn, is_first)
     shape = work.start()
     if is_first and size:
         work.check_positions()
     if size:
         with routers.noting():
             work.stages.run(size, shape, work.train)
-    if is_first and work.layout.context > 1:
+    if is_first and state.layout.context > 1:
         raise_together(work.problem)
     return work.sums
 
@@ -127,32 +135,29 @@ def evaluate_staged(
     return work.sums
 
 
+@attrs.define(eq=False)
 class _Work:
     """One step or evaluation on this rank: its micro-batches, their losses, and what stages do."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        batches: Iterable[TensorDictBase],
-        size: int | None,
-        loss_fn: LossFn,
-        *,
-        is_first: bool = False,
-    ) -> None:
-        self._is_first = is_first
-        self.problem: str | None = None
-        self.model: nn.Module = state.model
-        self.layout = state.layout
-        self.stages: Stages = self.layout.stages
-        self.sums = LossSums(state.targets.device)
-        self._loss_scale = state.loss_scale
-        self._loss_fn = loss_fn
-        self._size = size
-        self._source: Iterator[TensorDictBase] = iter(batches)
-        self._pulled = 0
-        self._shape = torch.Size((0, 0))
-        self._calls: dict[int, Call] = {}
-        self._computed = 0
+    _state: TrainState
+    _source: Iterator[TensorDictBase] = attrs.field(converter=iter)
+    _size: int | None
+    _loss_fn: LossFn
+    _is_first: bool = False
+    problem: str | None = attrs.field(default=None, init=False)
+    sums: LossSums = attrs.field(init=False)
+    _pulled: int = attrs.field(default=0, init=False)
+    _shape: torch.Size = attrs.field(default=torch.Size((0, 0)), init=False)
+    _calls: dict[int, Call] = attrs.field(factory=dict, init=False)
+    _computed: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.sums = LossSums(self._state.targets.device)
+
+    @property
+    def stages(self) -> Stages:
+        """This rank's stages."""
+        return self._state.layout.stages
 
     @property
     def is_done(self) -> bool:
@@ -167,7 +172,7 @@ class _Work:
             self.stages.check_unbroken()
             if self.has(0):
                 self._shape = self.shape(0)
-                kind = f"{self.model.training} {self._calls[0].kind}"
+                kind = f"{self._state.model.training} {self._calls[0].kind}"
         except Exception as raised:
             error = raised
         self.stages.agree(self._size, self._shape, kind, error)
@@ -191,8 +196,8 @@ class _Work:
             else:
                 if self._is_first and self._pulled == 0:
                     self.sums.note(batch)
-                part = take_part(batch, self.layout, self.stages.device)
-                self._calls[self._pulled] = note_call(self.model, part, self._loss_fn)
+                part = take_part(batch, self._state.layout, self.stages.device)
+                self._calls[self._pulled] = note_call(self._state.model, part, self._loss_fn)
                 self._pulled += 1
         return micro_batch < self._pulled
 
@@ -206,13 +211,13 @@ class _Work:
         Raises:
             ValueError: On every rank alike.
         """
-        layout = self.layout
+        layout = self._state.layout
         if layout.context > 1 and not layout.locates and "position_ids" not in self._calls[0].batch:
+            model = type(self._state.model).__name__
             raise ValueError(
-                f"{type(self.model).__name__} has no locate socket and the batch no position_ids, "
-                f"so the ranks that share a sequence (cp {layout.context}) would count positions "
-                "inside their slices. Use self.locate(s, device) in the model, or pass "
-                "position_ids."
+                f"{model} has no locate socket and the batch no position_ids, so the ranks that "
+                f"share a sequence (cp {layout.context}) would count positions inside their "
+                "slices. Use self.locate(s, device) in the model, or pass position_ids."
             )
 
     def train(
@@ -233,7 +238,7 @@ class _Work:
         if self._size is not None and 0 < micro_batch == self._size - 1:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1
-        return (out[0] * self._loss_scale.to(out[0].dtype),) if is_last else out
+        return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
 
     def compute(
         self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
@@ -248,7 +253,7 @@ class _Work:
             self._count_rows(stage, call)
             return out
         loss = self._loss(out, call)
-        if self._is_first and micro_batch == 0 and self.layout.context > 1:
+        if self._is_first and micro_batch == 0 and self._state.layout.context > 1:
             self.problem = self._find_unequal(loss, out, call)
         if torch.is_grad_enabled():
             check_loss(loss)
@@ -264,18 +269,14 @@ class _Work:
         parts = []
         for half in halves_of(call.batch):
             taken = take_positions(call.batch, half, positions)
-            model = once(self.model, take_positions(out, half, positions))
+            model = once(self._state.model, take_positions(out, half, positions))
             parts.append(compute_loss(model, taken, self._loss_fn))
-        return find_unequal(loss, parts, context=self.layout.context, close=SUMS_CLOSE)
+        return find_unequal(loss, parts, context=self._state.layout.context, close=SUMS_CLOSE)
 
     def _loss(self, out: Any, call: Call) -> Loss:
         """Call the loss function again, with the real output."""
-        if isinstance(out, TensorDictBase):
-            raise TypeError(
-                f"{type(self.model).__name__} returned a TensorDict; gradients through it would "
-                "stay unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
-            )
-        return compute_loss(once(self.model, out), call.batch, self._loss_fn)
+        check_output(self._state.model, (), out)
+        return compute_loss(once(self._state.model, out), call.batch, self._loss_fn)
 
     def _count_rows(self, stage: int, call: Call) -> None:
         if stage == self.stages.mine[0] and not self.stages.has_last:

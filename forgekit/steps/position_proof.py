@@ -239,11 +239,8 @@ def _outputs(model: nn.Module, length: int, seen: Seen) -> Iterator[None]:
         values = vars(output) if dataclasses.is_dataclass(output) else output
         seen.extend((OUTPUT, leaf.detach()) for leaf in tree_leaves(values) if _has(leaf, length))
 
-    hook = model.register_forward_hook(note)
-    try:
+    with model.register_forward_hook(note):
         yield
-    finally:
-        hook.remove()
 
 
 def _positions(batch: TensorDictBase) -> int:

@@ -180,17 +180,18 @@ def reduce_totals(
             one step to the next: the vector would be added up across different things.
     """
     totals = _with_rows(with_gradient_square(totals, state), state)
-    if state.agreed is None:
+    agreed = state.agreed
+    if agreed is None:
         options = {"step": state.step, "samples": state.samples, "seed": state.seed}
         options |= settings or {}
         agreed = agree(_claim(totals, state), state, audit=audit, settings=options)
-        totals = attrs.evolve(totals, agreed=agreed)
     else:
-        totals = attrs.evolve(totals, agreed=state.agreed)
-        _check_names(totals, state)
+        _check_names(totals, state, agreed.sums)
     if totals.unreduced:  # the others learn it from a gradient that is not a number
         totals = totals.plus(grad_sq=torch.full_like(totals["grad_sq"], torch.nan))
-    reduced = _sum_over_ranks(_filled(totals, state), state)
+    if not state.layout.has_last:  # the sums that only a pipeline's last stage has
+        totals = _with_zeros(totals, agreed.sums)
+    reduced = _sum_over_ranks(attrs.evolve(totals, agreed=agreed), state)
     if totals.unreduced:
         raise UnreducedError(totals.unreduced)
     return _check_rows(reduced, state)
@@ -272,13 +273,6 @@ def _claim(totals: Totals, state: TrainState) -> Claim:
     )
 
 
-def _filled(totals: Totals, state: TrainState) -> Totals:
-    """Add zeros for the sums that only a pipeline's last stage has."""
-    if totals.agreed is None or state.layout.has_last:
-        return totals
-    return _with_zeros(totals, totals.agreed.sums)
-
-
 def _with_zeros(totals: Totals, keys: Iterable[Any]) -> Totals:
     missing = set(keys) - set(_summed_keys(totals))
     sums = totals.sums.clone() if missing else totals.sums
@@ -317,17 +311,17 @@ def _gradient_square(state: TrainState) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def _check_names(totals: Totals, state: TrainState) -> None:
+def _check_names(totals: Totals, state: TrainState, known: tuple[Any, ...]) -> None:
     """Raise if this step's names are not those that the ranks agreed on."""
-    known, keys = state.agreed, _summed_keys(totals)
-    if known is None or not state.layout.has_last or list(known.sums) == keys:
+    keys = _summed_keys(totals)
+    if not state.layout.has_last or list(known) == keys:
         return
     if world_of(state.mesh) > 1:
         # The others are on their way into the collective: meet them there, with NaN, so that
         # they end with a bad step instead of waiting for this rank.
         more = sum(totals.sums[key].numel() - 1 for key in keys)  # of experts, as ever
-        dist.all_reduce(totals["targets"].new_full((len(known.sums) + more,), torch.nan))
+        dist.all_reduce(totals["targets"].new_full((len(known) + more,), torch.nan))
     raise ValueError(
-        f"the names of a step's sums changed: {difference(known.sums, keys)}. Report the same "
+        f"the names of a step's sums changed: {difference(known, keys)}. Report the same "
         "metrics in every step; use (0.0, 0) for a metric without observations."
     )

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ Passed = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of each tensor that a stage sends."""
 
 
+@attrs.frozen(eq=False)
 class Engine:
     """Runs steps of one schedule on a rank's stages.
 
@@ -41,23 +43,15 @@ class Engine:
         splits_backward: See ``split_stages``.
     """
 
-    def __init__(
-        self,
-        schedule: PipelineSchedule,
-        modules: Mapping[int, nn.Module],
-        count: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        splits_backward: bool,
-    ) -> None:
-        self._schedule: PipelineSchedule = schedule
-        self._modules = modules
-        self._count = count
-        self._group = group
-        self._device = device
-        self._weight_gradients = None if splits_backward else _no_weight_gradients
-        self._built: OrderedDict[Any, tuple[Any, list[_Stage]]] = OrderedDict()
+    _schedule: PipelineSchedule
+    _modules: Mapping[int, nn.Module]
+    _count: int
+    _group: dist.ProcessGroup
+    _device: torch.device
+    _splits_backward: bool
+    _built: OrderedDict[Any, tuple[Any, list[_Stage]]] = attrs.field(
+        factory=OrderedDict, init=False
+    )
 
     def run(self, micro_batches: int, passed: Sequence[Passed], compute: Compute, tag: int) -> None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
@@ -123,7 +117,7 @@ class Engine:
             input_args=_examples(received),
             output_args=_examples(sent),
             group=self._group,
-            dw_builder=self._weight_gradients,
+            dw_builder=None if self._splits_backward else _no_weight_gradients,
         )
         built.tag = tag
         # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
@@ -195,8 +189,4 @@ def _first(loss: Tensor, _micro_batch: int) -> Tensor:
 
 def _no_weight_gradients() -> Callable[[], None]:
     """What torch runs for the gradients of weights, where they came along with the inputs'."""
-    return _do_nothing
-
-
-def _do_nothing() -> None:
-    return
+    return lambda: None

@@ -117,12 +117,7 @@ class Stages:
         from forgekit.parallel.pipeline.runtime import Engine
 
         self._engine = Engine(
-            schedule,
-            by_number,
-            self.count,
-            self._group,
-            self.device,
-            splits_backward=splits_backward,
+            schedule, by_number, self.count, self._group, self.device, splits_backward
         )
         self._flows: dict[tuple[Hashable, Any], Flow] = {}
         self._flow = Flow()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -90,15 +90,11 @@ def rehearse(
         TypeError: If a part returns what cannot be sent.
     """
     trace = Trace(relay, given, device)
-    handles = [
-        handle
-        for name, part in relay.parts.items()
-        for handle in (
-            part.register_forward_pre_hook(partial(trace.enter, name), with_kwargs=True),
-            part.register_forward_hook(partial(trace.leave, name)),
-        )
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, part in relay.parts.items():
+            enter, leave = partial(trace.enter, name), partial(trace.leave, name)
+            stack.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(part.register_forward_hook(leave))
         # Nothing is kept for a backward pass, so what lives on after a part is held by the model.
         # A block that the compiler met in here would never be compiled.
         eager = torch.compiler.set_stance("force_eager")
@@ -108,9 +104,6 @@ def rehearse(
                 with trace.computing_loss(parameters):
                     found = loss(out)
                 trace.need(found)
-    finally:
-        for handle in handles:
-            handle.remove()
     return Report(trace.outputs, frozenset(trace.needs), frozenset(trace.mutated))
 
 
@@ -348,13 +341,13 @@ def _is_plain(value: Any) -> bool:
 
 def _changed(before: _Before) -> list[str]:
     # By value: batch norm writes its statistics without a new version.
-    now = before[0]._buffers
-    found = before[1].items()
-    return [name for name, (buffer, was) in found if not _equal(now[name], buffer, was)]
-
-
-def _equal(now: Tensor | None, buffer: Tensor, was: Tensor) -> bool:
-    return now is buffer and torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
+    module, buffers, *_ = before
+    return [
+        name
+        for name, (buffer, was) in buffers.items()
+        if module._buffers[name] is not buffer
+        or not torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
+    ]
 
 
 def _restore(before: _Before) -> None:
@@ -364,9 +357,7 @@ def _restore(before: _Before) -> None:
     vars(module).update(plain)
     for name in _changed(before):
         buffer, was = buffers[name]
-        module._buffers[name] = buffer
-        if not _equal(buffer, buffer, was):
-            buffer.copy_(was)
+        module._buffers[name] = buffer.copy_(was)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -188,12 +188,10 @@ def proving_plan(model: nn.Module, layout: Layout, *, is_due: bool = True) -> It
         return
     roots = [model] if layout.stages is None else layout.stages.modules
     problems: list[str] = []
-    hooks = [hook for root in roots for hook in _hooks(root, layout, problems)]
-    try:
+    with ExitStack() as stack:
+        for hook in (hook for root in roots for hook in _hooks(root, layout, problems)):
+            stack.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     raise_together(*(f"the tensor-parallel plan leaves something out: {p}" for p in problems))
 
 
