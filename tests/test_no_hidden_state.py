@@ -150,7 +150,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "parallel/tensor/sharded_logits.py": {
         "made.shards": OWN,
         "made._whole": OWN,
-        "register_hook(_full)": "autograd's, of one result",
+        "register_hook(full)": "autograd's, of one result",
     },
     "parallel/tensor/plan_proof.py": {
         "register_forward_pre_hook(lambda m, _args, uses=uses: uses(m))": WHILE,

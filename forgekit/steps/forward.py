@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.inputs import nearest_multiples
-from forgekit.parallel.fsdp import fsdp_modules, reset_iteration
+from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss
@@ -207,8 +207,7 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
     finally:
         for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
             module.training = True
-        for module in fsdp_modules(*layout.roots(model)):
-            module.reshard()  # a forward without a backward leaves the root gathered
+        release(fsdp_modules(*layout.roots(model)))
 
 
 def _forget(_saved: Any) -> Any:

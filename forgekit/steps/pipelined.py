@@ -21,6 +21,7 @@ from forgekit.parallel.fsdp import (
     FsdpModules,
     Sync,
     fsdp_modules,
+    release,
     reset_iteration,
     sum_gradients,
     widen_accumulators,
@@ -302,5 +303,4 @@ class _Work:
             for root in self.stages.modules:
                 modules = fsdp_modules(root)
                 reset_iteration(modules)
-                for module in modules:
-                    module.reshard()  # a forward without a backward leaves the root gathered
+                release(modules)

@@ -115,7 +115,9 @@ class Softmax:
     def gradient_(self) -> Tensor:
         """Gradient of the summed losses by this rank's logits, in place of the exponentials."""
         gradient = self.exponentials.mul_(self.slope[:, None])
-        return _subtract_labels(gradient, self.column, self.is_here.to(gradient.dtype))
+        # Rows without a target may hold NaN, which their zero slope has not removed.
+        gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return gradient.scatter_add_(1, self.column, -self.is_here.to(gradient.dtype))
 
 
 def share_softmax(
@@ -185,7 +187,8 @@ class _SharedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         copied = logits.to(wide(logits.dtype), copy=True)
         found = share_softmax(copied, labels, is_target, z_loss, columns)
-        ctx.save_for_backward(found.exponentials, found.slope, found.column, found.is_here)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(found.gradient_())
         ctx.dtype = logits.dtype
         return found.losses
 
@@ -194,10 +197,8 @@ class _SharedCrossEntropy(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        exponentials, slope, column, is_here = ctx.saved_tensors
-        gradient = exponentials * (slope * upstream)[:, None]
-        gradient = _subtract_labels(gradient, column, is_here * upstream[:, None])
-        return gradient.to(ctx.dtype), None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream[:, None]).to(ctx.dtype), None, None, None, None
 
 
 def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tuple[Tensor, Tensor]:
@@ -208,12 +209,6 @@ def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tu
     # A label outside the vocabulary must fail in gather, on all ranks alike.
     is_known = (token >= 0) & (token < columns.vocab_size)
     return torch.where(is_known & ~is_here, 0, column)[:, None], is_here
-
-
-def _subtract_labels(gradient: Tensor, column: Tensor, weight: Tensor) -> Tensor:
-    """In place; rows without a target may hold NaN, which their zero slope has not removed."""
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    return gradient.scatter_add_(1, column, -weight)
 
 
 def _columns(name: str, values: Tensor, dim: int) -> Columns | None:

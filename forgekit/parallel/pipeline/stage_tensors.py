@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -61,6 +61,10 @@ class Leaf:
         return tuple(scaled)
 
 
+StandIn = Callable[[Source, Leaf], Tensor]
+"""Makes what stands for a tensor of an absent part."""
+
+
 @attrs.frozen(eq=False)
 class Flow:
     """What parts return and stages send, learned once for each kind of call.
@@ -85,14 +89,6 @@ class Flow:
         return parts_of(self.outputs[source[:2]], Leaf)[source[2]]
 
 
-class Recorder(Protocol):
-    """What follows a rehearsal of a stage; see ``rehearsal.Trace``."""
-
-    def stand_in(self, source: Source, leaf: Leaf) -> Tensor:
-        """Make what an absent part returns."""
-        ...
-
-
 @attrs.define(eq=False)
 class _Run:
     """One forward of a stage."""
@@ -101,7 +97,7 @@ class _Run:
     given: tuple[int, ...]
     arrived: Mapping[Source, Tensor]
     device: torch.device
-    recorder: Recorder | None
+    stand_in: StandIn | None
     kept: dict[Source, Tensor] = attrs.field(factory=dict)
     calls: Counter[str] = attrs.field(factory=Counter)
 
@@ -111,8 +107,8 @@ class _Run:
 
     def tensor(self, source: Source, leaf: Leaf) -> Tensor:
         """What travelled, or NaN: what was never meant to be read shows in the loss."""
-        if self.recorder is not None:
-            return self.recorder.stand_in(source, leaf)
+        if self.stand_in is not None:
+            return self.stand_in(source, leaf)
         found = self.arrived.get(source)
         if found is None:
             empty = float("nan") if leaf.dtype.is_floating_point else 0
@@ -156,7 +152,7 @@ class Relay:
         *,
         given: Sequence[int],
         device: torch.device,
-        recorder: Recorder | None = None,
+        stand_in: StandIn | None = None,
     ) -> Any:
         """Run the stage.
 
@@ -166,17 +162,17 @@ class Relay:
             received: What the stage before has sent.
             given: Shape of the model's input.
             device: Where stand-ins are made.
-            recorder: Makes the stand-ins of a rehearsal, which sends nothing.
+            stand_in: Makes what absent parts return in a rehearsal, which sends nothing.
 
         Returns:
             What the model returns, of the last stage; of the others the tensors to send.
         """
-        is_rehearsal = recorder is not None
+        is_rehearsal = stand_in is not None
         arriving = flow.travels[self.stage - 1] if self.stage and not is_rehearsal else ()
         arrived = dict(zip(arriving, received, strict=True))
         if not (is_rehearsal or self.is_last):
             self._hook({source[0] for source in flow.travels[self.stage]})
-        self._run = _Run(flow, tuple(given), arrived, device, recorder)
+        self._run = _Run(flow, tuple(given), arrived, device, stand_in)
         try:
             return forward()
         finally:
@@ -236,7 +232,7 @@ class Relay:
 
     def _sent(self) -> tuple[Tensor, ...]:
         run = self._running("a stage's last part")
-        if run.recorder is not None:
+        if run.stand_in is not None:
             return ()
         found = {**run.arrived, **run.kept}
         due = run.flow.travels[self.stage]
@@ -261,7 +257,7 @@ class Relay:
 
     def _keep(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         run = self._run
-        if run is None or run.recorder is not None:  # None: recomputed by a backward pass
+        if run is None or run.stand_in is not None:  # None: recomputed by a backward pass
             return
         call = run.next_call(name)
         for number, tensor in enumerate(parts_of(output)):

@@ -99,7 +99,7 @@ def rehearse(
         # A block that the compiler met in here would never be compiled.
         eager = torch.compiler.set_stance("force_eager")
         with torch.enable_grad(), saved_tensors_hooks(_forget, _forget), eager, trace:
-            out = relay.run(forward, flow, (), given=given, device=device, recorder=trace)
+            out = relay.run(forward, flow, (), given=given, device=device, stand_in=trace.stand_in)
             if relay.is_last:
                 with trace.computing_loss(parameters):
                     found = loss(out)

@@ -38,18 +38,13 @@ class Comparison:
 
     def error(self, ranks: list[Found]) -> float:
         """Return the worst error of all ranks."""
-        rows = [row.worst for row in self.rows(ranks)]
-        return worst([*rows, self.loss_error(ranks), self.norm_error(ranks)])
+        numbers = (self.error_of(name, ranks) for name in ("loss", "norm"))
+        return worst([*numbers, *(row.worst for row in self.rows(ranks))])
 
-    def loss_error(self, ranks: list[Found]) -> float:
-        """Return the worst relative error of the loss."""
-        expected = self.expected.loss
-        return worst(_ratio(abs(rank.loss - expected), abs(expected)) for rank in ranks)
-
-    def norm_error(self, ranks: list[Found]) -> float:
-        """Return the worst relative error of the gradient's norm."""
-        expected = self.expected.norm
-        return worst(_ratio(abs(rank.norm - expected), expected) for rank in ranks)
+    def error_of(self, name: str, ranks: list[Found]) -> float:
+        """Return the worst relative error of the ``"loss"``, or of the gradient's ``"norm"``."""
+        expected = getattr(self.expected, name)
+        return worst(_ratio(abs(getattr(r, name) - expected), abs(expected)) for r in ranks)
 
     def rows(self, ranks: Sequence[Found]) -> tuple[VerifyRow, ...]:
         """Return every parameter's errors over all ranks, the worst first."""

@@ -125,7 +125,7 @@ def _work(
             function, args = pickle.loads(job)
             answer = True, function(*args)
         except BaseException as error:  # a SystemExit of a script is a failure here
-            answer = False, _described(error)
+            answer = False, _describe(error)
         sys.stdout.flush()
         connection.send(answer)
         os._exit(0)  # nothing of torch's threads and groups is worth a clean end
@@ -139,49 +139,38 @@ def _end_with_parent(connection: Connection) -> None:
         os._exit(1)
 
 
-def _described(error: BaseException) -> tuple[str, str]:
+def _describe(error: BaseException) -> str:
     """One sentence, and the traceback."""
     said = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, AttributeError) and "Can't get attribute" in said:
         said += ": a process cannot import it; define it at the top level of a file"
-    return said, "".join(traceback.format_exception(error))
+    return f"{said}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _collect(
     connections: list[Connection], folder: Path, deadline: float, timeout_s: float
 ) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: list[tuple[int, str]] = []
+    world, results, raised, died = len(connections), {}, [], []
     waiting: dict[Any, int] = {there: rank for rank, there in enumerate(connections)}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for ready in wait([*waiting], timeout=left):
             rank = waiting.pop(ready)
-            results[rank], error = _answer(ready, rank, len(connections), folder)
-            if error:
-                errors.append(error)
+            try:
+                is_good, results[rank] = ready.recv()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+                if not is_good:
+                    raised.append(f"rank {rank} of {world} raised {results[rank]}")
+            except (EOFError, OSError):
+                output = _tail(folder / f"rank{rank}.log")
+                died.append(f"rank {rank} of {world} died without an error of its own.{output}")
+            if raised or died:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    if errors:
+    if died or raised:
         # A rank that died comes first: the others raise because they lost the connection to it.
-        raise LocalRankError(min(errors, key=lambda error: error[0])[1])
+        raise LocalRankError([*died, *raised][0])
     if waiting:
         time.sleep(0.2)  # the ranks are writing where they are
-        raise LocalRankError(_hanging([*waiting.values()], len(connections), folder, timeout_s))
+        raise LocalRankError(_hanging([*waiting.values()], world, folder, timeout_s))
     return [results[rank] for rank in sorted(results)]
-
-
-def _answer(
-    connection: Any, rank: int, world: int, folder: Path
-) -> tuple[Any, tuple[int, str] | None]:
-    """Return a rank's result, or what went wrong on it: 0 if it died, 1 if it raised, and why."""
-    try:
-        is_good, answer = connection.recv()
-    except (EOFError, OSError):
-        output = _tail(folder / f"rank{rank}.log")
-        return None, (0, f"rank {rank} of {world} died without an error of its own.{output}")
-    if is_good:
-        return answer, None
-    summary, stack = answer
-    return None, (1, f"rank {rank} of {world} raised {summary}\n\n{stack.rstrip()}")
 
 
 def _hanging(ranks: list[int], world: int, folder: Path, timeout_s: float) -> str:

@@ -176,9 +176,9 @@ def _verify(runs: _Runs, spec: MeshSpec) -> VerifyReport:
         layout=_name(spec),
         rows=comparison.rows(ranks),
         loss=ranks[0].loss,
-        loss_error=comparison.loss_error(ranks),
+        loss_error=comparison.error_of("loss", ranks),
         norm=ranks[0].norm,
-        norm_error=comparison.norm_error(ranks),
+        norm_error=comparison.error_of("norm", ranks),
         notes=tuple(_notes(ranks, expected, given)),
         tolerance=tolerance,
     )
