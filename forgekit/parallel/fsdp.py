@@ -384,7 +384,7 @@ def _offload_policy(mesh: DeviceMesh, cpu_offload: bool) -> OffloadPolicy:
 def _prefetch(root: Any, blocks: list[Any], count: int) -> None:
     """Tell each block, and the root, what to gather before it computes.
 
-    Without a word FSDP would gather one ahead in backward, and in forward whatever the host
+    By default FSDP prefetches one module in backward, and in forward whatever the host
     reaches while the device still computes.
     """
     groups = [fsdp_modules(block) for block in blocks]  # a block, then its experts

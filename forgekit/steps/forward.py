@@ -107,7 +107,7 @@ class explaining:
     A class: a generator as context costs several times as much, twice in each micro-batch.
 
     Raises:
-        ValueError: In place of the error; others come out as they are.
+        ValueError: Instead of an error that is explained; others are raised unchanged.
     """
 
     __slots__ = ()
@@ -178,7 +178,7 @@ def check_output(module: nn.Module, _args: Any, output: Any) -> None:
 
 
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:
-    """Number of micro-batches; None if only the end will tell."""
+    """Number of micro-batches; None if it is not known before the end."""
     try:
         return len(batches)  # pyright: ignore[reportArgumentType]
     except TypeError:  # also what a DataLoader over a stream answers

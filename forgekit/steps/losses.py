@@ -27,7 +27,7 @@ Metric = Number | tuple[Number, Number]
 # dataclasses, but not inside attrs classes or TensorDicts (their gradients would stay unreduced).
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A summed loss and what it is to be divided by, once, for the whole step.
+    """A summed loss and its normalizing count; the step divides once, by the sum of all counts.
 
     Attributes:
         sum: ``[]`` differentiable sum over the targets of this micro-batch.

@@ -246,7 +246,7 @@ class _Work:
     ) -> tuple[Tensor, ...]:
         """Run a micro-batch through a stage; of the last stage, add its loss up and return it."""
         call = self._calls[micro_batch]
-        if stage == self.stages.mine[-1]:  # nobody here asks for it any more
+        if stage == self.stages.mine[-1]:  # this rank does not need it any more
             del self._calls[micro_batch]
         self._computed += 1
         out = self.stages.forward(stage, call.run, call.first.shape, received)

@@ -319,7 +319,9 @@ def _check_names(totals: Totals, state: TrainState, known: tuple[Any, ...]) -> N
     if world_of(state.mesh) > 1:
         # The others are on their way into the collective: meet them there, with NaN, so that
         # they end with a bad step instead of waiting for this rank.
-        more = sum(totals.sums[key].numel() - 1 for key in keys)  # of experts, as ever
+        more = sum(
+            totals.sums[key].numel() - 1 for key in keys
+        )  # those of experts keep their shapes
         dist.all_reduce(totals["targets"].new_full((len(known) + more,), torch.nan))
     raise ValueError(
         f"the names of a step's sums changed: {difference(known, keys)}. Report the same "

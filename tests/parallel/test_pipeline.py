@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.parallel.pipeline.split import balance, cost_of, cut
+from forgekit.parallel.pipeline.split import balance, cost_of, split_model
 from forgekit.parallel.pipeline.stage_tensors import Absent, Flow, Leaf
 from forgekit.parallel.pipeline.stages import split_stages
 from forgekit.parallel.pipeline.tracing import join, rehearse
@@ -51,12 +51,12 @@ def test_a_lookup_costs_its_width_and_a_projection_its_matrix():
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage():
     block = cost_of(fk.Transformer(DEEP).layers[0])
     spec = attrs.evolve(DEEP, layers=8, vocab_size=2 * int(block) // DEEP.dim)
-    holders = cut(fk.Transformer(spec), "layers", 2, [0]).holders
+    holders = split_model(fk.Transformer(spec), "layers", 2, [0]).holders
     assert [holders[f"layers.{block}"] for block in range(8)] == [0] * 5 + [1] * 3
 
 
-def _cut(model, blocks="layers", stages=2, mine=(0,)):
-    return cut(model, blocks, stages, list(mine))
+def _split(model, blocks="layers", stages=2, mine=(0,)):
+    return split_model(model, blocks, stages, list(mine))
 
 
 def test_a_rank_holds_its_stages_under_the_models_names():
@@ -64,7 +64,7 @@ def test_a_rank_holds_its_stages_under_the_models_names():
     held = []
     for mine in ([0, 3], [1, 2]):
         model = fk.Transformer(DEEP)
-        pieces = _cut(model, stages=4, mine=mine)
+        pieces = _split(model, stages=4, mine=mine)
         own = [name for name, _ in model.named_parameters()]
         in_stages = [name for m in pieces.modules for name, _ in m.named_parameters()]
         assert sorted(own) == sorted(in_stages)
@@ -90,7 +90,7 @@ def _run(pieces, *args):
 def test_stages_one_after_the_other_are_the_model():
     ids = torch.randint(0, DEEP.vocab_size, (2, 7))
     expected = fk.Transformer(DEEP).eval()(ids)
-    found, flow = _run(_cut(fk.Transformer(DEEP).eval(), stages=3, mine=[0, 1, 2]), ids)
+    found, flow = _run(_split(fk.Transformer(DEEP).eval(), stages=3, mine=[0, 1, 2]), ids)
     assert torch.equal(found, expected)
     assert flow.travels == [[("layers.0", 0, 0)], [("layers.2", 0, 0)]]  # and nothing besides
     assert flow.mutated == frozenset()
@@ -101,7 +101,7 @@ def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
     model.rotary = nn.Module()
     model.rotary.register_buffer("frequencies", torch.ones(2))
     model.act = nn.GELU()
-    pieces = _cut(model, stages=2, mine=[0, 1])
+    pieces = _split(model, stages=2, mine=[0, 1])
     first, last = pieces.modules
     assert isinstance(first.dropout, nn.Dropout)
     assert isinstance(last.dropout, Absent)
@@ -158,7 +158,7 @@ def test_shapes_follow_positions_that_tensor_parallelism_divides():
 def test_hooks_on_a_stage_are_not_hooks_on_the_model():
     """FSDP hooks each stage; the model it was copied from, and other stages, must not run them."""
     model = fk.Transformer(DEEP)
-    pieces = _cut(model, stages=2, mine=[0, 1])
+    pieces = _split(model, stages=2, mine=[0, 1])
     pieces.modules[0].register_forward_hook(lambda *_: None)
     assert not model._forward_hooks
     assert not pieces.modules[1]._forward_hooks
@@ -179,14 +179,14 @@ class _Nested(nn.Module):
 def test_a_list_two_names_down_is_cut_with_its_neighbours():
     model, x = _Nested(), torch.randn(2, 3)
     expected = model(x)
-    pieces = _cut(model, "net.body", mine=[0, 1])
+    pieces = _split(model, "net.body", mine=[0, 1])
     first, last = pieces.modules
     assert isinstance(first.top, Absent)
     assert isinstance(last.net.stem, Absent)
     assert pieces.holders == {"net.stem": 0, "net.body.0": 0, "net.body.1": 1, "top": 1}
     assert torch.equal(_run(pieces, x)[0], expected)
     own = _Nested()
-    _cut(own, "net.body", mine=[1])
+    _split(own, "net.body", mine=[1])
     held = {name for name, _ in own.named_parameters()}
     assert held == {f"{m}.{p}" for m in ("net.body.1", "top") for p in ("weight", "bias")}
 
@@ -194,7 +194,7 @@ def test_a_list_two_names_down_is_cut_with_its_neighbours():
 def test_meta_models_are_cut_like_filled_ones():
     with torch.device("meta"):
         model = fk.Transformer(DEEP)
-    _cut(model, mine=[1])
+    _split(model, mine=[1])
     assert "output.weight" in dict(model.named_parameters())
     assert "embedding.weight" not in dict(model.named_parameters())
 
@@ -202,32 +202,32 @@ def test_meta_models_are_cut_like_filled_ones():
 def test_fewer_blocks_than_stages_are_refused():
     message = r"'layers' has 4 blocks for 8 pipeline stages; .* Use at least 8 blocks, or .* most 4"
     with pytest.raises(ValueError, match=message):
-        _cut(fk.Transformer(DEEP), stages=8)
+        _split(fk.Transformer(DEEP), stages=8)
 
 
 def test_parameters_around_the_blocks_are_refused():
     model = _Nested()
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"_Nested holds the parameters \['scale'\] in itself"):
-        _cut(model, "net.body")
+        _split(model, "net.body")
     model = _Nested()
     model.net.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"\['scale'\] in its part 'net', around the list"):
-        _cut(model, "net.body")
+        _split(model, "net.body")
 
 
 def test_tied_parameters_are_refused():
     with pytest.raises(
         ValueError, match=r"embedding\.weight and output\.weight are one tensor, or"
     ):
-        _cut(fk.Transformer(attrs.evolve(DEEP, tied=True)))
+        _split(fk.Transformer(attrs.evolve(DEEP, tied=True)))
     model = _Nested()
     model.net.body[1] = model.net.body[0]
     with pytest.raises(ValueError, match=r"net\.body\.0\.weight and .* are one tensor"):
-        _cut(model, "net.body")
+        _split(model, "net.body")
     model = _Nested()
     model.net.body[0].weight = model.net.stem.weight  # both in the first stage
-    _cut(model, "net.body")
+    _split(model, "net.body")
 
 
 def _call_the_model(rank, world):

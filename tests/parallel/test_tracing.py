@@ -11,13 +11,13 @@ from forms import WIDTH, WORDS, Aux, Form, Mix, ValueResidual
 from tensordict import TensorDict
 from torch import nn
 
-from forgekit.parallel.pipeline.split import cut
+from forgekit.parallel.pipeline.split import split_model
 from forgekit.parallel.pipeline.stage_tensors import Flow
 from forgekit.parallel.pipeline.tracing import join, rehearse, restored
 
 
 def _rehearse(model, loss=lambda out: [out], stages=2):
-    pieces = cut(model, "layers", stages, list(range(stages)))
+    pieces = split_model(model, "layers", stages, list(range(stages)))
     ids = torch.arange(10).reshape(2, 5)
     reports, outputs = [], {}
     for relay, module in zip(pieces.relays, pieces.modules, strict=True):

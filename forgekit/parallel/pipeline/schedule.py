@@ -129,6 +129,6 @@ def forward_at(
     if rule.is_v:
         stage = rank if (slot - rank) % 2 == 0 else 2 * ranks - 1 - rank
         return (stage, (slot - stage) // 2) if slot >= stage else None
-    round_, place = divmod(slot - rank, ranks * rule.per_rank)
-    turn, micro_batch = divmod(place, ranks)
+    round_, at = divmod(slot - rank, ranks * rule.per_rank)
+    turn, micro_batch = divmod(at, ranks)
     return (turn * ranks + rank, round_ * ranks + micro_batch) if slot >= rank else None

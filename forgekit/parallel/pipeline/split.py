@@ -24,7 +24,7 @@ SHOWN = 4
 
 
 @attrs.frozen(eq=False)
-class Cut:
+class SplitModel:
     """A model after its split, as one rank holds it.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Part:
     stage: int | None
 
 
-def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
+def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> SplitModel:
     """Split a model in place: keep what this rank's stages need and make a copy for each of them.
 
     What is registered before the list of blocks goes to the first stage, what follows it to the
@@ -96,7 +96,7 @@ def cut(model: nn.Module, blocks: str, stages: int, mine: Sequence[int]) -> Cut:
             part.parent._modules[part.child] = Absent(part.module, part.name)
             part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
     shared = {*(twin for _, twin in copies), *_shared(parts)}
-    return Cut(modules, relays, copies, shared, holders)
+    return SplitModel(modules, relays, copies, shared, holders)
 
 
 def cost_of(module: nn.Module) -> float:

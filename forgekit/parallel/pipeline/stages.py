@@ -26,7 +26,7 @@ from forgekit.parallel.pipeline.schedule import (
     stages_of,
     stages_per_rank,
 )
-from forgekit.parallel.pipeline.split import Cut, cut
+from forgekit.parallel.pipeline.split import SplitModel, split_model
 from forgekit.parallel.pipeline.stage_tensors import Flow
 from forgekit.parallel.pipeline.tracing import Report, join, rehearse, restored
 
@@ -67,12 +67,12 @@ def split_stages(
         parameters only while they are gathered.
 
     Raises:
-        ValueError: If the model cannot be split (see ``cut``).
+        ValueError: If the model cannot be split (see ``split_model``).
     """
     mine = stages_of(schedule, mesh["pp"].size(), mesh.get_local_rank("pp"))
     count = mesh["pp"].size() * stages_per_rank(schedule)
     blocks = blocks or "layers"
-    pieces = cut(model, blocks, count, mine)
+    pieces = split_model(model, blocks, count, mine)
     shown = f"{len(mine)} of {count} pipeline stages ({', '.join(map(str, mine))})"
     wrap_forward(model, partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}"))
     return Stages(schedule, mesh, pieces, splits_backward=splits_backward)
@@ -89,7 +89,12 @@ class Stages:
     """
 
     def __init__(
-        self, schedule: PipelineSchedule, mesh: DeviceMesh, pieces: Cut, *, splits_backward: bool
+        self,
+        schedule: PipelineSchedule,
+        mesh: DeviceMesh,
+        pieces: SplitModel,
+        *,
+        splits_backward: bool,
     ) -> None:
         self._schedule: PipelineSchedule = schedule
         self._ranks, self._rank = mesh["pp"].size(), mesh.get_local_rank("pp")
@@ -156,7 +161,7 @@ class Stages:
         Args:
             micro_batches: Their number; None if not known.
             shape: Shape of the first one as the model takes it.
-            kind: What sort of call it is; ranks must go by the same.
+            kind: The kind of call; it must be the same on all ranks.
             error: What went wrong on this rank before, if anything did.
 
         Raises:
@@ -210,7 +215,7 @@ class Stages:
         check_micro_batches(self._schedule, self._ranks, micro_batches)
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
-        """Say whether a kind of call was rehearsed, and go by what was learned of it."""
+        """Say whether a kind of call was rehearsed, and use what was learned from it."""
         found = self._flows.get((kind, None)) or self._flows.get((kind, tuple(shape)))
         self._flow = found or Flow()
         return found is not None

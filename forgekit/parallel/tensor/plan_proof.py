@@ -225,7 +225,7 @@ def _values(output: Any) -> Any:
 
 
 def _edges(node: Any, number: int) -> list[Any]:
-    """Where a node's gradient goes: of FSDP's, which hands tensors through, the one that it is."""
+    """Where a node's gradient goes on; FSDP's node passes each tensor's on by itself."""
     edges = node.next_functions
     if type(node).__name__.startswith("RegisterPostBackwardFunction"):
         edges = edges[number : number + 1]

@@ -47,7 +47,7 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
     Args:
         module: A projection of ``d`` to ``e`` channels.
         mesh: The ranks, a mesh of one dimension whose size divides ``e``.
-        is_logits: Whether the output is a DTensor, for a loss that knows of shared columns.
+        is_logits: Whether the output is a DTensor, for a loss that computes with shards.
     """
     _place(module, mesh, Shard(0))
     wrap_forward(module, partial(_project_out, module, mesh, is_logits))
