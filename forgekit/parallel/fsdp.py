@@ -406,23 +406,18 @@ def _flat(groups: Iterable[list[Any]]) -> list[Any]:
 
 
 def _block_policy(precision: Precision, block: nn.Module) -> MixedPrecisionPolicy:
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
     # Inputs of our own blocks are not cast: hidden states arrive in 16 bits already, and the
     # cosines and sines of rotary embedding must stay in float32 (bfloat16 has 8 bits for an angle).
-    return MixedPrecisionPolicy(
-        param_dtype=_COMPUTE[precision],
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=not isinstance(block, Block),
-    )
+    return _policy(precision, cast_forward_inputs=not isinstance(block, Block))
 
 
 def _root_policy(precision: Precision, is_inner: bool) -> MixedPrecisionPolicy:
+    # The output is cast on the root only; on a block it would break the next block.
+    return _policy(precision, output_dtype=None if is_inner else torch.float32)
+
+
+def _policy(precision: Precision, **options: Any) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    # The output is cast on the root only; on a block it would break the next block.
-    return MixedPrecisionPolicy(
-        param_dtype=_COMPUTE[precision],
-        reduce_dtype=torch.float32,
-        output_dtype=None if is_inner else torch.float32,
-    )
+    compute = _COMPUTE[precision]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, **options)
