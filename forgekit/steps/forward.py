@@ -25,7 +25,7 @@ from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
-from forgekit.steps.losses import Loss
+from forgekit.steps.losses import Loss, pair_of, values_of
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
@@ -215,21 +215,14 @@ def _forget(_saved: Any) -> Any:
 
 
 def _is_sharded(loss: Loss) -> bool:
-    given = [loss.sum, loss.count, *(loss.rows or ())]
-    for metric in loss.metrics.values():
-        given += _pair(metric)
-    return any([isinstance(value, DTensor) for value in given])  # noqa: C419 (faster as a list)
+    return any([isinstance(value, DTensor) for value in values_of(loss)])  # noqa: C419 (faster as a list)
 
 
 def _plain(loss: Loss) -> Loss:
-    metrics = {name: tuple(map(full, _pair(metric))) for name, metric in loss.metrics.items()}
+    metrics = {name: tuple(map(full, pair_of(metric))) for name, metric in loss.metrics.items()}
     rows = loss.rows and (full(loss.rows[0]), full(loss.rows[1]))
     own = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
     return dataclasses.replace(loss, metrics=metrics, rows=rows, **own)
-
-
-def _pair(metric: Any) -> tuple[Any, Any]:
-    return metric if isinstance(metric, tuple | list) else (metric, 1)  # pyright: ignore[reportReturnType]
 
 
 def _first_tensor(batch: Any) -> Tensor:

@@ -8,8 +8,10 @@ divides by it then. Masked positions contribute exactly nothing, whatever stands
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,17 @@ def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
     counts = is_target.flatten(1).sum(1)
     sums = losses.detach().view(labels.shape).flatten(1).sum(1)
     return Loss(total, counts.sum(), rows=(sums, counts))
+
+
+def pair_of(metric: Metric) -> tuple[Number, Number]:
+    """Sum and count of a metric; a single number counts as one observation."""
+    return tuple(metric) if isinstance(metric, tuple | list) else (metric, 1)  # pyright: ignore[reportReturnType]
+
+
+def values_of(loss: Loss) -> list[Any]:
+    """All tensors and numbers of a loss, but for its means."""
+    pairs = itertools.chain.from_iterable(map(pair_of, loss.metrics.values()))
+    return [loss.sum, loss.count, *(loss.rows or ()), *pairs]
 
 
 def _without_nan(gradient: Tensor | None) -> Tensor | None:

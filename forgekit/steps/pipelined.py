@@ -8,7 +8,6 @@ is pulled when this rank's first stage is about to work on it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,7 +37,7 @@ from forgekit.steps.forward import (
     length_of,
     take_part,
 )
-from forgekit.steps.losses import Loss
+from forgekit.steps.losses import Loss, values_of
 from forgekit.steps.position_proof import (
     SUMS_CLOSE,
     find_unequal,
@@ -289,10 +288,7 @@ class _Work:
         call = self._calls[0]
 
         def loss(out: Any) -> list[Tensor]:
-            found = self._loss(out, call)
-            pairs = [v if isinstance(v, tuple) else (v,) for v in found.metrics.values()]
-            given = [found.sum, found.count, *(found.rows or ()), *itertools.chain(*pairs)]
-            return [value for value in given if isinstance(value, Tensor)]
+            return [v for v in values_of(self._loss(out, call)) if isinstance(v, Tensor)]
 
         device = self.stages.device
         devices = [device] if device.type != "cpu" else []

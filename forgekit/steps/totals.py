@@ -21,7 +21,7 @@ from forgekit.steps.consistency import (
     difference,
     digest_rows,
 )
-from forgekit.steps.losses import Loss
+from forgekit.steps.losses import Loss, pair_of
 
 
 @attrs.frozen
@@ -102,8 +102,8 @@ class LossSums:
         self.losses.append(loss.sum.detach())
         self.counts.append(loss.count)
         for name, metric in loss.metrics.items():
-            pair = metric if isinstance(metric, tuple | list) else (metric, 1)
-            for values, value in zip(self.metrics.setdefault(name, ([], [])), pair, strict=True):
+            sums = self.metrics.setdefault(name, ([], []))
+            for values, value in zip(sums, pair_of(metric), strict=True):
                 # Detached here: a metric would keep its micro-batch's graph until the step ends.
                 values.append(value.detach() if isinstance(value, Tensor) else value)
 
