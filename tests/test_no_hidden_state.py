@@ -210,6 +210,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "steps/losses.py": {"register_hook(_without_nan)": "autograd's, of one result"},
     "steps/position_proof.py": {
         "vars(module)[name]": WHILE,
+        "router.spec": WHILE,
         "vars(module).update(sockets)": WHILE,
         "register_module_forward_pre_hook(replace)": WHILE,
         "register_forward_hook(note)": WHILE,
