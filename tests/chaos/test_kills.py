@@ -14,7 +14,6 @@ from chaos.scene import (
     ROWS,
     SEQ_LEN,
     check_checkpoints,
-    in_short,
     resumed_step,
 )
 from chaos.survival import Outcome
@@ -115,7 +114,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", in_short(MOMENTS, "before `latest` moves"))
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", MOMENTS)
 def test_killed_during_a_save(scene, survived, name):
     life = scene.live(faults={0: {"die_before": MOMENTS[name]}})
     outcome = scene.survive(life, lost=MOST_LOST)

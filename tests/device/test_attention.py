@@ -22,8 +22,8 @@ import forgekit as fk
 
 KERNELS = {"dtypes": (torch.float64,), "keys": ("CPU", "PrivateUse1")}
 CELLS = [
-    Cell("fsdp2", 2, "ragged", True, "selective", "head", "fp64", steps=2),
     Cell("cp2-ring", 2, "ragged", True, "selective", "head", "fp64", steps=2),
+    Cell("fsdp2", 2, "ragged", True, "selective", "head", "fp64", steps=2),
     Cell("tp2", 1, "ragged", True, "full", "head", "fp64", steps=2),
     Cell("cp2-ulysses", 2, "ragged", True, "none", "head", "fp64", steps=2),
     Cell("pp2-1f1b", 2, "ragged", True, "none", "logits", "fp64", steps=2),
@@ -46,7 +46,7 @@ def run_with_kernels(rank, world, cell):
     return found, Counter(call["kind"] for call in calls), ledger, state.layout.attention
 
 
-@pytest.mark.parametrize("cell", some_of(CELLS, *CELLS[2:]), ids=str)
+@pytest.mark.parametrize("cell", some_of(CELLS, *CELLS[1:]), ids=str)
 def test_a_kernel_gives_what_one_process_gives_and_the_host_waits_for_nothing(cell):
     by_rank = run_ranks(run_with_kernels, cell.row.world, cell, setup=SETUP, timeout_s=200)
     check(cell, merge([found for found, *_ in by_rank]))

@@ -38,6 +38,7 @@ def fails(_bench):
     yield
 
 
+@pytest.mark.oracle
 def test_a_part_that_raises_is_a_row_and_the_others_go_on(monkeypatch):
     for name in ("same_as_cpu", "waits", "attention", "losses", "steps", "speed"):
         monkeypatch.setattr(gpu, name, lambda _bench: [])

@@ -19,7 +19,6 @@ CELLS = [
     for layout, micros, packed, recompute, loss in (
         ("fsdp2", 2, True, "selective", "head"),
         ("tp2", 1, True, "none", "head"),
-        ("cp2-ring", 2, True, "none", "head"),
         ("pp2-zbv", 3, True, "none", "head"),
         ("ep2", 2, False, "none", "logits"),
     )

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
+from covering import covering, first_of
 from oracle import LOSSES, SPEC, full_tensors, relative_error
 from ranks import run_again
 from torch import Tensor, nn
@@ -122,14 +122,17 @@ def _with_fsdp(rank, world, shape, kind, loss, precision, recompute):
 
 @pytest.mark.parametrize(
     ("shape", "kind", "loss", "recompute"),
-    [
-        ((2, 2), "untied, norms of heads", "logits", False),
-        ((2, 2), "tied", "head", True),
-        ((2, 2), "dropout", "logits", True),
-        ((1, 4), "untied, norms of heads", "head", True),
-        ((2, 1, 2), "tied", "logits", False),
-        ((4, 1), "untied, norms of heads", "head", False),
-    ],
+    first_of(
+        [((2, 2), "tied", "head", True), ((1, 4), "untied, norms of heads", "head", True)],
+        [
+            ((2, 2), "untied, norms of heads", "logits", False),
+            ((2, 2), "tied", "head", True),
+            ((2, 2), "dropout", "logits", True),
+            ((1, 4), "untied, norms of heads", "head", True),
+            ((2, 1, 2), "tied", "logits", False),
+            ((4, 1), "untied, norms of heads", "head", False),
+        ],
+    ),
 )
 def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
     batches = BATCHES if shape[0] == 2 else BATCHES[:1] if shape[0] == 1 else BATCHES[:1] * 2

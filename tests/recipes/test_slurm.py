@@ -186,7 +186,7 @@ def stopped_in_its_midst(cluster, tokens, *options):
 NODES = "--nodes=2", "--gpus-per-node=1"
 
 
-@pytest.mark.slow
+@pytest.mark.oracle
 def test_a_run_under_torchrun_on_two_nodes_stops_and_starts_again(cluster, tokens):
     with stopped_in_its_midst(cluster, tokens, *NODES):
         pass
@@ -358,7 +358,6 @@ def test_a_task_that_fails_ends_the_others(cluster, program):
     assert cluster.events == ["started 0", "failed"]
 
 
-@pytest.mark.oracle
 def test_sigusr1_kills_torchrun_that_was_not_told_of_it(tmp_path):
     """Why the script has ``--signals-to-handle``."""
     waits = tmp_path / "waits.sh"

@@ -22,7 +22,7 @@ LAYOUTS = {
     "8 ranks, pipelined": ["mesh.pp=2", "mesh.dp_replicate=2", "mesh.tp=2", UNTIED],
     "one process": ["model.dropout=0.1", "precision=bf16", "compile=true"],
 }
-LONG = ("cp", "dp_shard", "8 ranks", "8 ranks, pipelined")
+LONG = ("tp", "cp", "dp_shard", "8 ranks", "8 ranks, pipelined")
 """Part of `make oracle`; the others cover each kind of run."""
 BREAKS = """        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from covering import one_at_a_time
 from ranks import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,9 +87,7 @@ DAMAGES = {
 }
 
 
-@WORLDS
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("world", "file", "damage"), one_at_a_time([1, 2], FILES, DAMAGES))
 def test_a_damaged_newest_is_skipped_and_one_asked_for_is_refused(tmp_path, world, file, damage):
     spoil, message = DAMAGES[damage]
     run_again(_save, world, tmp_path, 1, 2)
@@ -100,8 +99,10 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_is_refused(tmp_path, worl
     assert run_again(_load, world, tmp_path) == [1] * world
 
 
-@WORLDS
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}', "\x00\xff"])
+@pytest.mark.parametrize(
+    ("world", "content"),
+    one_at_a_time([1, 2], ["", "{", "[]", "null", '{"a": 1}', "\x00\xff"]),
+)
 def test_a_manifest_that_is_none_makes_it_no_checkpoint(tmp_path, world, content):
     run_again(_save, world, tmp_path, 1, 2)
     (tmp_path / "step_00000002" / "manifest.json").write_text(content)
@@ -135,8 +136,10 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path, world):
         assert refusal.endswith("Build the model that was saved.")
 
 
-@WORLDS
-@pytest.mark.parametrize("target", ["step_00000007", "step_00000001", "nowhere/at/all"])
+@pytest.mark.parametrize(
+    ("world", "target"),
+    one_at_a_time([1, 2], ["step_00000007", "step_00000001", "nowhere/at/all"]),
+)
 def test_latest_may_point_anywhere(tmp_path, world, target):
     """It is there for people; nothing here follows it, and the next save sets it right."""
     run_again(_save, world, tmp_path, 1, 2)
@@ -226,8 +229,7 @@ def _save_to_a_full_disk(rank, world, directory, size):
     return str(failure.value), left, checkpoint_load(state, directory).step
 
 
-@WORLDS
-@pytest.mark.parametrize("size", [0, 1000, 100_000])
+@pytest.mark.parametrize(("world", "size"), one_at_a_time([1, 2], [1000, 0, 100_000]))
 def test_a_disk_that_is_full_after_some_bytes_leaves_what_was_there(tmp_path, world, size):
     for message, left, step in run_ranks(_save_to_a_full_disk, world, tmp_path / "runs", size):
         assert re.search(rf"step 2 could .*: rank {world - 1}: File too large", message)

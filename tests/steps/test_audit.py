@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from covering import covering
+from covering import covering, in_turn
 from oracle import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -288,7 +288,7 @@ def _mixed(rank, world, precision, uses, sync, build):
 
 @pytest.mark.parametrize(
     ("how", "uses", "world", "build"),
-    covering(
+    in_turn(
         [("bf16", "last"), ("bf16", "every"), ("fp16", "last")],
         list(USES),
         [1, 2],
@@ -344,7 +344,7 @@ USES_OF_FOUR = {
 
 @pytest.mark.parametrize(
     ("uses", "schedule", "world"),
-    covering(list(USES_OF_FOUR), ["1f1b", "interleaved_zero_bubble"], [2, 4]),
+    in_turn(list(USES_OF_FOUR), ["1f1b", "interleaved_zero_bubble"], [2, 4]),
 )
 def test_stages_reduce_in_16_bits_what_is_used_late_or_never(uses, schedule, world):
     each = range(world // 2)

@@ -532,7 +532,7 @@ def _on_ranks(rank, world, sizes, options):
     ("sizes", "what"),
     [
         ({"ep": 2}, "none"),
-        ({}, "full"),
+        pytest.param({}, "full", marks=pytest.mark.oracle),
         pytest.param({}, "none", marks=pytest.mark.oracle),
         pytest.param({"ep": 2}, "full", marks=pytest.mark.oracle),
         pytest.param({"ep": 2}, "selective", marks=pytest.mark.oracle),

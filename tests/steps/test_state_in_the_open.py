@@ -35,8 +35,12 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 """Sizes of the mesh on two ranks, and options; every run has a model of its own."""
 
-SIDE_BY_SIDE = [("fsdp", "ep"), ("tp", "fp16"), ("ring", "ulysses"), ("pp", "zbv")]
-MORE = [("ring", "ring"), ("zbv", "tp"), ("ep", "recomputed")]
+SIDE_BY_SIDE = [("ring", "ep"), ("zbv", "tp")]
+"""Each dimension of a mesh; FSDP, fp16 and recomputation run side by side in one process."""
+MORE = [
+    *(("fsdp", "ep"), ("tp", "fp16"), ("ring", "ulysses"), ("pp", "zbv")),
+    *(("ring", "ring"), ("ep", "recomputed")),
+]
 
 
 def _model(name: str, number: int) -> fk.Transformer:
@@ -146,7 +150,7 @@ def _rebuild(rank: int, world: int, name: str) -> list[dict[str, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("name", some_of(RUNS, "fsdp", "recomputed", "ulysses", "pp"))
+@pytest.mark.parametrize("name", some_of(RUNS, *RUNS.keys() - {"ring", "zbv", "ep"}))
 def test_a_state_of_the_parts_of_another_behaves_like_it(name):
     for kept, built in run_again(_rebuild, 2, name):
         _assert_same(built, kept)

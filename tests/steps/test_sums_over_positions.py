@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import first_of, in_turn
 from oracle import SPEC, full_tensors, head_loss, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -131,16 +133,20 @@ def _added(rank, world, name, sizes, micros, options):
     return _gradients(_state(sizes, **options), ADDED[name], micros)
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize(("name", "method"), in_turn(list(ADDED), ["ring", "ulysses"]))
 def test_a_sum_over_positions_is_exact(name, method):
     expected = _expected(ADDED[name])
     for found in run_again(_added, 2, name, {"cp": 2}, 1, {"context_parallel": method}):
         assert relative_error(found, expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "head", "policy"])
-@pytest.mark.parametrize("second", ["tp", "pp"])
+@pytest.mark.parametrize(
+    ("second", "name"),
+    first_of(
+        [("tp", "head"), ("pp", "policy")],
+        itertools.product(["tp", "pp"], ["cross-entropy", "head", "policy"]),
+    ),
+)
 def test_a_sum_over_positions_is_exact_beside(second, name):
     expected, found = _expected(ADDED[name], 2), {}
     for gradients in run_again(_added, 4, name, {"cp": 2, second: 2}, 2, {}):
@@ -154,8 +160,7 @@ def _in_16_bits(rank, world, name, precision):
     return True
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize(("name", "precision"), in_turn(list(ADDED), ["bf16", "fp16"]))
 def test_rounding_in_16_bits_is_no_reason_to_refuse(name, precision):
     assert all(run_again(_in_16_bits, 2, name, precision))
 
@@ -174,8 +179,10 @@ def _refused(rank, world, name, sizes, options):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("options", [{}, {"context_parallel": "ulysses", "precision": "bf16"}])
-@pytest.mark.parametrize("name", NOT_ADDED)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    in_turn(list(NOT_ADDED), [{}, {"context_parallel": "ulysses", "precision": "bf16"}]),
+)
 def test_a_loss_that_is_no_sum_over_positions_is_refused(name, options):
     assert run_ranks(_refused, 2, name, {"cp": 2}, options) == [True, True]
 
