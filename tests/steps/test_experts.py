@@ -686,6 +686,59 @@ def test_a_choice_from_outside_travels_with_its_rows():
     assert all(torch.equal(results[2][n], results[1][n]) for n in results[1])
 
 
+def with_choices(batch):
+    """Other experts than routers choose, and none that another layer has."""
+    names = build().spec.routed.values()
+    numbers = torch.arange(batch["input_ids"].numel() * 2).view(*batch["input_ids"].shape, 2)
+    given = {}
+    for index, name in enumerate(names):
+        first = (numbers[..., 0] * (1 + 4 * index) + numbers[..., 0] // 7) % 6
+        given[name] = torch.stack((first, (first + 2 + index) % 6), -1)
+    return batch.copy().update({"replay": TensorDict(given, [len(batch)])})
+
+
+def replayed_loss(model, batch):
+    ids, doc_ids, targets = batch["input_ids"], batch["doc_ids"], batch["labels"] != -100
+    logits = model(ids, doc_ids=doc_ids, targets=targets, replay=batch["replay"])
+    return fk.cross_entropy(logits, batch["labels"])
+
+
+def _replay(rank, world, sizes, options):
+    model, mesh = build(), None
+    if world > 1:
+        mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
+        model = fk.parallelize(model, mesh, **options)
+        rank, world = fk.data_ranks(mesh)
+    state = create(model, mesh=mesh)
+    batches = split(with_choices(rows(positions=12)), [4, 4])
+    batches = [batch[rank::world].contiguous() for batch in batches]
+    totals = fk.reduce_totals(fk.accumulate(state, batches, replayed_loss), state)
+    found = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    return found, totals.sums["experts", "counts"].tolist()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PP2", "CP2", *(pytest.param(n, marks=pytest.mark.oracle) for n in LONG if len(n) > 3)],
+)
+def test_a_choice_from_outside_reaches_the_positions_and_stages_that_it_is_for(name):
+    """Sliced as its rows are; scores are live, so that routers learn; also where recomputed."""
+    expected, counts = _replay(0, 1, {}, {})
+    world = math.prod(size for key, size in LONG[name].items() if key != "ep")
+    found = {}
+    for gradients, counted in run_again(
+        _replay, world, LONG[name], {"activation_checkpoint": "full"}
+    ):
+        assert counted == counts
+        found |= gradients
+    assert relative_error(found, expected) < 1e-10
+    routers = [name for name in expected if "router" in name]
+    assert len(routers) == 2
+    assert all(expected[name].abs().max() > 1e-3 for name in routers)
+    _, without = run(create(), split(rows(positions=12), [4, 4]))
+    assert relative_error(without, expected) > 1e-2
+
+
 def _in_16_bits(rank, world, sizes):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     rank, world = fk.data_ranks(mesh)
