@@ -478,7 +478,33 @@ STEPS = {
     "a prompt of three dimensions": (
         partial(generate, input_ids=IDS[None]),
         ValueError,
-        r"^input_ids has shape \(1, 2, 3\); it must be \[b s\], s >= 1",
+        r"^prompts has shape \(1, 2, 3\); it must be \[b s\], s >= 1, or a list",
+    ),
+    "a prompt without tokens": (
+        partial(generate, input_ids=[[1], []]),
+        ValueError,
+        r"^prompt 1 has shape \(0,\); it must be \[s\], s >= 1\.",
+    ),
+    "no prompts": (partial(generate, input_ids=[]), ValueError, r"^prompts is \[\]; it must hold"),
+    "a share of no tokens": (
+        partial(generate, top_p=0.0),
+        ValueError,
+        r"^top_p 0\.0 must be above 0 and at most 1\.$",
+    ),
+    "an end without tokens": (
+        partial(generate, stop=[[]]),
+        ValueError,
+        r"^stop holds \[\]; it must hold sequences of at least one token id",
+    ),
+    "an end that is a number": (
+        partial(generate, stop=[3]),
+        ValueError,
+        r"^stop holds 3; it must hold sequences of at least one token id",
+    ),
+    "fewer than no tokens": (
+        partial(generate, max_new_tokens=-1),
+        ValueError,
+        r"^max_new_tokens -1 must be at least 0\.$",
     ),
     "a temperature that is not a number": (
         partial(generate, temperature=math.nan),

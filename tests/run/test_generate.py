@@ -89,6 +89,129 @@ def test_samples_depend_on_the_seed_alone():
     assert not torch.equal(found[0], found[2])
 
 
+RAGGED = [torch.tensor([1, 2, 3]), torch.tensor([7]), torch.tensor([4, 4, 0, 9, 2])]
+MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=24, shared=1)
+MODELS = {
+    "as it is": {},
+    "norms of queries": {"qk_norm": True},
+    "as many keys as queries": {"kv_heads": SPEC.heads},
+    "tied": {"tied": True},
+    "experts": {"moe": MOE},
+}
+
+
+@pytest.fixture
+def memory_of_nan():
+    """Memory that nobody has filled holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("count", [6, 16])
+def test_prompts_of_any_lengths_go_on_as_each_alone(changes, count):
+    """Also where only some rows are longer than max_seq_len."""
+    model = transformer(**changes).double()
+    found = fk.generate(model, RAGGED, max_new_tokens=count, temperature=0)
+    for row, prompt in zip(found, RAGGED, strict=True):
+        assert torch.equal(row, greedy(model, prompt[None], count)[0])
+    assert len(set(found[0].tolist())) > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_log_probs_are_those_of_the_whole_softmax(temperature, options):
+    model = transformer().double()
+    found = fk.generate(
+        model, RAGGED, max_new_tokens=7, temperature=temperature, log_probs=True, seed=3, **options
+    )
+    for ids, likely, prompt in zip(*found, RAGGED, strict=True):
+        logits = model(ids[None, :-1])[0, len(prompt) - 1 :].float() / (temperature or 1.0)
+        wanted = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+        assert likely.shape == (7,)
+        torch.testing.assert_close(likely, wanted, rtol=1e-5, atol=1e-5)
+        assert likely.min() < -0.1 or temperature == 0
+
+
+def test_a_new_token_costs_one_position():
+    model, seen = transformer(), []
+    model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
+    fk.generate(model, RAGGED, max_new_tokens=5)
+    assert seen == [(3, 5), (3, 1), (3, 1), (3, 1), (3, 1)]
+    assert all("attend" not in str(type(layer.attention.attend)) for layer in model.layers)
+    assert model.layers[0].attention.attend is transformer().layers[0].attention.attend
+
+
+class Mixing(fk.Transformer):
+    """Each position also sees the sum of those before it, which no cache of keys holds."""
+
+    def forward(self, input_ids, **options):
+        return super().forward(input_ids, **options).cumsum(1)
+
+
+class MixingBlock(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, *args):
+        return self.block(x, *args) + 0.5 * x.cumsum(1)
+
+
+def _with_a_block_of_its_own():
+    model = transformer()
+    model.layers[1] = MixingBlock(model.layers[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: sharp(Mixing(SPEC)), _with_a_block_of_its_own], ids=["model", "block"]
+)
+def test_a_model_that_mixes_positions_by_itself_runs_over_the_whole_text(build):
+    model = build().double()
+    found = fk.generate(model, RAGGED, max_new_tokens=6, temperature=0)
+    for row, prompt in zip(found, RAGGED, strict=True):
+        assert torch.equal(row, greedy(model, prompt[None], 6)[0])
+
+
+def test_a_nucleus_is_the_fewest_tokens_with_that_share():
+    rows = 20_000
+    zeros = torch.zeros(rows, 1).long()
+    for share, kept in ((0.5, 1), (0.55, 2), (0.8, 2), (0.81, 3), (1.0, 3)):
+        drawn = fk.generate(Fixed(0.5, 0.3, 0.2), zeros, max_new_tokens=1, top_p=share)[:, 1]
+        shares = torch.bincount(drawn, minlength=3) / rows
+        wanted = torch.tensor([0.5, 0.3, 0.2])[:kept]
+        wanted = torch.cat([wanted / wanted.sum(), torch.zeros(3 - kept)])
+        torch.testing.assert_close(shares, wanted, rtol=0, atol=0.015)
+        assert torch.equal(shares == 0, wanted == 0)
+
+
+def test_rows_end_with_a_sequence_that_they_have_produced():
+    prompts = [[2], [5, 6], [1, 9]]
+    options = {"max_new_tokens": 9, "temperature": 0, "stop": [[6, 7], [3]]}
+    found = fk.generate(Chain(), [torch.tensor(p) for p in prompts], **options)
+    assert [row.tolist() for row in found] == [
+        [2, 3],
+        [5, 6, 7, 8, 9, 0, 1, 2, 3],  # the 6 was in the prompt
+        [1, 9, 0, 1, 2, 3],
+    ]
+    square = fk.generate(Chain(), torch.tensor([[2], [5]]), **options, log_probs=True)
+    assert square.ids.tolist() == [[2, 3, 3], [5, 6, 7]]
+    assert square.log_probs[0, 1] == 0
+    ended = fk.generate(Chain(), torch.tensor([[2], [5]]), eos_id=8, **options)
+    assert ended.tolist() == [[2, 3, 8], [5, 6, 7]]
+
+
+def test_rows_of_a_list_are_cut_behind_eos():
+    found = fk.generate(
+        Chain(), [[4], [1, 2], [8]], max_new_tokens=4, temperature=0, eos_id=5, log_probs=True
+    )
+    assert [row.tolist() for row in found.ids] == [[4, 5], [1, 2, 3, 4, 5], [8, 9, 0, 1, 2]]
+    assert [len(row) for row in found.log_probs] == [1, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -140,9 +263,9 @@ def test_a_model_that_raises_is_back_in_training():
         (
             torch.zeros(2, 0).long(),
             {},
-            r"^input_ids has shape \(2, 0\); it must be \[b s\], s >= 1",
+            r"^prompts has shape \(2, 0\); it must be \[b s\], s >= 1",
         ),
-        (torch.zeros(3).long(), {}, r"^input_ids has shape \(3,\); it must be \[b s\]"),
+        (torch.zeros(3).long(), {}, r"^prompts has shape \(3,\); it must be \[b s\]"),
         (PROMPT, {"temperature": -0.5}, r"^temperature -0.5 must not be negative"),
         (PROMPT, {"top_k": 0}, r"top_k 0 at least 1\.$"),
     ],
@@ -197,19 +320,26 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
         assert (tmp_path / files[0]).read_text() == "cdefg"
 
 
-def _laid_out(rank, world, sizes, count):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, **sizes), device="cpu")
+def _laid_out(rank, world, sizes, count, prompts):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
     model = fk.parallelize(transformer(vocab_size=40, layers=4), mesh)
     if "pp" in sizes:
         with pytest.raises(ValueError, match=r"split into pipeline stages.*layout with pp=1"):
             fk.generate(model, PROMPT, max_new_tokens=1)
         return None
-    return fk.generate(model, PROMPT, max_new_tokens=count, temperature=0)
+    return fk.generate(model, prompts, max_new_tokens=count, temperature=0)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
-    """Three places are no multiple of two ranks; later ones go beyond max_seq_len."""
-    expected = greedy(transformer(vocab_size=40, layers=4), PROMPT, 15)
-    for found in run_again(_laid_out, 2, sizes, 15):
+    """Three positions are no multiple of two ranks; later ones go beyond max_seq_len."""
+    model = transformer(vocab_size=40, layers=4)
+    expected = [greedy(model, prompt[None], 15)[0] for prompt in RAGGED]
+    for found in run_again(_laid_out, 2, sizes, 15, RAGGED):
+        assert found is None or all(map(torch.equal, found, expected))
+    expected = greedy(model, PROMPT, 15)
+    for found in run_again(_laid_out, 2, sizes, 15, PROMPT):
         assert found is None or torch.equal(found, expected)

@@ -1,0 +1,97 @@
+"""Keys and values of the positions so far, so that a new one costs one position's work.
+
+A cache is an ``attend`` socket for a while: it keeps what its attention computes, so no module of
+the model knows of it.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgekit.model.attention import Attend
+from forgekit.model.layers import Attention, Block
+from forgekit.model.transformer import Transformer
+
+
+@attrs.define(eq=False)
+class NewPositions:
+    """Where the positions under way belong; one value that all layers of a model share.
+
+    Attributes:
+        room: Positions that a cache holds.
+        count: Positions of each row under way, from the first on; more are padding.
+        at: ``[b]`` position of the new one in each row, or one number for all rows; unused while
+            the prompts run.
+        end: One more than the last position of any row.
+        mask: ``[b 1 1 end]`` bool, which positions a row has; None if all rows have all.
+    """
+
+    room: int
+    count: int = 0
+    at: Tensor | int | None = None
+    end: int = 0
+    mask: Tensor | None = None
+
+
+@attrs.define(eq=False)
+class CachedAttend:
+    """Attends from new positions to all that came before in their row.
+
+    Attributes:
+        attend: Attends within the prompts.
+        new: The positions under way.
+    """
+
+    attend: Attend
+    new: NewPositions
+    _keys: Tensor | None = attrs.field(default=None, init=False)
+    _values: Tensor | None = attrs.field(default=None, init=False)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None) -> Tensor:
+        """Keep ``k`` and ``v``, ``[b s k c]``; attend from ``q``, ``[b s h c]``."""
+        if self._keys is None or self._values is None:
+            rows, _, heads, channels = k.shape
+            shape = (rows, heads, self.new.room, channels)
+            # Zeros: what a mask leaves out is multiplied by zero, and memory may hold a NaN.
+            self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
+        self._write(self._keys, k)
+        self._write(self._values, v)
+        if self.new.at is None:
+            return self.attend(q, k, v, doc_ids=doc_ids)
+        rows, positions, heads, channels = q.shape
+        # Query heads that share keys become queries of one head: nothing is repeated. [b k g*s c]
+        shared = q.transpose(1, 2).reshape(rows, k.shape[2], -1, channels)
+        keys, values = (x[:, :, : self.new.end] for x in (self._keys, self._values))
+        attended = F.scaled_dot_product_attention(shared, keys, values, attn_mask=self.new.mask)
+        return attended.reshape(rows, heads, positions, channels).transpose(1, 2)
+
+    def _write(self, kept: Tensor, x: Tensor) -> None:
+        new = self.new
+        if new.at is None:
+            kept[:, :, : new.count] = x[:, : new.count].transpose(1, 2)
+        elif isinstance(new.at, int):
+            kept[:, :, new.at] = x[:, 0]
+        else:
+            kept[torch.arange(len(x), device=x.device), :, new.at] = x[:, 0]
+
+
+def attentions(model: nn.Module) -> dict[str, Attention]:
+    """Find the attentions of a model that mixes positions nowhere else, by name.
+
+    Returns:
+        Empty unless the model is a ``Transformer`` of its own blocks: what another one computes
+        of a position may depend on others in a way that no cache holds.
+    """
+    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
+        return {}
+    found = {}
+    for index, block in enumerate(model.layers):
+        attention = getattr(block, "attention", None)
+        own = (type(block).forward, type(attention).forward) if attention is not None else ()
+        if own != (Block.forward, Attention.forward):
+            return {}
+        found[f"layers.{index}.attention"] = attention
+    return found
