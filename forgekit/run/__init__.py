@@ -11,6 +11,7 @@ from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.run.metrics import read_metrics
 from forgekit.run.generate import write_sample
+from forgekit.run.expert_map import expert_loads, plot_expert_loads
 from forgekit.run.report import plot_losses
 from forgekit.run.verification.verify import VerifyReport
 
@@ -33,6 +34,8 @@ __all__ = [
     "report_out_of_memory",
     "read_metrics",
     "write_sample",
+    "expert_loads",
+    "plot_expert_loads",
     "plot_losses",
     "VerifyReport",
 ]

@@ -1,8 +1,7 @@
-"""What a run looked like: its loss curves as a picture."""
+"""What a run looked like: its last losses, a sample, and pictures."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgekit.data.corpus.tokenizer import load_tokenizer
-from forgekit.data.optional_packages import require
 from forgekit.mesh import process_rank
-from forgekit.run.durable_files import write_atomic
+from forgekit.run.expert_map import LOAD, plot_expert_loads
 from forgekit.run.generate import write_sample
 from forgekit.run.metrics import read_metrics
+from forgekit.run.pictures import new_figure, write_picture
 from forgekit.state import TrainState
 
 if TYPE_CHECKING:
@@ -55,30 +54,19 @@ def plot_losses(
         ValueError: If no row has a finite loss.
         ImportError: If matplotlib is missing.
     """
-    require("matplotlib.figure", extra="plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
+    figure = new_figure(8, 5.5)
     rows = read_metrics(metrics_path)
     if not _column(rows, "train/loss")[1] and not _evaluations(rows):
         raise ValueError(
             f"{metrics_path} has {len(rows)} rows and no finite loss in them, so there is nothing "
             "to draw. Train for at least one logged step."
         )
-    # A figure with its own canvas: pyplot would keep it, and a window system, in global state.
-    figure = Figure(figsize=(8, 5.5), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    canvas = FigureCanvasAgg(figure)
     _draw(figure, rows, title or f"Loss of {Path(metrics_path).absolute().parent.name}")
-    picture = io.BytesIO()
-    canvas.print_figure(picture, format="png", dpi=150)
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(png_path, picture.getvalue())
-    return Path(png_path)
+    return write_picture(figure, png_path)
 
 
 def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
-    """Look at a finished run: its last losses, a sample, its loss curve; each in a file.
+    """Look at a finished run: its last losses, a sample, its loss curve, the loads of its experts.
 
     What cannot be made, because a package is not installed, the disk is full or there is no loss to
     draw, is left out with its reason: a run that has ended well must not fail because of a picture.
@@ -86,7 +74,8 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
 
     Args:
         state: The last state.
-        out: The run directory; ``samples/`` and ``loss.png`` are written.
+        out: The run directory; ``samples/``, ``loss.png`` and, where loads were logged,
+            ``expert_loads.png`` are written.
         tokens: The token file, with its ``tokenizer.json`` if there is to be a sample.
         prompt: The text that the sample continues.
 
@@ -99,7 +88,8 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
         parts.append(_said("sample", lambda: _sample(state, out, tokens, prompt)))
     if process_rank() == 0:
         parts.append(_said("loss curve", lambda: _curve(out)))
-    return "\n".join(parts)
+        parts.append(_said("loads of experts", lambda: _loads(out)))
+    return "\n".join(filter(None, parts))
 
 
 def _said(what: str, look: Callable[[], str]) -> str:
@@ -118,6 +108,13 @@ def _sample(state: TrainState, out: Path, tokens: Path, prompt: str) -> str:
 
 def _curve(out: Path) -> str:
     return f"loss curve: {plot_losses(out / 'metrics.jsonl', out / 'loss.png')}"
+
+
+def _loads(out: Path) -> str:
+    path = out / "metrics.jsonl"
+    if not any(name.startswith(LOAD) for row in read_metrics(path) for name in row):
+        return ""
+    return f"loads of experts: {plot_expert_loads(path, out / 'expert_loads.png')}"
 
 
 def _last_losses(path: Path) -> str:

@@ -8,8 +8,9 @@ step (an evaluation, a proof) get none, and so count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,24 +147,29 @@ def rebalance(
             layer.router.rebalance(counts[rows[layer.router.layer]], is_good, rate)
 
 
-def expert_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
+def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[str, Tensor]:
     """Turn what a step's routers noted into the numbers that one reports.
 
     Args:
         sums: Reduced sums of the step.
+        layers: Names of all layers with experts, ``list(spec.routed.values())``, to report each
+            of them too, as ``moe/load_max/layers.0.feed_forward``.
 
     Returns:
         ``[]`` float64 each; none for a dense model. ``moe/load_max`` and ``moe/load_min``: tokens
         of the busiest and the idlest expert over the mean of their layer; ``moe/dropped``: share
         of choices beyond capacity; ``moe/bias_range``: the widest of all layers; ``moe/aux_loss``
         and ``moe/z_loss``: means over positions and layers, unweighted.
+
+    Raises:
+        ValueError: If ``layers`` are more or fewer than the model has.
     """
     if EXPERTS not in sums.keys():  # noqa: SIM118 (a TensorDict knows no `in`)
         return {}
     noted = sums[EXPERTS]
     counts = noted["counts"]
     mean = counts.mean(-1)
-    return {
+    metrics = {
         "moe/load_max": (counts.amax(-1) / mean).amax(),
         "moe/load_min": (counts.amin(-1) / mean).amin(),
         "moe/dropped": 1.0 - noted["kept"].sum() / counts.sum(),
@@ -171,3 +177,13 @@ def expert_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
         "moe/aux_loss": noted["aux_loss"].sum() / noted["positions"].sum(),
         "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
     }
+    if layers and len(layers) != len(counts):
+        raise ValueError(
+            f"layers has the {len(layers)} names {list(layers)}; {len(counts)} layers have "
+            "experts. Pass list(spec.routed.values())."
+        )
+    for row, layer in enumerate(layers):
+        alone = noted.apply(partial(torch.narrow, dim=0, start=row, length=1))
+        each = expert_metrics({EXPERTS: alone})
+        metrics |= {f"{name}/{layer}": value for name, value in each.items()}
+    return metrics

@@ -37,6 +37,36 @@ def pretrain(out, data):
     return arguments(out=out, data__path=data, steps=12, model__vocab_size=size, prompt="def ")
 
 
+def moe(out, data):
+    size = fk.data.open_tokens(data).vocab_size
+    shared = ("device", "eval_every", "global_batch_size")
+    small = [word for word in arguments(out=out, data__path=data) if not word.startswith(shared)]
+    return [
+        *small,
+        *(f"model.vocab_size={size}", "global_batch_size=4", "steps=12", "loads_every=3"),
+        *("model.moe.experts=6", "model.moe.top_k=2", "model.moe.ffn_dim=16", "model.moe.first=1"),
+    ]
+
+
+def check_moe(out, output):
+    names = {path.name for path in out.iterdir()} - {".lock"}
+    assert names == {
+        *("config.json", "metrics.jsonl", "status.json", "checkpoints", "samples"),
+        *("loss.png", "expert_loads.png"),
+    }
+    assert status_of(out)["status"] == "finished"
+    rows = rows_of(out)
+    layer = "moe/load/layers.1.feed_forward"
+    loads = {row["step"]: row[layer] for row in rows if layer in row}
+    assert list(loads) == [3, 6, 9, 12]
+    assert all(sum(load) == pytest.approx(6, abs=0.01) for load in loads.values())
+    assert rows[8]["moe/load_max"] == pytest.approx(max(loads[9]), abs=1e-3)
+    assert rows[-1]["moe/bias_range"] > rows[0]["moe/bias_range"] == 0
+    assert rows[-1]["eval/heldout/bits_per_byte"] > 0
+    assert (out / "expert_loads.png").read_bytes().startswith(b"\x89PNG")
+    assert f"loads of experts: {out / 'expert_loads.png'}" in output
+
+
 def check_minimal(out, output):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
     assert len(losses) == 5
@@ -107,6 +137,7 @@ def check_curriculum(out, output):
 RECIPES = {
     "minimal": (minimal, check_minimal),
     "pretrain": (pretrain, check_pretrain),
+    "moe": (moe, check_moe),
     "pipeline": (pipeline, check_pipeline),
     "long_context": (long_context, check_demonstration),
     "curriculum": (curriculum, check_curriculum),

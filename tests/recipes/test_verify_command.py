@@ -50,6 +50,16 @@ def test_the_recipe_is_exact_in_every_layout(name, tokens, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_recipe_with_experts_is_exact_where_ranks_share_them(tokens, tmp_path, capsys):
+    """With a router term; some experts get no token."""
+    moe = [f"model.moe.{name}" for name in ("experts=6", "top_k=2", "ffn_dim=16", "z_loss=0.1")]
+    code = main(command(tokens, *moe, "mesh.dp_shard=2", "mesh.ep=2", recipe="moe"))
+    shown = capsys.readouterr()
+    assert code == 0, shown
+    (worst,) = re.findall(r"^equal: .* worst (\S+) \(\S+\)$", shown.out, re.M)
+    assert 0 < float(worst) < EXACT, shown.out
+
+
 def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_path, capsys):
     text = (recipes_folder() / "pretrain.py").read_text()
     start, end = "    return model(\n", BREAKS[: BREAKS.index("    return")]

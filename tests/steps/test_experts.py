@@ -21,7 +21,7 @@ from forgekit.model.moe_spec import cosine_rate
 from forgekit.model.routing import Routing
 from forgekit.parallel.activation_checkpoint import compile_blocks, recompute
 from forgekit.run.replay import replay_step
-from forgekit.steps.experts import StepRouters
+from forgekit.steps.experts import StepRouters, expert_metrics
 
 MOE = fk.MoESpec(
     experts=6,
@@ -490,6 +490,52 @@ def test_metrics_equal_their_formulas():
     assert metrics["moe/dropped"] == 0
 
 
+BY_HAND = {
+    "counts": [[3.0, 6.0, 0.0, 3.0], [2.0, 5.0, 2.0, 3.0]],
+    "kept": [9.0, 12.0],
+    "positions": [5.0, 3.0],
+    "aux_loss": [7.5, 3.3],
+    "z_loss": [10.0, 1.2],
+    "bias_range": [0.6, 0.3],
+    "calls": [3.0, 2.0],
+}
+"""Noted in six positions with two experts each, in three and two calls; some have no target."""
+
+ALL = {
+    "load_max": 2.0,  # 6 of a mean of 3
+    "load_min": 0.0,
+    "dropped": 3 / 24,
+    "bias_range": 0.2,
+    "aux_loss": 10.8 / 8,
+    "z_loss": 11.2 / 8,
+}
+EACH = {
+    "layers.1.feed_forward": (2.0, 0.0, 0.25, 0.2, 1.5, 2.0),
+    "layers.3.feed_forward": (5 / 3, 2 / 3, 0.0, 0.15, 1.1, 0.4),
+}
+
+
+def sums_by_hand():
+    noted = {name: torch.tensor(value).double() for name, value in BY_HAND.items()}
+    return TensorDict({"experts": TensorDict(noted, [])}, [])
+
+
+def test_metrics_of_all_layers_and_of_each_equal_values_by_hand():
+    sums = sums_by_hand()
+    found = expert_metrics(sums, list(SPEC.routed.values()))
+    expected = {f"moe/{name}": value for name, value in ALL.items()}
+    for layer, values in EACH.items():
+        expected |= {f"moe/{n}/{layer}": value for n, value in zip(ALL, values, strict=True)}
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
+    assert expert_metrics(sums).keys() == {f"moe/{name}" for name in ALL}
+
+
+@pytest.mark.bad_input
+def test_metrics_of_other_layers_than_the_model_has_are_refused():
+    with pytest.raises(ValueError, match=r"layers has the 1 names \['layers.3.*'\]; 2 layers have"):
+        expert_metrics(sums_by_hand(), ["layers.3.feed_forward"])
+
+
 class HostReads(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -509,6 +555,8 @@ def test_nothing_is_read_by_the_host():
     state, _ = step(state, [rows()])
     with HostReads() as reads:
         state, _ = step(state, [rows(1)])
+        totals = fk.reduce_totals(fk.accumulate(state, [rows(2)], loss_fn), state)
+        expert_metrics(totals.sums, list(SPEC.routed.values()))
     assert reads.names == []
 
 

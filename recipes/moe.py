@@ -1,0 +1,150 @@
+"""Train a mixture of experts on token files, in any layout, and see how its experts are loaded.
+
+Each token goes to two of sixteen small feed-forwards; biases of the routers keep these evenly busy.
+
+forgekit prepare stdlib --out data/stdlib
+python moe.py
+torchrun --nproc-per-node 8 moe.py mesh.ep=4 model.moe.experts=64 precision=bf16
+"""
+
+from functools import partial
+from pathlib import Path
+
+import attrs
+import torch
+
+import forgekit as fk
+from forgekit.config import key, load_config, to_dict
+
+EXPERTS = fk.MoESpec(experts=16, top_k=2, ffn_dim=192, shared=0, z_loss=1e-3, bias_rate=1e-3)
+SMALL = fk.TransformerSpec(
+    vocab_size=4096,
+    dim=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    ffn_dim=384,
+    max_seq_len=256,
+    tied=True,
+    moe=EXPERTS,
+)
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """What to train on."""
+
+    path: Path = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
+    seq_len: int = key(256, "Positions in a row.", at_least=1)
+    workers: int = key(2, "Threads that read ahead.", at_least=0)
+    doc_ids: bool = key(False, "Whether attention stays inside documents.")
+
+
+@attrs.frozen(kw_only=True)
+class Optim:
+    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
+
+    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
+    warmup: int = key(20, "Steps until the highest rate.", at_least=0)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """A small model that learns on two CPU cores."""
+
+    out: Path = key(Path("runs/moe"), "Run directory; a run that is there goes on.")
+    seed: int = key(0, "Seed of weights, data order and dropout.", at_least=0)
+    steps: int = key(400, "Optimizer steps of the whole run.", at_least=0)
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    loads_every: int = key(10, "Steps between two looks at each expert; 0: none.", at_least=0)
+    eval_every: int = key(200, "Steps between evaluations; 0: only at the end.", at_least=0)
+    save_every: int = key(100, "Steps between checkpoints; 0: only at the end.", at_least=0)
+    precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    compile: bool = key(False, "Whether each block is compiled.")
+    activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work where mesh.pp is above 1.")
+    prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
+    data: Data = Data()
+    mesh: fk.MeshSpec = fk.MeshSpec()
+    optim: Optim = Optim()
+    model: fk.TransformerSpec = SMALL
+
+
+def loss_fn(model, batch):
+    """Cross-entropy that never holds all logits; router terms are summed where it has targets."""
+    return model(
+        batch["input_ids"],
+        position_ids=batch.get("position_ids"),
+        doc_ids=batch.get("doc_ids"),
+        targets=batch["labels"] != -100,
+        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
+    )
+
+
+def setup(config):
+    """Build the state, the step and the data; no step is taken."""
+    mesh = fk.build_mesh(config.mesh)
+    dataset = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
+    fk.check_vocabulary(dataset, config.model.vocab_size)
+    with torch.device("meta"):
+        model = fk.Transformer(config.model)
+    model = fk.parallelize(
+        model,
+        mesh,
+        precision=config.precision,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        pipeline_schedule=config.pipeline_schedule,
+        seed=config.seed,
+    )
+    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+
+    lr, warmup = config.optim.lr, config.optim.warmup
+    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    stop = fk.StopSignal()
+    step = fk.make_step(loss_fn, schedule=schedule, stop=stop, total=config.steps)
+    loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
+    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(
+        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
+    )
+
+
+def train(config, run):
+    """Evaluate, step, log, save; stop cleanly when asked to."""
+    built = setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
+    held_out = built.held_out
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+    log = run.start(built, every=config.log_every, total=config.steps)
+    check = fk.bad_step_policy("raise")
+    with log, loader, stop:
+        for batches in groups:
+            if held_out and fk.every(config.eval_every, state, last=config.steps):
+                log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout", stop=stop))
+            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+                break
+            state, metrics = step(state, batches)
+            check(log(state, metrics))
+            if fk.every(config.loads_every, state):
+                log.event(state, fk.run.expert_loads(state), show=False)
+            if fk.every(config.save_every, state):
+                run.save(state)
+        if run.end(state):
+            log.message(fk.wrap_up(state, run.out, config.data.path, prompt=config.prompt))
+
+
+def main():
+    """Hold the run directory while training; say in it how the run ended."""
+    config = load_config(Config)
+    with fk.open_run(config.out, to_dict(config)) as run:
+        train(config, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Loads of experts: logged from the state, and drawn from what was logged."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import attrs
+import pytest
+import torch
+from ranks import run_ranks
+from tensordict import TensorDict
+
+import forgekit as fk
+from forgekit.run.expert_map import expert_loads, plot_expert_loads
+from forgekit.run.metrics import read_metrics
+
+MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, first=1)
+SPEC = fk.TransformerSpec(
+    vocab_size=19, dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=12, moe=MOE
+)
+LAYERS = ["moe/load/layers.1.feed_forward", "moe/load/layers.2.feed_forward"]
+
+
+def loss_fn(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def test_loads_are_the_shares_of_the_last_good_step_over_their_mean():
+    """Counted here with hooks on the routers: 2 x 6 positions with 2 experts each."""
+    model = fk.Transformer(SPEC)
+    chosen = {}
+    for layer in (1, 2):
+        router = model.layers[layer].feed_forward.router
+        note = lambda _m, _args, out, name=LAYERS[layer - 1]: chosen.update({name: out[1]})  # noqa: E731
+        router.register_forward_hook(note)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    assert expert_loads(state) == dict.fromkeys(LAYERS, [1.0] * 4)
+    ids = torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(0))
+    batch = TensorDict({"input_ids": ids, "labels": ids}, [2])
+    state, _ = fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, [batch])
+    found = expert_loads(state)
+    assert list(found) == LAYERS
+    for name, choice in chosen.items():
+        counts = [int((choice == expert).sum()) for expert in range(4)]
+        assert found[name] == pytest.approx([count / 6 for count in counts], abs=1e-3)
+    assert len({tuple(loads) for loads in found.values()}) == 2
+
+
+def train(mesh=None):
+    model = fk.Transformer(SPEC).double()
+    model = model if mesh is None else fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(0))
+    batches = TensorDict({"input_ids": ids, "labels": ids}, [4]).split(2)
+    return fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, batches)
+
+
+def _loads_of_a_stage(_rank, _world):
+    state, metrics = train(fk.build_mesh(fk.MeshSpec(pp=2), device="cpu"))
+    return expert_loads(state), float(metrics["moe/load_max"])
+
+
+def test_each_pipeline_stage_finds_the_loads_of_all_layers():
+    state, metrics = train()
+    found = run_ranks(_loads_of_a_stage, 2)
+    assert found == [(expert_loads(state), float(metrics["moe/load_max"]))] * 2
+    assert len(found[0][0]) == 2
+
+
+def test_a_dense_model_has_no_loads():
+    model = fk.Transformer(attrs.evolve(SPEC, moe=None))
+    assert expert_loads(fk.TrainState.create(model, fk.adamw(model))) == {}
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def logged(steps, load=1.0, layers=2):
+    names = [f"moe/load/layers.{layer}.feed_forward" for layer in range(layers)]
+    return [{"step": step, "train/loss": 2.0} for step in (1, 2)] + [
+        {"step": step} | {name: [load, 0.0, 3.5, 1.0] for name in names} for step in steps
+    ]
+
+
+def test_the_picture_shows_the_loads(tmp_path):
+    """Twice the same one; then other loads; then one row before the first step and one layer."""
+    shown = [([10, 20, 25],), ([10, 20, 25],), ([10, 20, 25], 1.5), ([0], 1.0, 1)]
+    pictures = []
+    for what in shown:
+        path = write(tmp_path / "m.jsonl", logged(*what))
+        picture = plot_expert_loads(path, tmp_path / "new" / "m.png", title="a")
+        pictures.append(picture.read_bytes())
+    assert all(picture.startswith(b"\x89PNG\r\n\x1a\n") for picture in pictures)
+    assert 10_000 < len(pictures[0]) < 500_000
+    assert pictures[0] == pictures[1]
+    assert len(set(pictures)) == 3
+
+
+def test_loads_are_resumed_with_the_other_metrics(tmp_path):
+    """A run that goes on from a checkpoint has each step's loads once."""
+    model = fk.Transformer(SPEC)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    for start, end in ((0, 4), (2, 5)):
+        with fk.MetricsLog(tmp_path, start_step=start) as log:
+            for step in range(start, end):
+                state = fk.donate(state, step=step)
+                log.event(state, expert_loads(state), show=False)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row[name] == [1.0] * 4 for row in rows for name in LAYERS)
+
+
+@pytest.mark.bad_input
+def test_metrics_without_loads_are_an_error_and_no_picture(tmp_path):
+    path = write(tmp_path / "m.jsonl", logged([]))
+    with pytest.raises(ValueError, match=r"has no moe/load/\.\.\. in it\. Log them: log\.event"):
+        plot_expert_loads(path, tmp_path / "m.png")
+    assert not (tmp_path / "m.png").exists()
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):
+        plot_expert_loads(write(tmp_path / "m.jsonl", logged([1])), tmp_path / "m.png")
