@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from pathlib import Path
 
 import attrs
 import pytest
@@ -18,19 +20,26 @@ from forgekit.cli import recipes_folder
 from forgekit.config import load_config
 from forgekit.mesh import resolve_sizes
 
-SETTINGS = sorted(recipes_folder().glob("pretrain_*.toml"))
+SETTINGS = sorted(recipes_folder().glob("*_gpus.toml"))
+
+
+def _recipe_and_world(path):
+    recipe, world = re.fullmatch(r"([a-z]+)_(\d+)_gpus", Path(path).stem).groups()
+    return recipe, int(world)
 
 
 def _world(path):
-    return int(re.fullmatch(r"pretrain_(\d+)_gpus", path.stem)[1])
+    return _recipe_and_world(path)[1]
 
 
 def test_there_are_settings_for_three_machines():
-    assert {_world(path) for path in SETTINGS} == {8, 64, 512}
+    found = {_recipe_and_world(path) for path in SETTINGS}
+    assert found == {("pretrain", 8), ("pretrain", 64), ("pretrain", 512), ("moe", 64)}
 
 
 def _config(path):
-    return load_config(load_recipe("pretrain").Config, ["--config", str(path)])
+    recipe, _ = _recipe_and_world(path)
+    return load_config(load_recipe(recipe).Config, ["--config", str(path)])
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
@@ -43,22 +52,41 @@ def test_the_sizes_fit(path):
     assert config.data.seq_len == config.model.max_seq_len
 
 
-def _lay_out(_rank, _world, path, rank, world):
-    """What one of the ranks holds of a model with these heads and layers, but narrow."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    config = _config(path)
-    narrow = {"dim": 16 * config.model.heads, "ffn_dim": 2 * world, "vocab_size": 2 * world}
-    spec = attrs.evolve(config.model, **narrow)
-    mesh = fk.build_mesh(config.mesh, device="cpu")
+def test_the_experts_have_30_billion_parameters_of_which_a_token_uses_3():
+    """Counted by hand from the sizes; a token uses 8 of 128 experts."""
+    (path,) = (path for path in SETTINGS if path.stem.startswith("moe"))
+    spec = _config(path).model
     with torch.device("meta"):
         model = fk.Transformer(spec)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert sum(sizes.values()) == 30_305_624_064
+    assert sum(sizes.values()) - routed * 120 // 128 == 3_126_534_144
+    assert (spec.moe.experts, spec.moe.top_k) == (128, 8)
+
+
+def _narrow(config, world):
+    """The sizes of a model with these heads and experts, and the layers that stages have."""
+    narrow = {"dim": 16 * config.model.heads, "ffn_dim": 2 * world, "vocab_size": 2 * world}
+    moe = config.model.moe and attrs.evolve(config.model.moe, ffn_dim=2 * world)
+    layers = config.model.layers if config.mesh.pp > 1 else 4
+    return attrs.evolve(config.model, **narrow, moe=moe, layers=layers)
+
+
+def _lay_out(_rank, _world, path, rank, world):
+    """What one of the ranks holds of a narrow model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    config = _config(path)
+    mesh = fk.build_mesh(config.mesh, device="cpu")
+    with torch.device("meta"):
+        model = fk.Transformer(_narrow(config, world))
     fk.parallelize(
         model,
         mesh,
         precision=config.precision,
         activation_checkpoint=config.activation_checkpoint,
         pipeline_schedule=config.pipeline_schedule,
-        context_parallel=config.context_parallel,
+        context_parallel=getattr(config, "context_parallel", "ring"),
     )
     held = dict(model.named_parameters())
     fk.shutdown()
@@ -80,7 +108,7 @@ def test_every_stage_lays_its_part_out(name):
         assert not found.keys() & held.keys()
         found |= held
     layers = {int(m[1]) for name in found if (m := re.match(r"layers\.(\d+)\.", name))}
-    assert layers == set(range(config.model.layers))
+    assert layers == set(range(_narrow(config, world).layers))
     assert {"embedding.weight", "norm.weight", "output.weight"} <= found.keys()
-    matrices = [(s, local) for s, local in found.values() if len(s) == 2]
-    assert all(local * shared == s[0] * s[1] for s, local in matrices)
+    matrices = [(s, local) for s, local in found.values() if len(s) > 1]
+    assert all(local * shared == math.prod(s) for s, local in matrices)
