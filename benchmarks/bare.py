@@ -29,6 +29,7 @@ class Size:
     heads: int = 4
     rows: int = 4
     micro_batches: int = 4
+    moe: fk.MoESpec | None = None
 
     def model(self, device: str = "cpu") -> fk.Transformer:
         """Build the model; two of the same size have equal weights."""
@@ -40,6 +41,7 @@ class Size:
             kv_heads=self.heads // 2,
             ffn_dim=self.dim * 8 // 3 // 8 * 8,
             max_seq_len=self.seq_len,
+            moe=self.moe,
         )
         return fk.Transformer(spec).to(device)
 

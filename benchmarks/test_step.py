@@ -7,8 +7,11 @@ import pytest
 from bare import Size, bare_step, our_head_step, our_step
 from pairs import Times, band, ratio, take_turns
 
+import forgekit as fk
+
 BARE, AGAIN, OURS, HEAD = "bare loop", "bare loop again", "make_step", "make_step, head"
 BUILDERS = {BARE: bare_step, AGAIN: bare_step, OURS: our_step, HEAD: our_head_step}
+EXPERTS = fk.MoESpec(experts=16, top_k=2, ffn_dim=192, shared=0, z_loss=1e-3, bias_rate=1e-3)
 
 
 @attrs.frozen
@@ -36,6 +39,12 @@ CASES = {
         most=1.10,
         most_with_head=1.20,
     ),
+    "experts": Case(  # those of the recipe, which has a head
+        Size(128, 4, seq_len=256, vocab_size=4096, rows=8, micro_batches=1, moe=EXPERTS),
+        rounds=30,
+        most=1.03,
+        most_with_head=1.03,
+    ),
 }
 
 
@@ -55,7 +64,8 @@ def test_step(show, measured, name):
     case, times = measured
     here, noise = ratio(times, name, BARE), band(times, AGAIN, BARE)
     tokens_per_second = case.size.tokens / sorted(times[name])[len(times[name]) // 2]
-    group = f"step, {case.size.tokens} targets, dim {case.size.dim}"
+    kind = "" if case.size.moe is None else f", {case.size.moe.experts} experts"
+    group = f"step, {case.size.tokens} targets, dim {case.size.dim}{kind}"
     show(group, times, name, ratio=here, band=noise, tokens_per_second=tokens_per_second)
     most = {OURS: case.most, HEAD: case.most_with_head}.get(name)
     assert most is None or here <= most + noise, f"{here:.3f} of the bare loop, A/A {noise:.3f}"
