@@ -50,6 +50,7 @@ def test_the_recipe_is_exact_in_every_layout(name, tokens, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.oracle
 def test_the_recipe_with_experts_is_exact_where_ranks_share_them(tokens, tmp_path, capsys):
     """With a router term; some experts get no token."""
     moe = [f"model.moe.{name}" for name in ("experts=6", "top_k=2", "ffn_dim=16", "z_loss=0.1")]
