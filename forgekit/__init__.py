@@ -28,7 +28,11 @@ from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.model.initial import init_weights
 from forgekit.optim.adamw import adamw
+from forgekit.optim.muon import muon
+from forgekit.optim.lion import lion
+from forgekit.optim.schedule_free import schedule_free
 from forgekit.optim.chain import chain_optimizers
+from forgekit.optim.average import EMA, UniformAverage
 from forgekit.optim.lr_schedules import constant, warmup_cosine, with_phases, wsd
 from forgekit.parallel.fsdp import Precision
 from forgekit.parallel.activation_checkpoint import ActivationCheckpoint
@@ -61,6 +65,7 @@ from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.evaluate import evaluate
+from forgekit.run.averaged import averaged
 from forgekit.run.generate import generate
 from forgekit.run.report import wrap_up
 from forgekit.run.verification.verify import verify
@@ -94,7 +99,12 @@ __all__ = [
     "TransformerSpec",
     "init_weights",
     "adamw",
+    "muon",
+    "lion",
+    "schedule_free",
     "chain_optimizers",
+    "EMA",
+    "UniformAverage",
     "constant",
     "warmup_cosine",
     "with_phases",
@@ -144,6 +154,7 @@ __all__ = [
     "Health",
     "MetricsLog",
     "evaluate",
+    "averaged",
     "generate",
     "wrap_up",
     "verify",

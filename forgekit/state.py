@@ -187,6 +187,8 @@ class TrainState:
             first, NaN where there were none; None unless steps limit spikes.
         skips: What the data leave out, as (first sample, rows); each is counted as samples were
             numbered before it was added. Grows when a run is rolled back.
+        average: Running average of the weights, or None; changes in place. ``create`` makes it of
+            a rule, and ``averaged`` puts it in place of the weights.
         bad_since: ``[]`` int64: samples before the first of the last bad steps; the step's own
             while there are none, and -1 where an older checkpoint does not say.
         layout: How ``parallelize`` laid the model out; read off the model once, here. Not part of
@@ -218,6 +220,7 @@ class TrainState:
     )
     recent: Tensor | None = attrs.field(default=None, repr=False, metadata={"optional": True})
     skips: tuple[tuple[int, int], ...] = attrs.field(default=(), metadata={"optional": True})
+    average: Any = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
     bad_since: Tensor = attrs.field(
         default=attrs.Factory(lambda self: torch.full_like(self.targets, -1), takes_self=True),
         repr=False,
@@ -243,6 +246,7 @@ class TrainState:
         mesh: DeviceMesh | None = None,
         seed: int = 0,
         loss_scale: float | None = None,
+        average: Any = None,
         **fields: Any,
     ) -> Self:
         """Build the state before the first step.
@@ -254,6 +258,7 @@ class TrainState:
             seed: Seed of data order and dropout.
             loss_scale: A power of two. Gradients do not depend on it as long as they stay in range.
                 By default 1 in float16, where 2**-12 loses small gradients, else 2**-12.
+            average: Rule of a running average of the weights, as ``forgekit.EMA(0.999)``.
             **fields: Values of a subclass's own fields.
 
         Returns:
@@ -261,7 +266,7 @@ class TrainState:
 
         Raises:
             TypeError: If ``optimizer`` is not an optimizer, such as a list of several, or its
-                ``step`` needs a closure.
+                ``step`` needs a closure; if ``average`` is no rule of an average.
             ValueError: If ``loss_scale`` is not a power of two, the optimizer holds a parameter
                 that the model does not, parameters are complex or sparse, there are several ranks
                 and no mesh, or parameters are not sharded on a mesh of several ranks (their
@@ -284,6 +289,7 @@ class TrainState:
             model=model,
             optimizer=optimizer,
             mesh=mesh,
+            average=_begin_average(cls, average, model, device),
             targets=torch.zeros((), dtype=torch.int64, device=device),
             skipped=torch.zeros((), dtype=torch.int64, device=device),
             loss_scale=torch.full((), loss_scale, dtype=torch.float32, device=device),
@@ -357,6 +363,21 @@ def check_optimizer(optimizer: Any) -> None:
             "step computes it once per micro-batch. Use an optimizer whose step() needs none, such "
             "as forgekit.adamw(model)."
         )
+
+
+def _begin_average(
+    cls: type[TrainState], average: Any, model: nn.Module, device: torch.device
+) -> Any:
+    """Make what a rule asks for; a subclass's own field of that name gets what was passed."""
+    if average is not None and hasattr(average, "begin"):
+        return average.begin(model, device)
+    is_own = attrs.fields(cls).average != attrs.fields(TrainState).average
+    if average is not None and not is_own:
+        raise TypeError(
+            f"average is a {type(average).__name__}; pass a rule such as forgekit.EMA(0.999) "
+            "or forgekit.UniformAverage(start_step=1000)."
+        )
+    return average
 
 
 def _caller() -> str:

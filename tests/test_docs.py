@@ -59,6 +59,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/data.md",
         "docs/experts.md",
         "docs/huggingface.md",
+        "docs/optimizers.md",
         "docs/performance.md",
     ],
 )

@@ -260,6 +260,23 @@ class Transformer(nn.Module):
             plan["layers.*.feed_forward.experts"] = "expert"
         return plan if self.spec.tied else {**plan, "output": "colwise"}
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """What parameters are for: patterns of their names to roles, the first that fits counts.
+
+        An optimizer of matrices takes those of the role "matrix". A model with more in it takes
+        another table, for example ``roles={**model.roles, "layers.*.extra.weight": "matrix"}``.
+        """
+        roles = {"embedding.weight": "embedding", "output.weight": "head"}
+        roles |= {"*norm.weight": "norm", "*.router.weight": "router"}
+        for name in ("query", "key", "value", "output"):
+            roles[f"layers.*.attention.{name}.weight"] = "matrix"
+        for name in ("gate", "up", "down"):
+            roles[f"layers.*.feed_forward.{name}.weight"] = "matrix"
+            roles[f"layers.*.feed_forward.shared.{name}.weight"] = "matrix"
+            roles[f"layers.*.feed_forward.experts.{name}"] = "matrix"
+        return roles
+
     def initial_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for a norm, filled with ones.
 

@@ -1,10 +1,21 @@
 """From gradients to updates: parameter groups, optimizers, learning-rate schedules."""
 
-from forgekit.optim.parameter_groups import decay_groups
+from forgekit.optim.parameter_groups import decay_groups, parameters_by_optimizer
+from forgekit.optim.roles import roles_of
+from forgekit.optim.muon import Muon
+from forgekit.optim.lion import Lion
+from forgekit.optim.schedule_free import ScheduleFree
+from forgekit.optim.average import Average
 from forgekit.optim.lr_schedules import Schedule, cosine, linear, warmup, warmup_linear
 
 __all__ = [
     "decay_groups",
+    "parameters_by_optimizer",
+    "roles_of",
+    "Muon",
+    "Lion",
+    "ScheduleFree",
+    "Average",
     "Schedule",
     "cosine",
     "linear",

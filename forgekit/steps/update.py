@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.model.attention import wide
+from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
@@ -39,10 +40,10 @@ def update(
     """Correct the gradients, step the optimizer in place, and return the state after the step.
 
     A bad step (no targets, a loss or gradient that is not finite, or a spike) leaves parameters,
-    moments, the balance of experts and the optimizer's own step count bitwise untouched. Fused
-    optimizers take the factor and the skip inside their kernel; others cost one pass over the local
-    gradients and one host read of ``correction.finite``. Parameters that live in host memory beside
-    an accelerator cost one too.
+    moments, averages, the balance of experts and the optimizer's own step count bitwise untouched.
+    Fused optimizers take the factor and the skip inside their kernel; others cost one pass over the
+    local gradients and one host read of ``correction.finite``. Parameters that live in host memory
+    beside an accelerator cost one too.
 
     In float16 the loss scale is halved after an overflow and doubled after ``growth_interval`` good
     steps; a step without targets, and a spike, change neither it nor the count.
@@ -78,6 +79,8 @@ def update(
     rebalance(state.model, totals.sums, correction.finite, state.step, total)
     release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
     finite = correction.finite
+    if (average := average_of(state)) is not None:
+        average.advance(finite, state.step)
     trained = totals["targets"].to(torch.int64)  # an integer first: NaN times 0 is NaN
     return donate(
         state,

@@ -277,6 +277,8 @@ class Absent(nn.Module):
         relay: Of the stage in whose copy of the model it stands; None in the model itself.
     """
 
+    is_absent = True
+
     def __init__(self, of: nn.Module, name: str = "", relay: Relay | None = None) -> None:
         super().__init__()
         self._part, self._relay = name, relay

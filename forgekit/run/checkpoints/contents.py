@@ -1,10 +1,11 @@
 """What a checkpoint holds: a ``TrainState`` as named tensors and a description in JSON.
 
 Tensors go into flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry>``,
-``state.<field>``. Everything else goes into trees of JSON values, in which ``{"$tensor": key}``
-stands for a tensor. Optimizer state is filed under parameter names, never under positions, so
-that it finds its parameter again when groups are reordered or another rank holds it. The trees also
-say which tensors there are: loading builds what a fresh optimizer does not have yet.
+``average.<parameter name>``, ``state.<field>``. Everything else goes into trees of JSON values, in
+which ``{"$tensor": key}`` stands for a tensor. Optimizer state is filed under parameter names,
+never under positions, so that it finds its parameter again when groups are reordered or another
+rank holds it. The trees also say which tensors there are: loading builds what a fresh optimizer
+does not have yet.
 Fields that each rank has for itself are kept rank by rank: see ``per_rank_fields.py``.
 """
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 
+from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.run.checkpoints.json_trees import decode, encode
 from forgekit.run.checkpoints.per_rank_fields import (
@@ -40,6 +42,8 @@ from forgekit.state import TrainState
 NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
 """What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
+AVERAGE, AVERAGE_COUNT = "average.", "average"
+"""Keys of averages, before the name of a parameter; and of how many steps they hold."""
 _NOT_FIELDS = ("model", "optimizer", "mesh")
 
 
@@ -58,6 +62,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
           without state is there too, so that a forgotten parameter can be told from a new one;
         - ``optimizer_class``: its class's name;
         - ``optimizer_members``: of a chain, the class of the member that steps each parameter;
+        - ``average``: keys of averages by parameter name; empty if the state has none;
         - ``fields``: the other fields of the state as trees.
 
     Raises:
@@ -72,8 +77,11 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         name: _encode_field(state, name, rank if is_per_rank(state, field) else None, tensors)
         for name, field in saved_fields(state).items()
     }
+    averages = _average_tensors(state)
+    tensors |= averages
     description = {
         "tensors": {key: describe(tensor) for key, tensor in tensors.items()},
+        "average": {key.removeprefix(AVERAGE): key for key in averages if key != AVERAGE_COUNT},
         "optimizer": optimizer,
         "optimizer_class": name_of(state.optimizer),
         "optimizer_members": _members(state),
@@ -90,7 +98,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
-        for part in ("tensors", "optimizer", "optimizer_members"):
+        for part in ("tensors", "optimizer", "optimizer_members", "average"):
             merged[part] = other[part] | merged[part]
         merged["fields"] = join(merged["fields"], other["fields"])
     return merged
@@ -102,7 +110,7 @@ def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any
     if "optimizer" not in parts:
         chosen |= {"optimizer": {}, "optimizer_class": None}
     if "fields" not in parts:
-        chosen["fields"] = {}
+        chosen |= {"fields": {}, "average": {}}
     return chosen
 
 
@@ -129,6 +137,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in persistent)
     named = itertools.chain(model.named_parameters(), buffers)
     return {f"model.{name}": tensor.detach() for name, tensor in named}
+
+
+def _average_tensors(state: TrainState) -> dict[str, Tensor]:
+    if (average := average_of(state)) is None:
+        return {}
+    values = {f"{AVERAGE}{name}": value for name, value in average.values.items()}
+    return values | {AVERAGE_COUNT: average.count}
 
 
 @torch.no_grad()
@@ -163,11 +178,13 @@ class Allocation:
         tensors: Tensors by key, to be read into in place; the model's are the model's own.
         optimizer: The optimizer's new state; None leaves it as it is.
         fields: New values of the state's fields; what ``load_state_dict`` takes for those with one.
+        has_average: Whether the averages' own memory is read into, as the model's is.
     """
 
     tensors: dict[str, Tensor]
     optimizer: dict[Tensor, dict[str, Any]] | None
     fields: dict[str, Any]
+    has_average: bool
 
 
 def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allocation:
@@ -187,7 +204,10 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
         tree = own_tree(manifest["fields"][name], rank)
         make = _field_maker(getattr(state, name), specs)
         fields[name] = decode(tree, _value(state, name), tensors, make)
-    return Allocation(tensors, optimizer, fields)
+    has_average = average_of(state) is not None and bool(manifest.get("average"))
+    if has_average:
+        tensors |= _average_tensors(state)
+    return Allocation(tensors, optimizer, fields, has_average)
 
 
 def _allocate_optimizer(
@@ -211,6 +231,8 @@ def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
         # In place: optimizers that share their state with others hold the same dictionary.
         state.optimizer.state.clear()
         state.optimizer.state.update(allocation.optimizer)
+    if (average := average_of(state)) is not None and not allocation.has_average:
+        average.restart()  # with the weights that were read
     changes = {}
     for name, field in saved_fields(state).items():
         if name not in allocation.fields:
@@ -247,6 +269,9 @@ def find_mismatch(
         return f"has the state of {saved}, and the optimizer is {now}. Build a {saved}"
     if stateful and (moved := _other_members(described, manifest)):
         return f"has the state of another split: {moved}. Give each optimizer what it had"
+    here, there = described["average"], manifest.get("average") or {}
+    if here and there and (parts := _name_difference(here, there)):
+        return f"has averages of other parameters: {'; '.join(parts)}. Train what was trained"
     known = {*manifest["fields"], *optional}
     if missing := [name for name in described["fields"] if name not in known]:
         return (

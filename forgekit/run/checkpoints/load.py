@@ -115,9 +115,18 @@ def checkpoint_load(
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
+    _warn_of_average(path, described["average"], manifest.get("average"))
     allocation = allocate(state, manifest, ranks.rank)
     read_tensors(ranks, storage, path, written, migrated.targets(allocation.tensors))
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     # Last, because it changes the state: a field's own load_state_dict may refuse, on one rank.
     return donate(state, **ranks.together(lambda: restore(state, allocation)))
+
+
+def _warn_of_average(path: object, here: dict[str, str], there: dict[str, str] | None) -> None:
+    """Say what becomes of averages that only the state, or only the checkpoint, has."""
+    if here and not there:
+        log.warning("%s has no average of the weights: it starts again from those loaded", path)
+    if there and not here:
+        log.warning("%s has an average that the state does not; create it with average=", path)

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from forgekit.run.checkpoints.contents import describe, with_nearest
+from forgekit.run.checkpoints.contents import AVERAGE, describe, with_nearest
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import SavedValue, decode, encode
 from forgekit.run.checkpoints.per_rank_fields import TAG
@@ -30,7 +30,8 @@ class SavedState:
         version: The version that was saved.
         names: For each parameter and persistent buffer, the name that the model gives it now (key)
             and the name under which it was saved (value). They are equal at first; a migration
-            renames keys and leaves out what the model no longer has. Optimizer state goes along.
+            renames keys and leaves out what the model no longer has. Optimizer state goes along,
+            and averages.
         fields: The state's other fields by name: numbers, strings, None, and dicts, lists and
             tuples of them, with a ``SavedValue`` for each tensor. A migration may rename, split and
             drop them, and give new ones a value of these kinds or a tensor.
@@ -146,8 +147,11 @@ def _apply(manifest: dict[str, Any], result: SavedState) -> Migrated:
         for name, value in result.fields.items()
     }
     specs |= {key: describe(tensor) for key, tensor in given.items()}
-    keys = {_MODEL + now: _MODEL + then for now, then in result.names.items() if now != then}
-    changed = {"tensors": specs, "optimizer": optimizer, "fields": fields}
+    renamed = {now: then for now, then in result.names.items() if now != then}
+    keys = {part + now: part + then for part in (_MODEL, AVERAGE) for now, then in renamed.items()}
+    averaged = manifest.get("average") or {}
+    average = {now: AVERAGE + now for now, then in result.names.items() if then in averaged}
+    changed = {"tensors": specs, "optimizer": optimizer, "fields": fields, "average": average}
     return Migrated(manifest | changed, keys, given)
 
 

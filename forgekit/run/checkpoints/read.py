@@ -192,6 +192,7 @@ def _find_malformed(path: Checkpoint, manifest: dict[str, Any]) -> list[str]:
         for tree in trees:
             decode(tree, None, {}, lambda key, _: specs[key])
         int(manifest["fields"]["samples"]), manifest["optimizer_class"]
+        dict(manifest.get("average") or {})
     except Exception as error:
         return [f"{path}/{MANIFEST} is malformed: {explain(error)}"]
     return []

@@ -1,0 +1,159 @@
+"""Averages of the weights over steps, kept beside them in float32 or wider.
+
+A rule says how much of the weights enters the average after each step. The average is sharded as
+the weights are, and moves on the device: a step that is skipped moves it as little as the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from forgekit.inputs import check_integers, check_numbers
+from forgekit.optim.device_skip import keep_or_write
+from forgekit.optim.shards import local, wide
+
+
+class Rule(Protocol):
+    """How much of the weights enters an average."""
+
+    def share(self, count: Tensor) -> Tensor:
+        """Return the weights' share of the next average.
+
+        Args:
+            count: ``[]`` int64: how many steps the average holds.
+
+        Returns:
+            ``[]`` float64; 1 replaces the average by the weights.
+        """
+        ...
+
+    def counts(self, step: int) -> bool:
+        """Say whether a step, from 0, counts; if not, the next share is as large again."""
+        ...
+
+
+@attrs.frozen
+class EMA:
+    """An exponential moving average: ``average = decay * average + (1 - decay) * weights``.
+
+    It starts from the weights at ``TrainState.create``.
+
+    Attributes:
+        decay: Share of the average that each step keeps, at least 0 and below 1.
+
+    Raises:
+        ValueError: If ``decay`` is out of range.
+    """
+
+    decay: float
+
+    def __attrs_post_init__(self) -> None:
+        check_numbers(decay=(self.decay, 0))
+        if self.decay >= 1:
+            raise ValueError(f"decay is {self.decay}; it must be below 1, such as 0.999.")
+
+    def begin(self, model: nn.Module, device: torch.device) -> Average:
+        """Begin an average with a model's weights as they are."""
+        return Average.start(self, model, device)
+
+    def share(self, count: Tensor) -> Tensor:
+        """See ``Rule``."""
+        return torch.full_like(count, 1 - self.decay, dtype=torch.float64)
+
+    def counts(self, step: int) -> bool:  # noqa: ARG002
+        """See ``Rule``."""
+        return True
+
+
+@attrs.frozen
+class UniformAverage:
+    """The mean of the weights after each good step from a step on; before it, the weights.
+
+    Attributes:
+        start_step: Number of the first step, from 0, after which the weights enter the mean.
+
+    Raises:
+        ValueError: If ``start_step`` is negative.
+
+    References:
+        https://arxiv.org/abs/1803.05407
+    """
+
+    start_step: int
+
+    def __attrs_post_init__(self) -> None:
+        check_integers(start_step=(self.start_step, 0))
+
+    def begin(self, model: nn.Module, device: torch.device) -> Average:
+        """Begin an average with a model's weights as they are."""
+        return Average.start(self, model, device)
+
+    def share(self, count: Tensor) -> Tensor:
+        """See ``Rule``."""
+        return 1 / (count + 1).double()
+
+    def counts(self, step: int) -> bool:
+        """See ``Rule``."""
+        return step >= self.start_step
+
+
+@attrs.define(eq=False, repr=False)
+class Average:
+    """A running average of a model's trainable parameters; ``TrainState.create`` makes one.
+
+    Attributes:
+        rule: How it is computed.
+        parameters: The parameters by name.
+        values: Their averages by name, in float32 or wider, sharded as they are.
+        count: ``[]`` int64: how many steps' weights it holds.
+    """
+
+    rule: Rule
+    parameters: dict[str, nn.Parameter]
+    values: dict[str, Tensor]
+    count: Tensor
+
+    @classmethod
+    def start(cls, rule: Rule, model: nn.Module, device: torch.device) -> Average:
+        """Begin an average with a model's weights as they are.
+
+        Args:
+            rule: ``EMA`` or ``UniformAverage``.
+            model: The model, after ``parallelize`` where there is more than one rank.
+            device: Where the model computes.
+        """
+        found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        values = {n: p.detach().clone().to(wide(p.dtype)) for n, p in found.items()}
+        return cls(rule, found, values, torch.zeros((), dtype=torch.int64, device=device))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights as they are, in place."""
+        for name, value in self.values.items():
+            local(value).copy_(local(self.parameters[name]))
+        self.count.zero_()
+
+    @torch.no_grad()
+    def advance(self, finite: Tensor, step: int) -> None:
+        """Take the weights after a step into the average, in place, unless the step was skipped.
+
+        Args:
+            finite: ``[]`` bool on the device: whether the step was good.
+            step: Its number, from 0.
+        """
+        share, skip = self.rule.share(self.count), ~finite
+        for name, value in self.values.items():
+            mean, weights = local(value), local(self.parameters[name])
+            own, kept = share.to(mean), skip.to(mean.device)
+            keep_or_write(kept, mean, torch.lerp(mean, weights.to(mean.dtype), own))
+        if self.rule.counts(step):
+            self.count += finite
+
+
+def average_of(state: Any) -> Average | None:
+    """Return a state's running average; a field of a user's own may have that name."""
+    return state.average if isinstance(state.average, Average) else None

@@ -1,0 +1,258 @@
+"""Muon: momentum whose singular values are made equal, for the matrices of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from forgekit.inputs import brief, check_choice, check_integers, check_numbers
+from forgekit.optim.chain import Chained, chain_optimizers
+from forgekit.optim.device_skip import (
+    call_closure,
+    gradients_of,
+    is_skipped,
+    keep_or_write,
+    with_gradient,
+)
+from forgekit.optim.orthogonalize import orthogonalize, share_matrices
+from forgekit.optim.parameter_groups import check_betas, decay_groups
+from forgekit.optim.roles import check_patterns, roles_of
+from forgekit.optim.shards import local, splits_of, wide
+
+AdjustLr = Literal["match_rms_adamw", "original"]
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    adjust_lr: AdjustLr = "match_rms_adamw",
+    ns_steps: int = 5,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    roles: Mapping[str, str] | None = None,
+    split: Mapping[str, Sequence[int]] | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+) -> Chained:
+    """Build Muon for a model's matrices and AdamW for all else, as one optimizer.
+
+    Which parameters are matrices is said by the model's ``roles``: attention and feed-forward
+    projections and stacks of experts. Embeddings, heads, routers, norms and adapters go to fused
+    AdamW, with decay as in ``decay_groups``. Matrices that ranks share are orthogonalised whole:
+    the result does not depend on the layout.
+
+    Args:
+        model: The model, after ``parallelize`` where there is more than one rank.
+        lr: Learning rate until a step's schedule sets it, of both.
+        weight_decay: Decoupled decay of matrices, per unit of learning rate.
+        momentum: Decay rate of the mean gradient.
+        nesterov: Whether the gradient is mixed in once more before it is orthogonalised.
+        adjust_lr: Factor of the learning rate of an ``[o i]`` matrix: ``"match_rms_adamw"`` is
+            ``0.2 * sqrt(max(o, i))``, for rates that suit AdamW; ``"original"`` is
+            ``sqrt(max(1, o / i))``.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: The dtype of the iteration.
+        roles: Patterns of parameter names to roles, for a model without a table:
+            ``{"layers.*.weight": "matrix"}``.
+        split: Patterns of parameter names to numbers of rows, for matrices that hold several:
+            ``{"*.qkv.weight": (64, 32, 32)}``; each is orthogonalised by itself.
+        betas: Decay rates of AdamW's moments.
+        eps: Added to the root of AdamW's second moment.
+
+    Returns:
+        A chain of ``Muon`` and ``torch.optim.AdamW``.
+
+    Raises:
+        ValueError: If a number is out of range, the model has no table of roles, a pattern
+            matches nothing, a matrix has no two dimensions, or rows do not add up.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+        >>> optimizer = muon(model, roles={"1.weight": "matrix"})
+        >>> [type(member).__name__ for member in optimizer.members]
+        ['Muon', 'AdamW']
+
+    References:
+        https://kellerjordan.github.io/posts/muon/; the factor, https://arxiv.org/abs/2502.16982
+    """
+    check_numbers(lr=(lr, 0), weight_decay=(weight_decay, 0), eps=(eps, 0))
+    check_betas(betas)
+    check_patterns("split", model, split or ())
+    named, found = dict(model.named_parameters()), roles_of(model, roles)
+    matrices = {name: named[name] for name, role in found.items() if role == "matrix"}
+    groups: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
+    for name, parameter in matrices.items():
+        rows = next((tuple(r) for p, r in (split or {}).items() if fnmatchcase(name, p)), None)
+        _check_matrix(name, parameter, rows)
+        groups.setdefault(rows, []).append(parameter)
+    own = Muon(
+        [{"params": parameters, "rows": rows} for rows, parameters in groups.items()],
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        ns_steps=ns_steps,
+        ns_dtype=ns_dtype,
+    )
+    rest = decay_groups(model, weight_decay, without=matrices.values())
+    return chain_optimizers(own, torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True))
+
+
+class Muon(Optimizer):
+    """Muon over matrices ``[o i]`` and stacks of them ``[e o i]``, sharded in any way.
+
+    Matrices of one shape are iterated at once, and shared among the ranks. It takes
+    ``grad_scale`` and ``found_inf``, so that a bad step is skipped on the device.
+
+    Args:
+        params: Parameters or groups; a group's ``rows`` splits its matrices, see ``muon``.
+        lr: Learning rate.
+        weight_decay: See ``muon``, as all that follow.
+        momentum: Decay rate of the mean gradient.
+        nesterov: Whether the gradient is mixed in once more.
+        adjust_lr: Factor of the learning rate.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: The dtype of the iteration.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr: AdjustLr = "match_rms_adamw",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        check_numbers(lr=(lr, 0), weight_decay=(weight_decay, 0), momentum=(momentum, 0))
+        check_integers(ns_steps=(ns_steps, 1, 99))
+        check_choice("adjust_lr", adjust_lr, get_args(AdjustLr))
+        if momentum >= 1:
+            raise ValueError(f"momentum is {momentum}; it must be below 1.")
+        if not ns_dtype.is_floating_point:
+            raise ValueError(f"ns_dtype is {ns_dtype}; it is a floating-point dtype.")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "adjust_lr": adjust_lr,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "rows": None,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all matrices, those of one shape and layout at once.
+
+        Every rank that shares them calls it.
+
+        Args:
+            closure: Computes the loss again; called once.
+
+        Returns:
+            What the closure returned, else None.
+        """
+        loss, start = call_closure(closure), 0
+        for group in self.param_groups:
+            alike: dict[Any, list[nn.Parameter]] = {}
+            for parameter in with_gradient(group):
+                alike.setdefault(_kind(parameter), []).append(parameter)
+            for parameters in alike.values():
+                self._step_alike(group, parameters, start)
+                start += len(parameters)
+        return loss
+
+    def _step_alike(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], start: int
+    ) -> None:
+        skip = is_skipped(self)
+        shards = [local(parameter) for parameter in parameters]
+        moments = [local(self._momentum(parameter)) for parameter in parameters]
+        gradients = gradients_of(self, parameters)
+        mixed = torch._foreach_lerp(moments, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, mixed, group["momentum"])
+        taken = ahead if group["nesterov"] else mixed
+        updates = self._orthogonal(group, parameters[0], taken, start)
+        wider = [shard.to(moment.dtype) for shard, moment in zip(shards, moments, strict=True)]
+        moved = torch._foreach_mul(wider, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(moved, [*updates], alpha=-group["lr"])
+        for old, new in zip([*shards, *moments], [*moved, *mixed], strict=True):
+            keep_or_write(skip, old, new)
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        entries = self.state[parameter]
+        if "momentum_buffer" not in entries:
+            dtype = wide(parameter.dtype)
+            entries["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+        return entries["momentum_buffer"]
+
+    def _orthogonal(
+        self, group: dict[str, Any], like: nn.Parameter, gradients: Sequence[Tensor], start: int
+    ) -> Tensor:
+        """Orthogonalise alike matrices, ``[n ...]`` as their shards, scaled for their shape."""
+        o, i = like.shape[-2:]
+        rows = group["rows"] or (o,)
+        factor = FACTORS[group["adjust_lr"]]
+        scales = [factor(part, i) for part in rows]
+
+        def compute(matrices: Tensor) -> Tensor:
+            return orthogonalize(matrices, steps=group["ns_steps"], scales=scales, rows=rows)
+
+        mesh = like.device_mesh if isinstance(like, DTensor) else None
+        stacked = torch.stack([gradient.to(group["ns_dtype"]) for gradient in gradients])
+        shape, home = stacked.shape, stacked.device
+        if mesh is not None and mesh.device_type != home.type:  # shards may live on the host
+            stacked = stacked.to(mesh.device_type)
+        # Ranks that hold whole matrices of a stack have nothing to exchange for that.
+        splits = [split for split in splits_of(like) if split.dim is None or split.dim >= -2]
+        shared = share_matrices(stacked.flatten(0, -3), splits, mesh, compute, start)
+        return shared.view(shape).to(home)
+
+
+FACTORS: Mapping[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda o, i: 0.2 * math.sqrt(max(o, i)),
+    "original": lambda o, i: math.sqrt(max(1.0, o / i)),
+}
+"""By what the update of an ``[o i]`` matrix is multiplied."""
+
+
+def _kind(parameter: nn.Parameter) -> Any:
+    """What matrices have in common that are iterated at once."""
+    if isinstance(parameter, DTensor):
+        return parameter.shape, parameter.dtype, parameter.device_mesh, parameter.placements
+    return parameter.shape, parameter.dtype, parameter.device
+
+
+def _check_matrix(name: str, parameter: nn.Parameter, rows: tuple[int, ...] | None) -> None:
+    if parameter.ndim not in (2, 3):
+        raise ValueError(
+            f"{name!r} has the role 'matrix' and the shape {tuple(parameter.shape)}; Muon takes "
+            "matrices [o i] and stacks of them [e o i]. Give it another role."
+        )
+    if rows is not None and (min(rows, default=0) < 1 or sum(rows) != parameter.shape[-2]):
+        raise ValueError(
+            f"split gives {name!r} the rows {brief(rows)}, which add up to {sum(rows)}; it has "
+            f"{parameter.shape[-2]} rows, and each part at least 1."
+        )

@@ -1,0 +1,96 @@
+"""What a parameter is for: by the model's own table of names, never by its number of dimensions.
+
+An embedding and a head are matrices too, and so are a router and the factors of an adapter; an
+optimizer of matrices is for the projections between hidden states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from forgekit.inputs import check_choice
+
+ROLES = ("matrix", "embedding", "head", "router", "norm", "adapter", "other")
+"""What a table may say; a parameter that it does not name is "other"."""
+
+
+def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Find the role of each trainable parameter.
+
+    Args:
+        model: The model, or a module around models that have a table.
+        table: Patterns of parameter names to roles; the first that matches counts. By default
+            what the model, or modules in it, have as ``roles``, with names as seen from there.
+
+    Returns:
+        Roles by parameter name.
+
+    Raises:
+        ValueError: If there is no table, it has an unknown role, or a pattern of ``table`` matches
+            no parameter.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2, bias=False))
+        >>> roles_of(model, {"1.weight": "matrix"})
+        {'0.weight': 'other', '1.weight': 'matrix'}
+    """
+    tables = {"": table} if table is not None else _own_tables(model)
+    if not tables:
+        names = [name for name, _ in model.named_parameters()]
+        raise ValueError(
+            f"{type(model).__name__} has no table 'roles' that says which parameters are matrices, "
+            "and embeddings, heads and routers have as many dimensions. Pass patterns of names: "
+            f'roles={{"layers.*.weight": "matrix"}}; it has {names[:3]} and others.'
+        )
+    for role in (role for own in tables.values() for role in own.values()):
+        check_choice("a role", role, ROLES)
+    check_patterns("roles", model, table or ())
+    named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name: _role(name, tables) for name in named}
+
+
+def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> None:
+    """Refuse a pattern that matches no parameter.
+
+    Nothing is refused of a model that is split into pipeline stages: the pattern may name what
+    another rank holds.
+
+    Args:
+        argument: What the patterns were given as.
+        model: The model.
+        patterns: Patterns of parameter names.
+
+    Raises:
+        ValueError: With the pattern and names that there are.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    is_whole = not any(getattr(module, "is_absent", False) for module in model.modules())
+    for pattern in patterns:
+        if is_whole and not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"the pattern {pattern!r} of {argument} matches no parameter of "
+                f"{type(model).__name__}; it has {names[:3]} and others."
+            )
+
+
+def _own_tables(model: nn.Module) -> dict[str, Mapping[str, str]]:
+    """Tables by the name of the module that has one; of one inside another the outer one counts."""
+    found: dict[str, Mapping[str, str]] = {}
+    for name, module in model.named_modules():
+        own = getattr(module, "roles", None)
+        is_inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(own, Mapping) and not is_inside:
+            found[name] = own
+    return found
+
+
+def _role(name: str, tables: Mapping[str, Mapping[str, str]]) -> str:
+    for module, table in tables.items():
+        prefix = f"{module}." if module else ""
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            return next((role for p, role in table.items() if fnmatchcase(inner, p)), "other")
+    return "other"

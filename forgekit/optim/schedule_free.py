@@ -1,0 +1,233 @@
+"""Schedule-free AdamW: no decay of the learning rate, an average of the weights in its stead.
+
+Two points share the parameters' memory. At the *training* point ``y`` gradients are computed; at
+the *evaluation* point ``x``, an average of all ``z`` so far, the model is used. With ``z``, kept
+in the state, each follows from the other: ``y = (1 - beta1) z + beta1 x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from forgekit.inputs import check_numbers
+from forgekit.optim.device_skip import (
+    call_closure,
+    gradients_of,
+    is_skipped,
+    keep_or_write,
+    with_gradient,
+)
+from forgekit.optim.parameter_groups import check_betas, decay_groups
+from forgekit.optim.shards import local, wide
+
+Point = Literal["train", "evaluate"]
+
+
+def schedule_free(
+    model: nn.Module,
+    *,
+    lr: float = 2.5e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+) -> ScheduleFree:
+    """Build schedule-free AdamW over a model's trainable parameters, with decay groups.
+
+    Give ``make_step`` a constant rate, with a warm-up where one is wanted:
+    ``forgekit.optim.warmup(forgekit.constant(2.5e-3), 100)``. Evaluate inside
+    ``with forgekit.averaged(state):``, which puts the evaluation point in place of the weights.
+
+    Args:
+        model: The model, after ``parallelize`` where there is more than one rank.
+        lr: Learning rate until a step's schedule sets it.
+        betas: How near the training point is to the average, above 0; the decay rate of the
+            second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of matrices at the training point; see ``decay_groups``.
+        r: Power of the step in the weight of a step's ``z`` in the average.
+        weight_lr_power: Power in it of the largest learning rate so far.
+
+    Returns:
+        An optimizer at its training point that skips a bad step on the device.
+
+    References:
+        The road less scheduled, https://arxiv.org/abs/2405.15682
+    """
+    groups = decay_groups(model, weight_decay)
+    options = {"lr": lr, "betas": betas, "eps": eps, "r": r, "weight_lr_power": weight_lr_power}
+    return ScheduleFree(groups, **options)
+
+
+class ScheduleFree(Optimizer):
+    """Schedule-free AdamW over parameters of any layout; ``schedule_free`` makes one of a model.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        betas: See ``schedule_free``, as all that follow.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay at the training point, of groups that do not say.
+        r: Power of the step in the average.
+        weight_lr_power: Power of the learning rate in the average.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ) -> None:
+        check_numbers(lr=(lr, 0), eps=(eps, 0), weight_decay=(weight_decay, 0), r=(r, 0))
+        check_numbers(weight_lr_power=(weight_lr_power, 0))
+        check_betas(betas)
+        if betas[0] == 0:
+            raise ValueError("betas[0] is 0; it must be above 0, or no average could be computed.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"r": r, "weight_lr_power": weight_lr_power, "point": "train"}
+        super().__init__(params, defaults)
+
+    @property
+    def point(self) -> Point:
+        """Where the parameters are: ``"train"`` or ``"evaluate"``; a checkpoint keeps it."""
+        kept = [e["point"] for p in self._parameters() if (e := self.state.get(p))]
+        return kept[0] if kept else self.param_groups[0]["point"]
+
+    def train(self) -> None:
+        """Move the parameters to the training point, in place; nothing where they are there."""
+        self._move("train", lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        """Move the parameters to the evaluation point, in place; nothing where they are there."""
+        self._move("evaluate", lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def averages(self) -> dict[nn.Parameter, Tensor]:
+        """Compute this rank's parts of the evaluation point, without moving there.
+
+        Returns:
+            By parameter; those that were never stepped, and all at the evaluation point, are left
+            out.
+        """
+        if self.point == "evaluate":
+            return {}
+        betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
+        stepped = {p: beta for p, beta in betas.items() if self.state.get(p)}
+        return {p: self._moved(p, 1 - 1 / beta) for p, beta in stepped.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters, from the training point to the next one.
+
+        Args:
+            closure: Computes the loss again; called once.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            RuntimeError: If the parameters are at the evaluation point.
+        """
+        if (point := self.point) != "train":
+            raise RuntimeError(
+                f"ScheduleFree is asked for a step at the point {point!r}, where gradients mean "
+                "nothing to it. Call optimizer.train() before the forward pass; for an evaluation "
+                "use `with forgekit.averaged(state):`, which goes back by itself."
+            )
+        loss, skip = call_closure(closure), is_skipped(self)
+        for group in self.param_groups:
+            if parameters := with_gradient(group):
+                self._step_group(group, parameters, skip)
+        return loss
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], skip: Tensor | None
+    ) -> None:
+        counters = self._counters(group["params"])
+        k, weight_sum, largest = counters.values()
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        new_largest = largest.clamp(min=lr)
+        weight = (k + 1) ** group["r"] * new_largest ** group["weight_lr_power"]
+        new_sum = weight_sum + weight
+        share = torch.where(new_sum > 0, weight / new_sum, 0.0)
+        factors = share, 1 - beta2 ** (k + 1), lr * (beta1 * (1 - share) - 1)
+        gradients = gradients_of(self, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._step_one(group, parameter, gradient, factors, skip)
+        for old, new in zip(counters.values(), (k + 1, new_sum, new_largest), strict=True):
+            keep_or_write(skip, old, new)
+        for parameter in group["params"]:
+            if entries := self.state.get(parameter):
+                entries.update(counters)  # one tensor each for all of the group
+
+    def _step_one(
+        self,
+        group: dict[str, Any],
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        factors: tuple[Tensor, Tensor, Tensor],
+        skip: Tensor | None,
+    ) -> None:
+        share, correction, pull = factors
+        entries, beta2 = self._entries(parameter), group["betas"][1]
+        y, z, squares = (local(t) for t in (parameter, entries["z"], entries["exp_avg_sq"]))
+        new_squares = (beta2 * squares).addcmul_(gradient, gradient, value=1 - beta2)
+        scaled = gradient / (new_squares / correction).sqrt_().add_(group["eps"])
+        wide_y = y.to(z.dtype)
+        scaled = scaled.add_(wide_y, alpha=group["weight_decay"])
+        moved = wide_y + share * (z - wide_y) + pull * scaled
+        keep_or_write(skip, y, moved)
+        keep_or_write(skip, z, z - group["lr"] * scaled)
+        keep_or_write(skip, squares, new_squares)
+
+    def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
+        entries, dtype = self.state[parameter], wide(parameter.dtype)
+        if not entries:
+            z = parameter.detach().clone().to(dtype)
+            squares = torch.zeros_like(parameter, dtype=dtype)
+            entries.update(point="train", z=z, exp_avg_sq=squares)
+        return entries
+
+    def _counters(self, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+        """What a group counts, on the device of its parameters; every parameter keeps a copy."""
+        device = local(parameters[0]).device
+        known = next((self.state[p] for p in parameters if self.state.get(p)), {})
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return {name: known.get(name, zero).to(device).clone() for name in COUNTERS}
+
+    def _move(self, point: Point, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entries = self.state.get(parameter)
+                if entries and entries["point"] != point:
+                    moved = self._moved(parameter, weight(group["betas"][0]))
+                    keep_or_write(None, local(parameter.detach()), moved)
+                    entries["point"] = point
+            group["point"] = point
+
+    def _moved(self, parameter: nn.Parameter, weight: float) -> Tensor:
+        z = local(self.state[parameter]["z"])
+        return torch.lerp(local(parameter.detach()).to(z.dtype), z, weight)
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+COUNTERS = ("step", "weight_sum", "lr_max")
+"""Good steps, the sum of their weights in the average, and the largest rate: ``[]`` float64."""

@@ -1,0 +1,109 @@
+"""Which part of a tensor a rank holds: how each dimension of a mesh splits it.
+
+Read off the placements of a DTensor alone, so that it holds for every layout: rows over
+``dp_shard``, rows or columns over ``tp`` and what is left over ``dp_shard``, experts over ``ep``
+and their rows over the rest. Shards may be uneven, and empty.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+@attrs.frozen
+class Split:
+    """What one dimension of a mesh does to a tensor.
+
+    Attributes:
+        mesh_dim: The dimension of the mesh.
+        dim: The tensor's dimension that is split, counted from its end; None where every rank has
+            a copy.
+        sizes: Length of each rank's part along ``dim``.
+        rank: This rank's position on the dimension of the mesh.
+    """
+
+    mesh_dim: int
+    dim: int | None
+    sizes: tuple[int, ...]
+    rank: int
+
+
+def splits_of(tensor: Tensor) -> list[Split]:
+    """List what splits a tensor, in the order in which it is split.
+
+    Args:
+        tensor: A DTensor; of any other the list is empty.
+
+    Returns:
+        A ``Split`` for each dimension of the mesh with more than one rank.
+
+    Raises:
+        ValueError: If a placement is neither a shard nor a copy.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh, found = tensor.device_mesh, []
+    shape = list(tensor.shape)
+    for mesh_dim in sorted(range(mesh.ndim), key=lambda i: _is_late(tensor.placements[i])):
+        ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+        if ranks == 1:
+            continue
+        dim = _sharded_dim(tensor.placements[mesh_dim], tensor.ndim)
+        sizes = _chunk_sizes(shape[dim], ranks) if dim is not None else ()
+        if dim is not None:
+            shape[dim] = sizes[rank]
+        found.append(Split(mesh_dim, dim, sizes, rank))
+    return found
+
+
+def global_indices(tensor: Tensor) -> list[Tensor]:
+    """Find which rows, columns and so on of the whole tensor a rank holds.
+
+    Args:
+        tensor: A tensor, sharded or not, ``[n0 n1 ...]``.
+
+    Returns:
+        For each dimension the indices of the local part, int64 on its device.
+    """
+    device = local(tensor).device
+    indices = [torch.arange(size, device=device) for size in tensor.shape]
+    for split in splits_of(tensor):
+        if split.dim is not None:
+            indices[split.dim] = indices[split.dim].split(split.sizes)[split.rank]
+    return indices
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; a change of it in place is one of the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that an optimizer computes in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is_late(placement: Placement) -> bool:
+    # FSDP splits what tensor parallelism has split before, although its dimension stands first.
+    return isinstance(placement, _StridedShard)
+
+
+def _sharded_dim(placement: Placement, ndim: int) -> int | None:
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, Shard | _StridedShard):
+        return placement.dim % ndim - ndim
+    raise ValueError(
+        f"a parameter has the placement {placement}; an optimizer steps shards and copies. Reduce "
+        "it first: parameter.redistribute(placements=[Replicate()])."
+    )
+
+
+def _chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """Lengths as ``torch.chunk`` and DTensor have them: equal ones, a shorter one, empty ones."""
+    chunk = -(-length // ranks)
+    return tuple(min(chunk, max(length - rank * chunk, 0)) for rank in range(ranks))

@@ -1,0 +1,76 @@
+"""The average of the weights in place of the weights, for an evaluation or a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from forgekit.optim.average import average_of
+from forgekit.optim.chain import Chained
+from forgekit.optim.schedule_free import ScheduleFree
+from forgekit.optim.shards import local
+from forgekit.parallel.fsdp import fsdp_modules, release
+from forgekit.state import TrainState
+
+
+@contextmanager
+def averaged(state: TrainState) -> Iterator[TrainState]:
+    """Put the average in place of the weights within the block, in place, and the weights back.
+
+    The weights are the same bits afterwards, also where the block raises. The average is
+    ``state.average``; without one, a schedule-free optimizer's evaluation point. Do not train or
+    save a checkpoint within the block: the weights are not there.
+
+    Args:
+        state: The state, made with ``TrainState.create(..., average=forgekit.EMA(0.999))``.
+
+    Yields:
+        The same state.
+
+    Raises:
+        ValueError: If the state has no average.
+
+    Examples:
+        Both losses of a held-out set::
+
+            log(state, fk.evaluate(state, held_out, loss_fn, name="weights"))
+            with fk.averaged(state):
+                log(state, fk.evaluate(state, held_out, loss_fn, name="average"))
+    """
+    values = _averages(state)
+    kept = {parameter: local(parameter.detach()).clone() for parameter in values}
+    try:
+        _write(state, values)
+        yield state
+    finally:
+        _write(state, kept)
+
+
+def _averages(state: TrainState) -> Mapping[Tensor, Tensor]:
+    """This rank's parts of averages, by parameter."""
+    modules = fsdp_modules(*state.layout.roots(state.model))
+    release(modules)  # parameters that are gathered would not be the optimizer's
+    if (average := average_of(state)) is not None:
+        return {average.parameters[name]: local(value) for name, value in average.values.items()}
+    if not (found := _schedule_free(state.optimizer)):
+        raise ValueError(
+            f"the state has no average, and {type(state.optimizer).__name__} has none either. "
+            "Make it with TrainState.create(model, optimizer, average=forgekit.EMA(0.999))."
+        )
+    return {p: value for optimizer in found for p, value in optimizer.averages().items()}
+
+
+def _schedule_free(optimizer: Optimizer) -> list[ScheduleFree]:
+    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
+    return [member for member in members if isinstance(member, ScheduleFree)]
+
+
+@torch.no_grad()
+def _write(state: TrainState, values: Mapping[Tensor, Tensor]) -> None:
+    for parameter, value in values.items():
+        local(parameter.detach()).copy_(value)
+    release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now

@@ -1,0 +1,83 @@
+"""The table of optimizers that every contract is tested for, and steps with given gradients.
+
+Gradients are given, not computed: a function of a parameter's name and the step, so that layouts
+differ in nothing but how tensors are sharded.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from oracle import full
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import forgekit as fk
+
+SIZES = {"vocab_size": 22, "dim": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 22}
+"""Rows that neither two, three nor four ranks share evenly."""
+
+
+def join(model):
+    """Matrices to Muon, all else to Lion: a chain of our own."""
+    muon = fk.muon(model, ns_dtype=torch.float64).members[0]
+    taken = {p for group in muon.param_groups for p in group["params"]}
+    rest = fk.lion(model, weight_decay=0.1)
+    for group in rest.param_groups:
+        group["params"] = [p for p in group["params"] if p not in taken]
+    return fk.chain_optimizers(muon, rest)
+
+
+BUILDERS = {
+    "adamw": lambda model: fk.adamw(model, weight_decay=0.1),
+    "stochastic": lambda model: fk.adamw(model, weight_decay=0.1, stochastic_rounding=True, seed=4),
+    "muon": lambda model: fk.muon(model, weight_decay=0.1, ns_dtype=torch.float64),
+    "lion": lambda model: fk.lion(model, weight_decay=0.1),
+    "schedule_free": lambda model: fk.schedule_free(model, weight_decay=0.1),
+    "chain": join,
+}
+DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}
+
+
+def build(dtype=torch.float64, *, moe=False, mesh=None):
+    experts = fk.MoESpec(experts=6, top_k=2, ffn_dim=10, shared=1) if moe else None
+    spec = fk.TransformerSpec(**SIZES, max_seq_len=8, qk_norm=True, moe=experts)
+    model = fk.Transformer(spec, seed=1).to(dtype)
+    return model if mesh is None else fk.parallelize(model, mesh)
+
+
+def gradient(name, shape, step, dtype):
+    seed = zlib.crc32(f"{name}/{step}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double().to(dtype)
+
+
+def step_with(model, optimizer, step, *, bad=False, lr=0.01):
+    """One step with the gradients of a number; a bad one has NaN and is skipped on the device."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    for name, parameter in model.named_parameters():
+        whole = gradient(name, parameter.shape, step, parameter.dtype)
+        whole = whole.fill_(torch.nan) if bad else whole
+        parameter.grad = whole
+        if isinstance(parameter, DTensor):
+            where = parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(whole, *where, src_data_rank=None)
+    optimizer.found_inf = torch.tensor(float(bad))
+    try:
+        optimizer.step()
+    finally:
+        optimizer.found_inf = None
+
+
+def parameters_of(model):
+    return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def entries_of(model, optimizer):
+    """Tensors of the optimizer's state, whole, by parameter and entry."""
+    return {
+        f"{name}.{key}": full(value).clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }

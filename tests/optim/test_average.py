@@ -1,0 +1,210 @@
+"""Averages of the weights: what they are, how they are saved, and how they stand in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+
+
+def build_model(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+
+def loss_fn(model, batch):
+    error = (model(batch["x"]) - batch["y"]).square()
+    return fk.Loss(error.sum(), torch.tensor(error.numel()))
+
+
+def batch_of(index, scale=1.0, dtype=torch.float64):
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index))
+    return TensorDict({"x": draw(4, 5), "y": scale * draw(4, 3)}, [4]).to(dtype)
+
+
+def create(average=None, dtype=torch.float64, model=None):
+    model = build_model(dtype) if model is None else model
+    return fk.TrainState.create(model, fk.adamw(model), average=average)
+
+
+def train(state, steps, start=0, bad=(), dtype=torch.float64):
+    """The state, and the weights after each step."""
+    step, weights = fk.make_step(loss_fn, schedule=fk.constant(0.01)), []
+    for index in range(start, start + steps):
+        batch = batch_of(index, torch.nan if index in bad else 1.0, dtype)
+        state, _ = step(state, [batch])
+        weights.append({n: p.detach().clone() for n, p in state.model.named_parameters()})
+    return state, weights
+
+
+def test_an_ema_is_one():
+    state = create(fk.EMA(0.75))
+    expected = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    state, weights = train(state, 5, bad=(2,))
+    for number, after in enumerate(weights):
+        if number != 2:
+            expected = {n: 0.75 * e + 0.25 * after[n] for n, e in expected.items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(state.average.values[name], value, rtol=0, atol=1e-15)
+    assert int(state.average.count) == 4
+
+
+@pytest.mark.parametrize(("start", "taken"), [(0, [0, 1, 3, 4]), (3, [3, 4]), (9, [4])])
+def test_a_uniform_average_is_the_mean_of_what_follows_a_step(start, taken):
+    """Before its first step it is the weights as they are; a skipped step does not count."""
+    state, weights = train(create(fk.UniformAverage(start)), 5, bad=(2,))
+    for name, value in state.average.values.items():
+        mean = torch.stack([weights[number][name] for number in taken]).mean(0)
+        torch.testing.assert_close(value, mean, rtol=0, atol=1e-15)
+    assert int(state.average.count) == (len(taken) if start < 9 else 0)
+
+
+def test_the_average_of_bfloat16_weights_is_float32_and_moves():
+    """Steps of 2**-12 of the weights: in bfloat16 it would stand still."""
+    state = create(fk.EMA(0.999), torch.bfloat16)
+    start = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    state, _ = train(state, 4, dtype=torch.bfloat16)
+    for name, value in state.average.values.items():
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, start[name].float())
+        assert (value.to(torch.bfloat16) == start[name]).double().mean() > 0.5
+
+
+def test_only_what_is_trained_is_averaged():
+    model = build_model()
+    model[0].requires_grad_(False)
+    state = create(fk.EMA(0.5), model=model)
+    assert state.average.values.keys() == {"2.weight", "2.bias"}
+
+
+def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
+    state, _ = train(create(fk.EMA(0.5)), 3)
+    before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    own = build_model()
+    own.load_state_dict(state.average.values)
+    expected = fk.evaluate(create(model=own), [batch_of(9)], loss_fn)["loss"]
+    with fk.averaged(state) as same:
+        assert same is state
+        found = fk.evaluate(state, [batch_of(9)], loss_fn)["loss"]
+    assert found == expected != fk.evaluate(state, [batch_of(9)], loss_fn)["loss"]
+    with pytest.raises(KeyError, match="missing"), fk.averaged(state):
+        raise KeyError("missing")
+    assert all(torch.equal(p, before[n]) for n, p in state.model.named_parameters())
+
+
+def test_a_sample_is_generated_with_the_average():
+    sizes = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 8, "max_seq_len": 16}
+    models = [fk.Transformer(fk.TransformerSpec(vocab_size=9, **sizes), seed=s) for s in (0, 1)]
+    state = create(fk.EMA(0.5), model=models[0])
+    for name, parameter in models[1].named_parameters():
+        state.average.values[name].copy_(parameter.detach())
+    prompt = torch.tensor([[1, 2]])
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+    plain = fk.generate(state.model, prompt, **options)
+    with fk.averaged(state):
+        found = fk.generate(state.model, prompt, **options)
+    assert torch.equal(found, fk.generate(models[1], prompt, **options))
+    assert not torch.equal(found, plain)
+
+
+def test_a_resumed_average_is_bitwise_the_same(tmp_path):
+    straight, _ = train(create(fk.EMA(0.75)), 4)
+    state, _ = train(create(fk.EMA(0.75)), 2)
+    path = fk.checkpoint_save(state, tmp_path, blocking=True).wait()
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["average"]["0.weight"] == "average.0.weight"
+    assert {"average.2.bias", "average"} <= manifest["tensors"].keys()
+    resumed, _ = train(fk.checkpoint_load(create(fk.EMA(0.75)), tmp_path), 2, start=2)
+    for name, value in straight.average.values.items():
+        assert torch.equal(resumed.average.values[name], value)
+    assert int(resumed.average.count) == 4
+
+
+@pytest.mark.parametrize("parts", [("model", "optimizer", "fields"), ("model",)])
+def test_an_average_that_was_not_saved_starts_again_from_the_weights(tmp_path, caplog, parts):
+    state, weights = train(create(None if len(parts) == 3 else fk.EMA(0.5)), 2)
+    path = fk.checkpoint_save(state, tmp_path, blocking=True).wait()
+    if len(parts) == 3:  # as an older version wrote it
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["average"], manifest["checksum"]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with caplog.at_level(logging.WARNING, "forgekit"):
+        loaded = fk.checkpoint_load(create(fk.EMA(0.5)), tmp_path, parts=parts)
+    for name, value in loaded.average.values.items():
+        assert torch.equal(value, weights[-1][name])
+    assert int(loaded.average.count) == 0
+    said = "has no average of the weights: it starts again from those loaded"
+    assert (said in caplog.text) == (len(parts) == 3)
+
+
+def test_an_average_that_the_state_lacks_is_left_out(tmp_path, caplog):
+    state, weights = train(create(fk.EMA(0.5)), 2)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    with caplog.at_level(logging.WARNING, "forgekit"):
+        loaded = fk.checkpoint_load(create(), tmp_path)
+    assert loaded.average is None
+    assert "has an average that the state does not; create it with average=" in caplog.text
+    assert torch.equal(loaded.model[0].weight, weights[-1]["0.weight"])
+
+
+def test_an_average_goes_along_with_a_new_name(tmp_path):
+    state, _ = train(create(fk.EMA(0.5)), 2)
+    saved = copy.deepcopy(state.average.values)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    model = nn.ModuleDict(dict(zip("abc", build_model(), strict=True)))
+
+    def migrate(saved):
+        names = dict(zip("012", "abc", strict=True))
+        new = {names[n[0]] + n[1:]: then for n, then in saved.names.items()}
+        return attrs.evolve(saved, names=new)
+
+    other = create(fk.EMA(0.5), model=model)
+    loaded = fk.checkpoint_load(other, tmp_path, version=2, migrate=migrate)
+    assert torch.equal(loaded.average.values["a.weight"], saved["0.weight"])
+    assert torch.equal(loaded.average.values["c.bias"], saved["2.bias"])
+
+
+def test_averages_of_other_parameters_are_refused(tmp_path):
+    state, _ = train(create(fk.EMA(0.5)), 2)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    model = build_model()
+    optimizer = fk.adamw(model)
+    model[0].bias.requires_grad_(False)
+    other = fk.TrainState.create(model, optimizer, average=fk.EMA(0.5))
+    message = r"has averages of other parameters: only it has '0.bias'. Train what was trained"
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.checkpoint_load(other, tmp_path)
+
+
+REFUSED = {
+    "a decay of 1": (lambda: fk.EMA(1.0), ValueError, "^decay is 1.0; it must be below 1, such as"),
+    "a negative decay": (lambda: fk.EMA(-0.5), ValueError, "^decay is -0.5; it must be finite and"),
+    "words": (lambda: fk.EMA("0.9"), TypeError, "^decay is '0.9', a str; pass a number"),
+    "half a step": (lambda: fk.UniformAverage(0.5), TypeError, "^start_step is 0.5, a float; pass"),
+    "before": (lambda: fk.UniformAverage(-1), ValueError, "^start_step -1 must be at least 0"),
+    "a number": (lambda: create(0.999), TypeError, "^average is a float; pass a rule such as forg"),
+    "a class": (lambda: create(nn.Linear), TypeError, "^average is a type; pass a rule such as fo"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_average_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.bad_input
+def test_a_state_without_an_average_has_none_to_put_in_place():
+    message = r"^the state has no average, and AdamW has none either. Make it with TrainState.creat"
+    with pytest.raises(ValueError, match=message), fk.averaged(create()):
+        pass

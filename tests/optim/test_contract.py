@@ -1,0 +1,320 @@
+"""What every optimizer keeps to: skips, groups, decay, names, resuming, layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+import torch
+from optim.optimizers import (
+    BUILDERS,
+    DTYPES,
+    build,
+    entries_of,
+    gradient,
+    parameters_of,
+    step_with,
+)
+from oracle import full
+from ranks import run_again
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forgekit as fk
+from forgekit.steps.update import skips_on_device
+
+LAYOUTS = {
+    "fsdp": ({"dp_shard": 4}, False),
+    "tp": ({"dp_shard": 2, "tp": 2}, False),
+    "ep": ({"dp_shard": 4, "ep": 2}, True),
+}
+MORE = {
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, False),
+    "pp": ({"pp": 2, "dp_shard": 2}, False),
+    "experts": ({"dp_shard": 4}, True),
+}
+CLOSE = dict.fromkeys(BUILDERS, 1e-12) | {"stochastic": 0.0}
+"""Of values near 1; where the rounding is a hash, the same bits."""
+SHARDED = tuple(name for name in BUILDERS if name not in ("adamw", "chain"))
+RULE = fk.EMA(0.75)
+
+
+def bits(tensor):
+    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    assert [n for n in expected if bits(found[n]) != bits(expected[n])] == []
+
+
+def assert_close(found, expected, bound):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor.double()).abs().max()
+        assert error <= bound * max(1.0, float(tensor.double().abs().max())), (name, float(error))
+
+
+def batch(bad=False):
+    ids = torch.randint(0, 22, (2, 7), generator=torch.Generator().manual_seed(0))
+    keep = torch.tensor([torch.nan if bad else 1.0]).expand(2, 1)
+    return TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:], "factor": keep}, [2])
+
+
+def loss_fn(model, batch):
+    loss = fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return fk.Loss(loss.sum * batch["factor"].mean(), loss.count)
+
+
+class HostReads(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func == torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_skipped_step_leaves_every_bit(name):
+    """A step with NaN gradients, first and in between, without a host read; averages included."""
+    run = []
+    for batches in ([False, False, False], [True, False, True, False, False]):
+        model = build(DTYPES[name])
+        state = fk.TrainState.create(model, BUILDERS[name](model), average=RULE)
+        assert skips_on_device(state.optimizer)
+        step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+        for number, bad in enumerate(batches):
+            before = parameters_of(model), entries_of(model, state.optimizer)
+            if number == 2:
+                with HostReads() as reads:
+                    state, _ = step(state, [batch(bad)])
+                assert reads.count == 0
+            else:
+                state, _ = step(state, [batch(bad)])
+            if bad and number:
+                assert_same_bits(parameters_of(model), before[0])
+                assert_same_bits(entries_of(model, state.optimizer), before[1])
+            assert int(state.skipped) == bad
+        found = parameters_of(model) | entries_of(model, state.optimizer)
+        run.append(found | {f"average.{n}": v for n, v in state.average.values.items()})
+        assert int(state.average.count) == 3
+    assert_same_bits(run[1], run[0])
+    start = parameters_of(build(DTYPES[name]))
+    assert all(not torch.equal(run[0][n], start[n]) for n in start)
+    assert all(not torch.equal(run[0][f"average.{n}"], start[n].to(v)) for n, v in start.items())
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_groups_decay_and_scales_of_rates_are_obeyed(name):
+    """Without a gradient a step is the decay alone; a group whose rate is 0 does not move."""
+    model = build(DTYPES[name])
+    optimizer = BUILDERS[name](model)
+    start = parameters_of(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    optimizer.step()
+    decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert set(decays.values()) == {0.0, 0.1}
+    for key, parameter in model.named_parameters():
+        expected = start[key] * (1 - 0.5 * decays[parameter])
+        close = 2**-6 * float(start[key].abs().max()) if name == "stochastic" else 1e-15
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=close)
+    assert decays[model.embedding.weight] == 0.0
+    assert decays[model.layers[0].attention.query.weight] == 0.1
+    stays = optimizer.param_groups[0]
+    stays["lr_scale"] = 0.0
+    before = parameters_of(model)
+    step_with(model, optimizer, 0)
+    for key, parameter in model.named_parameters():
+        is_kept = any(parameter is p for p in stays["params"])
+        assert torch.equal(parameter, before[key]) == is_kept, key
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_state_is_saved_by_parameter_name_and_resumes_bitwise(name, tmp_path):
+    model = build(DTYPES[name])
+    state = fk.TrainState.create(model, BUILDERS[name](model))
+    for number in range(2):
+        step_with(model, state.optimizer, number)
+    state = fk.donate(state, step=2)
+    path = fk.checkpoint_save(state, tmp_path, blocking=True).wait()
+    saved = entries_of(model, state.optimizer)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["optimizer"].keys() == dict(model.named_parameters()).keys()
+    assert {f"optimizer.{key}" for key in saved} <= manifest["tensors"].keys()
+    other = build(DTYPES[name])
+    again = BUILDERS[name](other)
+    for group in again.param_groups:
+        pairs = [*zip(group["params"], group.get("keys", group["params"]), strict=True)]
+        group["params"] = [parameter for parameter, _ in reversed(pairs)]
+        if "keys" in group:
+            group["keys"] = [key for _, key in reversed(pairs)]
+    resumed = fk.checkpoint_load(fk.TrainState.create(other, again), tmp_path)
+    assert_same_bits(entries_of(other, resumed.optimizer), saved)
+    for one, optimizer in ((model, state.optimizer), (other, resumed.optimizer)):
+        step_with(one, optimizer, 2)
+    assert_same_bits(parameters_of(other), parameters_of(model))
+    assert_same_bits(entries_of(other, resumed.optimizer), entries_of(model, state.optimizer))
+
+
+def run_layout(mesh, moe, names, save_in=None):
+    """Steps 0, a bad one, and 1 of each optimizer; with a folder saves and takes step 2."""
+    found, models = {}, {}
+    for name in names:
+        dtype = DTYPES[name]
+        if dtype not in models:
+            model = build(dtype, moe=moe, mesh=mesh)
+            models[dtype] = model, {n: p.detach().clone() for n, p in model.named_parameters()}
+        model, start = models[dtype]
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.copy_(start[key])
+        state = fk.TrainState.create(model, BUILDERS[name](model), mesh=mesh, average=RULE)
+        for number, bad in enumerate((False, True, False)):
+            step_with(model, state.optimizer, number // 2, bad=bad)
+            state.average.advance(torch.tensor(not bad), number)
+        found[name] = {
+            "parameters": parameters_of(model),
+            "average": {n: full(v).clone() for n, v in state.average.values.items()},
+            "swapped": swapped(state),
+        }
+        if save_in is not None:
+            state = fk.donate(state, step=2)
+            fk.checkpoint_save(state, f"{save_in}/{name}").wait()
+            found[name]["entries"] = entries_of(model, state.optimizer)
+            step_with(model, state.optimizer, 2)
+            found[name]["after"] = parameters_of(model)
+    return found
+
+
+def swapped(state):
+    """What the model holds while the average stands in for it; an error must not keep it."""
+    before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    inside = {}
+    with contextlib.suppress(ZeroDivisionError), fk.averaged(state):
+        inside = parameters_of(state.model)
+        _ = 1 / 0
+    now = dict(state.model.named_parameters())
+    for name, parameter in before.items():
+        local, then = (
+            t.detach().to_local() if hasattr(t, "to_local") else t for t in (now[name], parameter)
+        )
+        assert bits(local) == bits(then)
+    return inside
+
+
+def on_ranks(rank, world, layouts, names, save_in):
+    found = {}
+    for layout, (sizes, moe) in layouts.items():
+        mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1} | sizes), device="cpu")
+        found[layout] = run_layout(mesh, moe, names, save_in if layout == "fsdp" else None)
+    return found
+
+
+def resume_on_ranks(rank, world, folder, names):
+    """Load what four ranks saved, and take the step that comes next."""
+    mesh, found = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu"), {}
+    for name in names:
+        model = build(DTYPES[name], mesh=mesh)
+        state = fk.TrainState.create(model, BUILDERS[name](model), mesh=mesh, average=RULE)
+        state = fk.checkpoint_load(state, f"{folder}/{name}")
+        found[name] = {
+            "parameters": parameters_of(model),
+            "average": {n: full(v).clone() for n, v in state.average.values.items()},
+            "entries": entries_of(model, state.optimizer),
+        }
+        step_with(model, state.optimizer, 2)
+        found[name]["after"] = parameters_of(model)
+    return found
+
+
+def merged(by_rank, layout, name, what):
+    """A pipeline's ranks hold different parameters."""
+    return {n: t for found in reversed(by_rank) for n, t in found[layout][name][what].items()}
+
+
+def check_layouts(layouts, world, folder):
+    whole = {moe: run_layout(None, moe, SHARDED) for moe in {m for _, m in layouts.values()}}
+    by_rank = run_again(on_ranks, world, layouts, SHARDED, str(folder), timeout_s=200)
+    for layout, (_, moe) in layouts.items():
+        for name in SHARDED:
+            expected = whole[moe][name]
+            for what in ("parameters", "average", "swapped"):
+                found = merged(by_rank, layout, name, what)
+                assert_close(found, expected[what], CLOSE[name])
+    return by_rank[0]
+
+
+@pytest.mark.slow
+def test_layouts_agree_and_four_ranks_resume_on_two_bitwise(tmp_path):
+    """FSDP2 with uneven rows, TP with FSDP2, stacks of experts with EP."""
+    saved = check_layouts(LAYOUTS, 4, tmp_path)["fsdp"]
+    resumed = run_again(resume_on_ranks, 2, str(tmp_path), SHARDED, timeout_s=100)[0]
+    for name in SHARDED:
+        for what in ("parameters", "average", "entries"):
+            assert_same_bits(resumed[name][what], saved[name][what])
+        assert_close(resumed[name]["after"], saved[name]["after"], CLOSE[name])
+
+
+def test_three_ranks_have_the_bits_of_one(tmp_path):
+    check_layouts({"fsdp of three": ({"dp_shard": 3}, False)}, 3, tmp_path)
+
+
+LARGE = {
+    "fsdp of eight": ({"dp_shard": 8}, True),
+    "hsdp and tp": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, False),
+    "hsdp and ep": ({"dp_replicate": 2, "dp_shard": 4, "ep": 2}, True),
+    "cp": ({"dp_shard": 4, "cp": 2}, False),
+    "pp and tp": ({"pp": 2, "dp_shard": 2, "tp": 2}, False),
+}
+
+
+@pytest.mark.oracle
+def test_more_layouts_of_four_ranks_agree(tmp_path):
+    """Replicas, pipelines, whole experts on each rank."""
+    check_layouts(MORE, 4, tmp_path)
+
+
+@pytest.mark.oracle
+def test_eight_ranks_agree(tmp_path):
+    """Three dimensions of a mesh, ranks without a row, replicas of experts."""
+    check_layouts(LARGE, 8, tmp_path)
+
+
+def trained(rank, world, sizes):
+    """Through a real step: gradients that the layout computed."""
+    model, mesh = build(), None
+    if world > 1:
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        model = fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, BUILDERS["muon"](model), mesh=mesh, average=RULE)
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.02))
+    for bad in (False, True, False):
+        state, _ = step(state, [batch(bad)])
+    before = parameters_of(model)
+    with fk.averaged(state):
+        loss = fk.evaluate(state, [batch()], loss_fn)["loss"].item()
+    assert_same_bits(parameters_of(model), before)
+    plain = fk.evaluate(state, [batch()], loss_fn)["loss"].item()
+    return before, {n: full(v) for n, v in state.average.values.items()}, loss, plain
+
+
+def test_a_step_with_muon_and_an_average_is_the_same_under_tensor_parallelism():
+    expected = trained(0, 1, {})
+    found = run_again(trained, 2, {"dp_shard": 1, "tp": 2})[0]
+    assert_close(found[0], expected[0], 1e-6)
+    assert_close(found[1], expected[1], 1e-6)
+    assert abs(found[2] - expected[2]) < 1e-6
+    assert abs(found[3] - expected[3]) < 1e-6
+    assert abs(expected[2] - expected[3]) > 1e-4
+
+
+def test_gradients_of_the_table_differ_by_name_and_step():
+    one = gradient("a", (4,), 0, torch.float64)
+    assert not torch.equal(one, gradient("b", (4,), 0, torch.float64))
+    assert not torch.equal(one, gradient("a", (4,), 1, torch.float64))

@@ -1,0 +1,212 @@
+"""Muon: what it computes, for which parameters, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import forgekit as fk
+from forgekit.optim import Muon, parameters_by_optimizer, roles_of
+from forgekit.parallel.pipeline.stage_tensors import Absent
+
+SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
+DENSE = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24}
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def stepped(parameters, make, gradients):
+    """Parameters after a step for each list of gradients."""
+    parameters = [nn.Parameter(p.clone()) for p in parameters]
+    optimizer = make(parameters)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+def reference(weight, gradients, *, lr, decay, adjust, momentum=0.95, steps=5):
+    """The formula written out for one matrix, as a loop."""
+    mean = torch.zeros_like(weight)
+    for gradient in gradients:
+        mean = momentum * mean + (1 - momentum) * gradient
+        x = (1 - momentum) * gradient + momentum * mean
+        x = x / x.norm()
+        for _ in range(steps):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        o, i = weight.shape
+        factor = 0.2 * max(o, i) ** 0.5 if adjust == "match_rms_adamw" else max(1, o / i) ** 0.5
+        weight = weight * (1 - lr * decay) - lr * factor * x
+    return weight
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_it_is_the_formula_and_torchs_muon(adjust):
+    """Decay with lr * wd = 0.1; ours in float64 exactly, and in bfloat16 as torch's."""
+    weights = [draw(*shape, seed=3) for shape in SHAPES.values()]
+    gradients = [[draw(*w.shape, seed=10 + s) for w in weights] for s in range(3)]
+    options = {"lr": 0.2, "weight_decay": 0.5}
+    exact = stepped(
+        weights,
+        lambda p: Muon(p, adjust_lr=adjust, ns_dtype=torch.float64, **options),
+        gradients,
+    )
+    for number, weight in enumerate(weights):
+        own = [step[number] for step in gradients]
+        expected = reference(weight, own, lr=0.2, decay=0.5, adjust=adjust)
+        torch.testing.assert_close(exact[number], expected, rtol=0, atol=1e-12)
+    ours = stepped(weights, lambda p: Muon(p, adjust_lr=adjust, **options), gradients)
+    torchs = stepped(
+        weights, lambda p: torch.optim.Muon(p, adjust_lr_fn=adjust, **options), gradients
+    )
+    for found, theirs, right in zip(ours, torchs, exact, strict=True):
+        error, bound = (found - right).norm(), (theirs - right).norm()
+        assert error < 1.5 * bound  # no farther from the exact result than torch's is
+        assert (found - theirs).norm() < 2 * bound
+        assert bound < 0.05 * right.norm()
+
+
+def test_a_fused_matrix_is_its_parts_and_a_stack_its_matrices():
+    """Rows of three matrices in one, and of each expert of a stack."""
+    parts = [draw(rows, 6, seed=rows) for rows in (4, 9, 2)]
+    grads = [draw(rows, 6, seed=20 + rows) for rows in (4, 9, 2)]
+    make = {"ns_dtype": torch.float64, "lr": 0.1}
+    expected = torch.cat(stepped(parts, lambda p: Muon(p, **make), [grads]))
+
+    def fused(p):
+        return Muon([{"params": p, "rows": (4, 9, 2)}], **make)
+
+    (found,) = stepped([torch.cat(parts)], fused, [[torch.cat(grads)]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    whole = stepped([torch.cat(parts)], lambda p: Muon(p, **make), [[torch.cat(grads)]])[0]
+    assert (whole - expected).abs().max() > 0.01
+    stack, grad = torch.cat(parts).expand(3, -1, -1) * 2, draw(3, 15, 6, seed=5)
+    (found,) = stepped([stack], fused, [[grad]])
+    for expert in range(3):
+        (alone,) = stepped([stack[expert]], fused, [[grad[expert]]])
+        torch.testing.assert_close(found[expert], alone, rtol=0, atol=1e-12)
+
+
+def test_matrices_go_to_muon_by_their_role_and_all_else_to_adamw():
+    moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, shared=1, first=1)
+    model = fk.Transformer(fk.TransformerSpec(**DENSE, max_seq_len=8, qk_norm=True, moe=moe))
+    attention = model.layers[0].attention
+    attention.query.register_parameter("lora_a", nn.Parameter(torch.zeros(2, 16)))
+    attention.query.register_module("lora_B", nn.Linear(2, 16, bias=False))
+    model.layers[0].attention.key.weight.requires_grad_(False)
+    optimizer = fk.muon(model, weight_decay=0.3)
+    found = parameters_by_optimizer(model, optimizer)
+    matrices = {
+        *(f"layers.0.attention.{n}.weight" for n in ("query", "value", "output")),
+        *(f"layers.1.attention.{n}.weight" for n in ("query", "key", "value", "output")),
+        *(f"layers.0.feed_forward.{n}.weight" for n in ("gate", "up", "down")),
+        *(f"layers.1.feed_forward.shared.{n}.weight" for n in ("gate", "up", "down")),
+        *(f"layers.1.feed_forward.experts.{n}" for n in ("gate", "up", "down")),
+    }
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(found["Muon"]) == matrices
+    assert set(found["AdamW"]) == trainable - matrices
+    roles = roles_of(model)
+    assert roles["embedding.weight"] == "embedding"
+    assert roles["output.weight"] == "head"
+    assert roles["layers.1.feed_forward.router.weight"] == "router"
+    assert roles["layers.1.attention.query_norm.weight"] == roles["norm.weight"] == "norm"
+    assert roles["layers.0.attention.query.lora_a"] == "other"
+    decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays[model.layers[0].attention.query.weight] == 0.3
+    assert decays[model.output.weight] == 0.3
+    assert decays[model.embedding.weight] == decays[model.norm.weight] == 0.0
+
+
+def test_a_model_around_a_transformer_keeps_its_roles():
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = fk.Transformer(fk.TransformerSpec(**DENSE, max_seq_len=8))
+            self.score = nn.Linear(16, 1, bias=False)
+
+    model = Scored()
+    found = parameters_by_optimizer(model, fk.muon(model))
+    assert len(found["Muon"]) == 2 * 7
+    assert {"score.weight", "base.output.weight"} <= set(found["AdamW"])
+
+
+def test_rows_are_split_where_a_pattern_says_so():
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 8), "out": nn.Linear(4, 4)})
+    roles = {"*.weight": "matrix"}
+    optimizer = fk.muon(model, roles=roles, split={"qkv.weight": (4, 2, 2)})
+    rows = {p: group.get("rows") for group in optimizer.param_groups for p in group["params"]}
+    assert rows[model["qkv"].weight] == (4, 2, 2)
+    assert rows[model["out"].weight] is None
+    assert parameters_by_optimizer(model, optimizer)["AdamW"] == ["qkv.bias", "out.bias"]
+
+
+def test_a_pattern_may_name_what_another_stage_of_a_pipeline_holds():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": Absent(nn.Linear(4, 4), "b")})
+    optimizer = fk.muon(model, roles={"a.weight": "matrix", "b.weight": "matrix"})
+    assert parameters_by_optimizer(model, optimizer)["Muon"] == ["a.weight"]
+
+
+def test_singular_values_come_near_one():
+    weight = torch.zeros(48, 32)
+    options = {"lr": 1.0, "weight_decay": 0.0, "adjust_lr": "original"}
+    (found,) = stepped(
+        [weight], lambda p: Muon(p, **options), [[draw(48, 32, dtype=torch.float32)]]
+    )
+    values = torch.linalg.svdvals(found) / math.sqrt(48 / 32)
+    assert 0.5 < values.min() < values.max() < 1.3
+
+
+def small():
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
+
+
+REFUSED = {
+    "no table": ({}, r"^Sequential has no table 'roles' .* Pass patterns of names: roles=\{"),
+    "unknown role": ({"roles": {"1.weight": "matrices"}}, "^a role is 'matrices'; it is one of"),
+    "no such name": (
+        {"roles": {"2.weight": "matrix"}},
+        "^the pattern '2.weight' of roles matches no parameter of Sequential; it has",
+    ),
+    "no such split": (
+        {"roles": {"1.weight": "matrix"}, "split": {"*.qkv": (1, 2)}},
+        r"^the pattern '\*.qkv' of split matches no parameter of Sequential; it has",
+    ),
+    "rows": (
+        {"roles": {"1.weight": "matrix"}, "split": {"1.weight": (4, 3)}},
+        r"^split gives '1.weight' the rows \(4, 3\), which add up to 7; it has 6 rows",
+    ),
+    "a row of none": (
+        {"roles": {"1.weight": "matrix"}, "split": {"1.weight": (6, 0)}},
+        "^split gives '1.weight' the rows .* and each part at least 1",
+    ),
+    "a vector": (
+        {"roles": {"1.bias": "matrix"}},
+        r"^'1.bias' has the role 'matrix' and the shape \(6,\); Muon takes matrices \[o i\]",
+    ),
+    "momentum": ({"roles": {}, "momentum": 1.0}, "^momentum is 1.0; it must be below 1"),
+    "negative": ({"roles": {}, "momentum": -0.1}, "^momentum is -0.1; it must be finite and not"),
+    "decay": ({"weight_decay": -1.0}, "^weight_decay is -1.0; it must be finite and not negative"),
+    "rate": ({"lr": math.nan}, "^lr is nan; it must be finite and not negative"),
+    "factor": ({"roles": {}, "adjust_lr": "rms"}, "^adjust_lr is 'rms'; it is one of"),
+    "integers": (
+        {"roles": {}, "ns_dtype": torch.int8},
+        "^ns_dtype is torch.int8; it is a floating",
+    ),
+    "steps": ({"roles": {}, "ns_steps": 0}, "^ns_steps 0 must be at least 1"),
+    "betas": ({"betas": (0.9, 1.0)}, r"^betas are \(0.9, 1.0\); each of the two is at least 0"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_muon_cannot_take_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fk.muon(small(), **options)

@@ -1,0 +1,149 @@
+"""Stochastic rounding: unbiased, exact where it can be, a function of where a value stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import forgekit as fk
+from forgekit.optim.stochastic_rounding import key_of, round_stochastically
+
+INFO = torch.finfo(torch.bfloat16)
+
+
+def rounded(values, key=1, step=0, first=0):
+    rows, columns = values.shape
+    indices = [torch.arange(first, first + rows), torch.arange(columns)]
+    return round_stochastically(values, indices, key, step)
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-10, -3.0 - 2**-9, 1e-3, 7.3e-40, -1.7e38])
+def test_the_mean_is_the_value(value):
+    """A z-test over 2**20 values: each is one of the two neighbours, with the right frequency."""
+    values = torch.full((1024, 1024), value)
+    found = rounded(values).double()
+    low, high = found.min(), found.max()
+    exact = values[0, 0].double()
+    assert low < exact < high
+    assert found.unique().numel() == 2
+    p = float((exact - low) / (high - low))
+    z = (float((found == high).double().mean()) - p) / (p * (1 - p) / found.numel()) ** 0.5
+    assert abs(z) < 4
+
+
+def test_what_bfloat16_holds_passes_through():
+    least = 2.0**-133
+    special = [0.0, -0.0, 1.0, least, -least, 3 * least, INFO.tiny, INFO.max, -INFO.max]
+    special += [torch.inf, -torch.inf, torch.nan]
+    values = torch.tensor(special).expand(512, -1)
+    found = rounded(values)
+    expected = values.to(torch.bfloat16)
+    assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1]).to(torch.int32).view(torch.float32)
+    assert rounded(odd.expand(64, -1)).isnan().all()  # not the infinity that cut bits would make
+
+
+def test_every_bfloat16_is_itself():
+    all_of_them = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    values = all_of_them.float().view(256, 256)
+    found = rounded(values)
+    is_number = ~values.isnan()
+    assert torch.equal(found[is_number], values.to(torch.bfloat16)[is_number])
+    assert found.isnan().sum() == values.isnan().sum()
+
+
+def test_noise_depends_on_seed_name_step_and_where_a_value_stands():
+    values = torch.full((256, 256), 1.0 + 2**-8)  # half of them up
+    base = rounded(values, key=key_of(0, "a"))
+    others = {
+        "seed": rounded(values, key=key_of(1, "a")),
+        "name": rounded(values, key=key_of(0, "b")),
+        "step": rounded(values, key=key_of(0, "a"), step=1),
+        "row": rounded(values, key=key_of(0, "a"), first=1),
+        "transposed": base.T,
+        "next column": base.roll(1, 1),
+        "next row": base.roll(1, 0),
+        "half": base.flip(0),
+    }
+    count = values.numel()
+    for what, other in others.items():
+        agreeing = float((base == other).double().mean())
+        assert abs(agreeing - 0.5) < 4 * 0.5 / count**0.5, what
+    per_row = (base > 1).double().mean(1)
+    assert (per_row - 0.5).abs().max() < 4.5 * 0.5 / 256**0.5
+    assert (
+        rounded(values, key=key_of(0, "a"), step=torch.tensor(3.0))
+        == rounded(values, key=key_of(0, "a"), step=3)
+    ).all()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_shard_has_the_bits_of_the_whole(shards):
+    values = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(0))
+    indices = [torch.arange(n) for n in values.shape]
+    whole = round_stochastically(values, indices, 9, 2)
+    for dim in range(3):
+        parts = [
+            round_stochastically(v, [*indices[:dim], i, *indices[dim + 1 :]], 9, 2)
+            for v, i in zip(values.chunk(shards, dim), indices[dim].chunk(shards), strict=True)
+        ]
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def moved(dtype, steps, **options):
+    """A weight of 1 whose gradient always has one sign, at a rate far below bfloat16's step."""
+    model = nn.Linear(64, 64, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = fk.adamw(model, lr=1e-4, weight_decay=0.0, **options)
+    for _ in range(steps):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    return model.weight.detach()
+
+
+def test_weights_move_where_rounding_to_nearest_stands_still():
+    assert torch.equal(moved(torch.bfloat16, 50), torch.ones(64, 64, dtype=torch.bfloat16))
+    found = moved(torch.bfloat16, 50, stochastic_rounding=True).double()
+    right = moved(torch.float32, 50).double()
+    assert abs(float(right.mean()) - (1 - 50e-4)) < 1e-5
+    # Each weight walks in steps of 2**-8: the deviation of the mean of 4,096 of them.
+    assert abs(float(found.mean() - right.mean())) < 4 * (50e-4 * 2**-8 / 4096) ** 0.5
+
+
+def test_it_is_adamw_before_it_rounds():
+    """Parameters in float64 are not rounded, and the step is torch's."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].append(nn.Linear(4, 4).to(torch.bfloat16))
+    options = {"betas": (0.8, 0.9), "eps": 1e-3, "lr": 0.05, "weight_decay": 0.3}
+    found = fk.adamw(models[0], stochastic_rounding=True, **options)
+    expected = fk.adamw(models[1], **options)
+    for number in range(4):
+        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).double()
+        for model, optimizer in zip(models, (found, expected), strict=True):
+            optimizer.zero_grad()
+            model[:2](rows).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(models[0][:2].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+REFUSED = {
+    "masters": (
+        torch.float32,
+        {},
+        "^stochastic_rounding=True, and the trainable parameters are f",
+    ),
+    "a seed": (torch.bfloat16, {"seed": 0.5}, "^seed is 0.5, a float; pass an integer"),
+    "betas": (torch.bfloat16, {"betas": (0.9, 2.0)}, r"^betas are \(0.9, 2.0\); each of the two"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("dtype", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_rounded_is_refused(dtype, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fk.adamw(nn.Linear(2, 2).to(dtype), stochastic_rounding=True, **options)
