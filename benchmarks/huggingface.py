@@ -3,7 +3,7 @@
 python benchmarks/huggingface.py [DIRECTORY]
 
 Writes a random Llama of 2 GB, tensor by tensor, then starts itself on two ranks. Each reads its
-shards with ``load_huggingface``, and the same bytes of the file into one buffer, in turn.
+shards with ``load_huggingface``, and in turn the same bytes of the file alone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def read_same(directory: Path, rank: int, world: int, buffer: memoryview) -> None:
-    """Read this rank's rows of each tensor, one after the other."""
+def read_same(directory: Path, rank: int, world: int, room: memoryview, *, again: bool) -> None:
+    """Read this rank's rows of each tensor behind each other into memory, or all to its start."""
     with (directory / SINGLE).open("rb") as file:
+        begin = 0
         for stored in stored_tensors(directory).values():
             size = torch.Size(stored.shape).numel() * 4 // world
-            os.preadv(file.fileno(), [buffer[:size]], stored.start + rank * size)
+            os.preadv(file.fileno(), [room[begin : begin + size]], stored.start + rank * size)
+            begin = 0 if again else begin + size
 
 
 def measure(directory: Path) -> None:
@@ -65,25 +67,26 @@ def measure(directory: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     fk.load_huggingface(model, directory)
     grown = memory("VmHWM") - before
-    shared = torch.empty(largest // world + 1, dtype=torch.uint8).fill_(0)
-    buffer = memoryview(shared.numpy())
-    times: dict[str, list[float]] = {"load": [], "read": []}
+    room = memoryview(torch.empty(local, dtype=torch.uint8).fill_(0).numpy())
+    calls = {
+        "load": lambda: fk.load_huggingface(model, directory),
+        "into memory": lambda: read_same(directory, rank, world, room, again=False),
+        "into a buffer": lambda: read_same(directory, rank, world, room, again=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
-        for name, call in (
-            ("load", lambda: fk.load_huggingface(model, directory)),
-            ("read", lambda: read_same(directory, rank, world, buffer)),
-        ):
+        for name, call in calls.items():
             torch.distributed.barrier()
             start = time.perf_counter()
             call()
             torch.distributed.barrier()
             times[name].append(time.perf_counter() - start)
-    load, read = (statistics.median(times[name]) for name in ("load", "read"))
-    bound = 1.1 * (local + largest)
+    load, *others = (statistics.median(times[name]) for name in calls)
     print(  # noqa: T201
         f"rank {rank}: shards {local / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB, peak "
-        f"{grown / 1e6:.0f} MB of at most {bound / 1e6:.0f}; {load:.2f} s against {read:.2f} s for "
-        f"reading alone ({load / read:.2f}x)"
+        f"{grown / 1e6:.0f} MB of at most {1.1 * (local + largest) / 1e6:.0f}; {load:.2f} s; the "
+        f"same bytes {others[0]:.2f} s into memory ({load / others[0]:.2f}x), {others[1]:.2f} s "
+        f"over and over into a buffer ({load / others[1]:.2f}x)"
     )
     fk.shutdown()
 

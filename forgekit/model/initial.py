@@ -25,7 +25,8 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
 
     A module with ``initial_std(name) -> float | None`` (as ``Transformer``) has its parameters
     drawn from a normal distribution of that width, or set to one where it answers None. Foreign
-    modules are filled by their own ``reset_parameters`` under a generator seeded by their name.
+    modules are filled by their own ``reset_parameters`` under a generator seeded by their name,
+    those of transformers that have none by their model.
 
     Args:
         model: A model, sharded or not. Bitwise the same full tensors come out in every layout.
@@ -39,16 +40,20 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
     check_integers(seed=(seed, -(2**63)))
     # A shared parameter is listed, and filled, under the first of its names only.
     names = {name for name, _ in model.named_parameters() if only is None or name in only}
-    for name, parameter, full in _initial_values(model, "", seed, None):
+    foreign: Reset | None = getattr(model, "_init_weights", None)  # as transformers calls it
+    for name, parameter, full in _initial_values(model, "", seed, None, foreign):
         if name in names:
             _copy_full(parameter, full())
 
 
 Values = Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]
 Std = Callable[[str], float | None]
+Reset = Callable[[nn.Module], object]
 
 
-def _initial_values(module: nn.Module, prefix: str, seed: int, std: Std | None) -> Values:
+def _initial_values(
+    module: nn.Module, prefix: str, seed: int, std: Std | None, foreign: Reset | None
+) -> Values:
     """Every parameter below ``module`` with a function that makes its full initial value."""
     own: Std | None = getattr(module, "initial_std", None)
     std = own or std
@@ -58,9 +63,9 @@ def _initial_values(module: nn.Module, prefix: str, seed: int, std: Std | None) 
             name = prefix + leaf
             yield name, parameter, lambda p=parameter, n=name, s=std: _draw(p, n, seed, s(n))
     elif parameters:
-        yield from _reset_values(module, prefix, seed, parameters)
+        yield from _reset_values(module, prefix, seed, parameters, foreign)
     for name, child in module.named_children():
-        yield from _initial_values(child, f"{prefix}{name}.", seed, std)
+        yield from _initial_values(child, f"{prefix}{name}.", seed, std, foreign)
 
 
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
@@ -71,10 +76,14 @@ def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> T
 
 
 def _reset_values(
-    module: nn.Module, prefix: str, seed: int, parameters: dict[str, nn.Parameter]
+    module: nn.Module,
+    prefix: str,
+    seed: int,
+    parameters: dict[str, nn.Parameter],
+    foreign: Reset | None,
 ) -> Values:
     """Values of a foreign module: what ``reset_parameters`` makes of a full-size twin."""
-    reset = getattr(type(module), "reset_parameters", None)
+    reset: Reset | None = getattr(type(module), "reset_parameters", foreign)
     if reset is None:
         raise ValueError(
             f"{prefix.rstrip('.') or type(module).__name__!r} ({type(module).__name__}) has the "

@@ -92,7 +92,8 @@ def parallelize(
             ``state.layout.attention``.
         plan: How ranks share each matrix, as patterns of module names to styles: see
             ``forgekit.parallel.tensor.tensor_parallel``, and ``"expert"`` for modules of
-            ``[e ...]`` parameters. The model's own ``plan`` if None.
+            ``[e ...]`` parameters. The model's own ``plan`` if None, or what the configuration of a
+            model of transformers says.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
         reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
@@ -320,7 +321,7 @@ def _fill(
         _materialise(root, device, "cpu" if asked.cpu_offload else device)
     init_weights(model, asked.seed, only=on_meta & {name for name, _ in model.named_parameters()})
     for module in buffers_on_meta:
-        module.reset_buffers()  # pyright: ignore[reportCallIssue]
+        _reset_buffers(module)
 
 
 def _find_experts(model: nn.Module, ranks: _Ranks, plan: Plan | None) -> list[nn.Module]:
@@ -387,13 +388,27 @@ def _check_buffers(model: nn.Module) -> None:
         f"{name}.{leaf}".lstrip(".")
         for name, module in model.named_modules()
         for leaf, buffer in module.named_buffers(recurse=False)
-        if buffer.is_meta and not hasattr(module, "reset_buffers")
+        if buffer.is_meta and not hasattr(module, "reset_buffers") and not _is_rotary(module)
     ]
     if lost:
         raise ValueError(
             f"the buffers {lost} are on meta and only their modules know their values. Build the "
             "model on the CPU, compute them in forward, or give their modules reset_buffers()."
         )
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding of transformers, whose buffers follow from its config."""
+    return hasattr(module, "inv_freq") and hasattr(module, "config") and not [*module.children()]
+
+
+def _reset_buffers(module: nn.Module) -> None:
+    if hasattr(module, "reset_buffers"):
+        module.reset_buffers()  # pyright: ignore[reportCallIssue]
+        return
+    twin = type(module)(module.config)  # pyright: ignore[reportArgumentType]
+    for name, buffer in twin.named_buffers():
+        module.get_buffer(name).copy_(buffer)
 
 
 def _with_buffers_on_meta(model: nn.Module) -> list[nn.Module]:

@@ -67,6 +67,7 @@ MODELS = {
     },
     "Mistral": {"sliding_window": 32},
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "Qwen3 untied": {"head_dim": 16},
     "Qwen3Moe": QWEN_MOE,
     "Qwen3Moe dense first": {**QWEN_MOE, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
     "Qwen3Moe not renormalised": {**QWEN_MOE, "norm_topk_prob": False},

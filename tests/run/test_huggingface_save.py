@@ -59,7 +59,16 @@ def load(directory, **changes):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+SOON = (
+    *("Llama tied", "Llama llama3", "Llama yarn", "Mistral"),
+    *("Qwen3", "Qwen3Moe", "Mixtral", "Dots1"),
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in SOON else pytest.param(kind, marks=pytest.mark.oracle) for kind in MODELS],
+)
 def test_an_export_opens_in_transformers_with_the_same_logits(kind, tmp_path):
     import transformers
 
@@ -84,14 +93,14 @@ LAYOUTS = {
     "ep2": ({"ep": 2, "dp_shard": 2}, "Dots1"),
 }
 LONG = {
-    "fsdp4": ({"dp_shard": 4}, "Qwen3Moe"),
+    "fsdp4": ({"dp_shard": 4}, "Mixtral"),
     "hsdp2x2": ({"dp_replicate": 2, "dp_shard": 2}, "Mistral"),
     "tp2-fsdp2": ({"tp": 2, "dp_shard": 2}, "Qwen3"),
     "pp2-fsdp2": ({"pp": 2, "dp_shard": 2}, "Llama"),
     "pp2-tp2": ({"pp": 2, "tp": 2, "dp_shard": 1}, "Llama head_dim"),
     "cp2-tp2": ({"cp": 2, "tp": 2, "dp_shard": 1}, "Llama"),
     "pp2-experts": ({"pp": 2, "dp_shard": 2}, "Dots1"),
-    "ep2-fsdp4": ({"ep": 2, "dp_shard": 4}, "Mixtral"),
+    "ep2-fsdp4": ({"ep": 2, "dp_shard": 4}, "Qwen3Moe"),
 }
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import divisors, nearest_multiples
+from forgekit.parallel.tensor.transformers_plan import transformers_plan
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
@@ -78,6 +79,8 @@ def _own_plan(model: nn.Module, size: int) -> Plan:
     plan = getattr(model, "plan", None)
     if isinstance(plan, Mapping):
         return plan
+    if (theirs := transformers_plan(model, size)) is not None:
+        return theirs
     raise ValueError(
         f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for example "
         f"{EXAMPLE}, or set tp to 1."
