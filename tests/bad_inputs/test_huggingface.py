@@ -390,12 +390,21 @@ def test_a_directory_of_other_files_is_not_replaced(tmp_path):
         fk.save_huggingface(torch.nn.Linear(2, 2), tmp_path / "other")
 
 
-def test_a_model_with_more_in_it_is_refused(tmp_path):
+def test_a_model_with_more_in_it_is_not_written_and_is_read_into(tmp_path):
     model = fk.Transformer(SPEC)
     model.layers[0].extra = torch.nn.Linear(2, 2)
     message = r"^the model has 'layers\.0\.extra\.weight', which has no name on disk\. Merge"
     with pytest.raises(fk.CheckpointError, match=message):
         fk.save_huggingface(model, tmp_path / "new")
+    before = model.layers[0].extra.weight.clone()
+    fk.save_huggingface(fk.Transformer(SPEC, seed=2), tmp_path / "new")
+    fk.load_huggingface(model, tmp_path / "new")  # reading leaves it as it is
+    assert torch.equal(model.layers[0].extra.weight, before)
+    assert torch.equal(model.norm.weight, fk.Transformer(SPEC, seed=2).norm.weight)
+    assert torch.equal(model.output.weight, fk.Transformer(SPEC, seed=2).output.weight)
+    model.layers[0].attention.query = torch.nn.Sequential(model.layers[0].attention.query)
+    with pytest.raises(fk.CheckpointError, match=r"no 'layers\.0\.attention\.query\.weight', and"):
+        fk.load_huggingface(model, tmp_path / "new")
 
 
 TENSORS = {"a.0.w": torch.ones(4, 3), "a.1.w": torch.ones(4, 3), "b": torch.ones(2)}

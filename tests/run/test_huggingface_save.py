@@ -389,8 +389,8 @@ def test_a_disk_that_refuses_fails_on_all_ranks_and_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def _refuse(rank, world, directory):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
+def _refuse(rank, world, directory, sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
     spec = fk.huggingface_spec(directory)
     model = fk.parallelize(fk.Transformer(spec, seed=3), mesh)
     before = [parameter.full_tensor() for parameter in model.parameters()]
@@ -406,6 +406,7 @@ def _refuse(rank, world, directory):
         assert torch.equal(parameter.full_tensor(), one)
 
 
-def test_a_damaged_directory_leaves_every_rank_as_it_was(tmp_path):
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_a_damaged_directory_leaves_every_rank_as_it_was(sizes, tmp_path):
     save_model("Llama", tmp_path)
-    run_ranks(_refuse, 2, tmp_path)
+    run_ranks(_refuse, 2, tmp_path, sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ def load_huggingface(
     """Read the weights of a Hugging Face directory into a model, in place.
 
     The model may be laid out in any way; then every rank calls it. Values are cast to the dtype
-    that they have in the model. Rows of a padded vocabulary become zero. Everything is checked
-    before the first change: a directory that is refused leaves the model as it was.
+    that they have in the model. Rows of a padded vocabulary become zero; what a ``Transformer`` has
+    besides its own parameters, such as adapters, stays. Everything is checked before the first
+    change: a directory that is refused leaves the model as it was.
 
     Args:
         model: What ``parallelize`` returned, or a plain model.
@@ -99,14 +100,18 @@ def load_huggingface(
             "or model.to_empty(device=...)."
         )
     ranks = ranks_of(tensors)
-    names, stored = ranks.together(lambda: _check(model, path, names))
+    held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
+    names, stored = ranks.together(lambda: _check(model, path, names, held))
     ranks.together(lambda: read_into(tensors, names, stored))
 
 
 def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
-    """The ranks that share a model; one where nothing is sharded."""
-    shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors.values())
-    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size()) if shared else Ranks()
+    """The ranks that share a model; one where ``parallelize`` has not sharded it."""
+    # A pipeline's rank may have shards over itself alone, and share the model even so.
+    is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if not is_shared or dist.get_world_size() == 1:
+        return Ranks()
+    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -183,10 +188,12 @@ def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
 
 
 def _check(
-    model: nn.Module, path: Path, names: NameMap | None
+    model: nn.Module, path: Path, names: NameMap | None, held: Collection[str]
 ) -> tuple[NameMap, dict[str, Stored]]:
     if names is None:
         names = _names_of(model, path)
+    if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
+        raise CheckpointError(f"the model has no {lost[0]!r}, and {path} has values for it.")
     stored = stored_tensors(path)
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and "lm_head.weight" not in names.shapes:
@@ -237,8 +244,8 @@ def _is_same(one: Stored, other: Stored) -> bool:
 def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
     """Read what a rank holds, in place, in the order of the files."""
     wanted: list[tuple[Stored, Box, Tensor]] = []
-    for name, tensor in tensors.items():
-        local, box = local_part(tensor)
+    for name in names.parts.keys() & tensors.keys():  # adapters have no name on disk
+        local, box = local_part(tensors[name])
         if name in names.padded and box:
             local[max(names.padded[name] - box[0][0], 0) :].zero_()
         for part in names.parts[name]:
