@@ -27,6 +27,8 @@ from forgekit.data.mixture.phases import Phase
 from forgekit.data.packing.pack import pack
 from forgekit.data.packing.packed_dataset import packed_dataset
 from forgekit.model.attention import document_mask
+from forgekit.model.moe_spec import MoESpec
+from forgekit.model.routing import Router, Routing
 from forgekit.parallel.context.attention_areas import areas_seen
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
 
@@ -52,6 +54,7 @@ def main() -> None:
         "ring": draw_ring,
         "packing": draw_packing,
         "mixture": draw_mixture,
+        "balance": draw_balance,
     }
     for name, draw in pictures.items():
         _save(draw(), folder / f"{name}.png")
@@ -183,6 +186,45 @@ def draw_mixture(blocks: int = 120) -> Figure:
     below.xaxis.set_major_formatter("{x:,.0f}")
     _legend(figure, dict(zip(order.sources, RANKS, strict=False)))
     return figure
+
+
+def draw_balance(steps: int = 150) -> Figure:
+    """How the balance loss evens out a router: by the load of the last step, and of this one."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    lines = {"load of this step (the usual form)": "-", "load of the last step": "--"}
+    for (name, style), color in zip(lines.items(), ("#b9bec7", RANKS[0]), strict=True):
+        busiest = _train_router(steps, is_usual="usual" in name)
+        label = f"{name}: {np.mean(busiest[-50:]):.2f} at the end"
+        axes.plot(busiest, style, color=color, linewidth=4 if style == "-" else 1.8, label=label)
+    axes.axhline(1, color="#30343b", linewidth=0.8)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("busiest expert over the mean")
+    axes.set_xlim(0, steps - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _train_router(steps: int, *, is_usual: bool) -> list[float]:
+    """Move a router by its balance loss alone, on new tokens each step; load of the busiest."""
+    spec = MoESpec(experts=8, top_k=2, ffn_dim=1, aux_loss=1.0)
+    router, generator = Router(16, spec, "layer"), torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(router.weight, std=0.3, generator=generator)
+    busiest = []
+    for _ in range(steps):
+        x, routing = torch.randn(256, 8, 16, generator=generator) + 0.7, Routing()
+        *_, term = router(x, routing)
+        counts = routing.notes["layer"]["counts"].double()
+        if is_usual:
+            mean = (x @ router.weight.T).softmax(-1).mean((0, 1))
+            term = spec.experts * (counts / counts.sum()).float() @ mean
+        else:
+            term = term / x[..., 0].numel()
+        router.weight.data -= 0.3 * torch.autograd.grad(term, router.weight)[0]
+        router.rebalance(counts, torch.tensor(data=True), 0.0)
+        busiest.append(float(counts.max() / counts.mean()))
+    return busiest
 
 
 def draw_timeline(schedule: PipelineSchedule, ranks: int = 4, micro_batches: int = 8) -> Figure:

@@ -104,6 +104,7 @@ def plot_expert_loads(
     figure.supxlabel("optimizer step")
     figure.supylabel("expert")
     bar = figure.colorbar(drawn[-1], ax=panels, extend="both", ticks=[1 / MOST, 0.5, 1, 2, MOST])
+    bar.minorticks_off()
     bar.ax.set_yticklabels(["idle: 1/4", "1/2", "even", "2", "4 times the mean"])
     return write_picture(figure, png_path)
 
