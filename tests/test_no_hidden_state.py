@@ -141,6 +141,8 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "parallel/tensor/styles.py": {
         "module.bias": SETUP,
         "register_parameter(name, _shard(parameter, mesh, placement))": SETUP,
+        "register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, Shard(dim)))": SETUP,
+        "module.reduce": SETUP,
         "module._parameters": WHILE,
         "module.padding_idx": WHILE,
     },
@@ -158,6 +160,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "register_forward_hook(check)": WHILE,
     },
     "parallel/fsdp.py": {
+        "register_parameter(leaf, found[-1])": SETUP,
         "register_hook(lambda _, name=name: found.add(name))": WHILE,
         "parameter.grad": TORCH,
         "parameter.sharded_param.grad": TORCH,

@@ -24,13 +24,24 @@ class Dispatch(Protocol):
     """What an expert layer calls; ``parallelize`` puts another one in its place."""
 
     def __call__(
-        self, tokens: Tensor, expert_ids: Tensor, experts: int, compute: Compute
+        self,
+        tokens: Tensor,
+        expert_ids: Tensor,
+        experts: int,
+        compute: Compute,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """Give each token to its expert and return what became of it, in the tokens' order."""
         ...
 
 
-def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Compute) -> Tensor:
+def dispatch_local(
+    tokens: Tensor,
+    expert_ids: Tensor,
+    experts: int,
+    compute: Compute,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
     """Compute each token with its expert on one device.
 
     Args:
@@ -39,6 +50,7 @@ def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Co
             for which anything may come back, NaN included.
         experts: Number of experts, ``e``.
         compute: What the experts do; called once, also without any token.
+        meanwhile: Called once, while tokens travel where they do: work that needs none of them.
 
     Returns:
         ``[n d]`` in the order of ``tokens``.
@@ -57,7 +69,10 @@ def dispatch_local(tokens: Tensor, expert_ids: Tensor, experts: int, compute: Co
         )
     order, counts = sort_by_expert(expert_ids, experts)
     inverse = invert(order)
-    return permute(compute(permute(tokens, order, inverse), counts), inverse, order)
+    computed = permute(compute(permute(tokens, order, inverse), counts), inverse, order)
+    if meanwhile is not None:
+        meanwhile()
+    return computed
 
 
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ are replaced by zero where tokens leave the layer and where they come back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,13 @@ ALIGNMENT = 16
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards, each applied to the tokens that its count gives it."""
+    """SwiGLU feed-forwards, each applied to the tokens that its count gives it.
+
+    ``widths`` says along which dimension tensor parallelism shards each parameter; each rank then
+    computes a part of the sum.
+    """
+
+    widths = MappingProxyType({"gate": 1, "up": 1, "down": 2})
 
     def __init__(self, dim: int, ffn_dim: int, experts: int) -> None:
         super().__init__()
@@ -50,8 +58,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed and shared experts in place of a feed-forward.
 
-    ``dispatch`` is a socket: a plain callable that ``parallelize`` replaces where experts are
-    sharded over ranks.
+    ``dispatch`` and ``reduce`` are sockets: plain callables that ``parallelize`` replaces where
+    experts are sharded over ranks, and where each rank has a part of each expert.
 
     Args:
         dim: Width of the residual stream, ``d``.
@@ -66,6 +74,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, spec.ffn_dim, spec.experts)
         self.shared = FeedForward(dim, spec.shared * spec.ffn_dim) if spec.shared else None
         self.dispatch: Dispatch = dispatch_local
+        self.reduce: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = reduce_local
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """Send each token to its experts and add up what they make of it.
@@ -78,25 +87,49 @@ class MoE(nn.Module):
             ``[b s d]``; of padding what the shared experts make of it.
         """
         routing = Routing() if routing is None else routing
+        if self.shared is None:
+            return self.reduce(partial(self._route, routing), x)
+        shared, beside = self.shared, list[Tensor]()
+        # While tokens travel to other ranks, this one computes what needs none of theirs.
+        meanwhile = lambda: beside.append(shared(x))  # noqa: E731
+        mixed = self.reduce(partial(self._route, routing, meanwhile=meanwhile), x)
+        return mixed + beside[0]
+
+    def _route(self, routing: Routing, x: Tensor, **during: Callable[[], None]) -> Tensor:
         weights, choice, term = self.router(x, routing)
         may_leave_out = routing.is_token is not None or self.spec.capacity is not None
-        mixed = self._mix(x, weights, choice, may_leave_out=may_leave_out)
-        if self.shared is not None:
-            mixed = mixed + self.shared(x)
+        mixed = self._mix(x, weights, choice, may_leave_out=may_leave_out, **during)
         return add_gradient(mixed, term, routing.scale)
 
-    def _mix(self, x: Tensor, weights: Tensor, choice: Tensor, *, may_leave_out: bool) -> Tensor:
+    def _mix(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        choice: Tensor,
+        *,
+        may_leave_out: bool,
+        **during: Callable[[], None],
+    ) -> Tensor:
         tokens = x.flatten(0, 1).repeat_interleave(self.spec.top_k, dim=0)
         ids = choice.flatten()
         is_taken = (ids < self.spec.experts).unsqueeze(-1)
         if may_leave_out:  # keeps what is past the last offset out of gradients
             tokens = torch.where(is_taken, tokens, 0.0)
-        out = self.dispatch(tokens, ids, self.spec.experts, self.experts)
+        out = self.dispatch(tokens, ids, self.spec.experts, self.experts, **during)
         if may_leave_out:
             out = torch.where(is_taken, out, 0.0)
         out = out.unflatten(0, (-1, self.spec.top_k)).to(weights.dtype)
         # Not a batched product, which is slow for matrices this small.
         return (out * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
+
+
+def reduce_local(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute with whole experts: there is nothing to add up.
+
+    Where each rank has a part of each expert, ``parallelize`` puts in its place what gives
+    ``compute`` the positions of all ranks and adds up what they return.
+    """
+    return compute(x)
 
 
 def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:

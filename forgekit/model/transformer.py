@@ -256,8 +256,12 @@ class Transformer(nn.Module):
             for name in ("gate", "up", "down"):
                 style = "rowwise" if name == "down" else "colwise"
                 plan[f"layers.*.feed_forward.{name}"] = style
-        if self.spec.routed:
+        if self.spec.moe is not None:
+            plan |= dict.fromkeys(self.spec.routed.values(), "routed")
             plan["layers.*.feed_forward.experts"] = "expert"
+            for name in ("gate", "up", "down") if self.spec.moe.shared else ():
+                style = "rowwise" if name == "down" else "colwise"
+                plan[f"layers.*.feed_forward.shared.{name}"] = style
         return plan if self.spec.tied else {**plan, "output": "colwise"}
 
     @property

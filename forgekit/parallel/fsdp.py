@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from forgekit.inputs import divisors
 from forgekit.model.layers import Block
@@ -42,6 +42,7 @@ def shard(
     precision: Precision,
     *,
     inner: Collection[nn.Module] = (),
+    ignored: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     prefetch: int = 1,
@@ -58,6 +59,7 @@ def shard(
         precision: What parameters are cast to for compute; masters and reductions are float32.
         inner: Roots whose output goes on to another pipeline stage as it is; that of the others
             is cast to float32.
+        ignored: Parameters that are not to be sharded; see ``shard_experts``.
         reshard_after_forward: Whether a block's parameters are let go after forward and gathered
             again for backward; False keeps them (less communication, more memory), a number keeps
             them sharded over groups of so many neighbours.
@@ -69,7 +71,8 @@ def shard(
             on this mesh, or ``prefetch`` is negative.
     """
     _check_options(mesh, reshard_after_forward, prefetch)
-    options = {"mesh": mesh, "offload_policy": _offload_policy(mesh, cpu_offload)}
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(ignored) or None}
+    options["offload_policy"] = _offload_policy(mesh, cpu_offload)
     for block in blocks:
         fully_shard(
             block,
@@ -93,10 +96,11 @@ def shard_experts(
     *,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
-) -> None:
+) -> list[nn.Parameter]:
     """Wrap modules of experts in FSDP over the ranks that hold the same experts, in place.
 
-    They are sharded along their second dimension: the first is taken by the experts.
+    They are sharded along their second dimension: the first is taken by the experts. Ranks without
+    experts get parameters that are sharded alike and empty; FSDP could not reduce those.
 
     Args:
         modules: What ``apply_experts`` returned, before the blocks around them are wrapped.
@@ -105,18 +109,49 @@ def shard_experts(
         reshard_after_forward: See ``shard``; a number means True, as the blocks' groups of
             neighbours hold different experts.
         cpu_offload: See ``shard``.
+
+    Returns:
+        The parameters of modules without experts on this rank, for ``shard`` to ignore.
     """
+    idle: list[nn.Parameter] = []
     is_replicated = view["dp_replicate"].size() > 1
     mesh = view["dp_replicate", "fsdp_ep"] if is_replicated else view["fsdp_ep"]
     for module in modules:
+        is_idle = not any(cast("DTensor", p).to_local().numel() for p in module.parameters())
+        # FSDP says how an idle one would be sharded, and is then let go.
+        sharded = nn.ParameterList(module.parameters()) if is_idle else module
         fully_shard(
-            module,
+            sharded,
             mesh=mesh,
             mp_policy=_block_policy(precision, module),
             reshard_after_forward=bool(reshard_after_forward),
             offload_policy=_offload_policy(mesh, cpu_offload),
             shard_placement_fn=lambda _: Shard(1),
         )
+        if is_idle:
+            idle += _empty_alike(module, sharded, view["fsdp_ep"].size())
+    return idle
+
+
+def _empty_alike(module: nn.Module, sharded: nn.Module, shards: int) -> list[nn.Parameter]:
+    """Replace a module's parameters, which hold nothing, in place by empty ones sharded alike."""
+    found: list[nn.Parameter] = []
+    named = list(module.named_parameters())
+    for (name, own), parameter in zip(named, sharded.parameters(), strict=True):
+        like, before = cast("DTensor", parameter), cast("DTensor", own)
+        _, rows, *rest = before.to_local().shape
+        empty = DTensor.from_local(
+            like.to_local().new_empty(0, rows // shards, *rest),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        found.append(nn.Parameter(empty, requires_grad=before.requires_grad))
+        path, _, leaf = name.rpartition(".")
+        module.get_submodule(path).register_parameter(leaf, found[-1])
+    return found
 
 
 def sum_gradients(module: FSDPModule) -> None:

@@ -27,7 +27,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 def with_local_parameters(
     modules: Iterable[nn.Module],
-    gradient: Placement,
+    gradient: Placement | None,
     forward: Callable[..., Any],
     *args: Any,
     **keywords: Any,
@@ -38,7 +38,8 @@ def with_local_parameters(
 
     Args:
         modules: The modules; not their children.
-        gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole.
+        gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole; None
+            for what each parameter is.
         forward: Computes with the modules.
         *args: What it is given.
         **keywords: What it is given by name.
@@ -57,7 +58,8 @@ def with_local_parameters(
             module._parameters = parameters
 
 
-def to_local(parameter: Tensor | None, gradient: Placement) -> Tensor | None:
+def to_local(parameter: Tensor | None, gradient: Placement | None) -> Tensor | None:
     """This rank's part of a parameter, a plain tensor; None and plain tensors stay."""
-    is_sharded = isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=(gradient,)) if is_sharded else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=None if gradient is None else (gradient,))

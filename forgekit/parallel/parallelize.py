@@ -23,7 +23,6 @@ from forgekit.inputs import check_choice
 from forgekit.mesh import check_dimensions, expert_ranks
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.initial import init_weights
-from forgekit.model.moe import MoE
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     check_recompute,
@@ -110,8 +109,7 @@ def parallelize(
             (heads, features, layers), the device or the dtype has no such attention, the plan does
             not fit, the blocks are not found, a buffer is on meta and its module has no
             ``reset_buffers()``, a parameter on meta is shared by two modules or one is shared by
-            two blocks, parameters are complex or sparse, or a model with a ``MoESpec`` is split by
-            tp.
+            two blocks, or parameters are complex or sparse.
     """
     asked = _Options(
         precision=precision,
@@ -229,7 +227,6 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     _check_hooks(model)
     _check_buffers(model)
     _check_shared(model)
-    _check_routers(model, mesh)
     if _is_wrapped(mesh, asked):
         _check_shared_by_blocks(_blocks(model, asked.blocks))
 
@@ -301,10 +298,12 @@ def _shard(
         "reshard_after_forward": asked.reshard_after_forward if layout.stages is None else False,
         "cpu_offload": asked.cpu_offload,
     }
+    idle: list[nn.Parameter] = []
     if ranks.experts is not None:
-        shard_experts(experts, ranks.experts, asked.precision, **keep)
+        idle = shard_experts(experts, ranks.experts, asked.precision, **keep)
     inner = roots[:-1] if layout.has_last else roots
-    shard(roots, layers, ranks.data, asked.precision, inner=inner, prefetch=asked.prefetch, **keep)
+    keep |= {"inner": inner, "ignored": idle, "prefetch": asked.prefetch}
+    shard(roots, layers, ranks.data, asked.precision, **keep)
 
 
 def _fill(
@@ -414,16 +413,6 @@ def _reset_buffers(module: nn.Module) -> None:
 def _with_buffers_on_meta(model: nn.Module) -> list[nn.Module]:
     own = {m: m.named_buffers(recurse=False) for m in model.modules()}
     return [m for m, buffers in own.items() if any(buffer.is_meta for _, buffer in buffers)]
-
-
-def _check_routers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise where router terms and counts of ``MoESpec`` would not add up over the ranks."""
-    specs = [module.spec for module in model.modules() if isinstance(module, MoE)]
-    if specs and (tp := size_of(mesh, "tp")) > 1:
-        raise ValueError(
-            f"the model has experts (TransformerSpec.moe) and the mesh tp of {tp}; tp does not "
-            "share such layers. Use dp_shard, dp_replicate, cp, pp or ep instead."
-        )
 
 
 def _check_hooks(model: nn.Module) -> None:

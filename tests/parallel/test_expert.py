@@ -417,11 +417,6 @@ class _Shaped(nn.Module):
         ),
         (partial(_Shaped, 3), "", r"has the parameters \{'up': \(3,\)\}; style 'expert' is for"),
         (
-            partial(_Shaped, 7, 8, 2),
-            "",
-            r"has 7 experts, which ep 2 must divide; the nearest are 6 and 8\.",
-        ),
-        (
             partial(_Shaped, 4, 9, 2),
             "",
             r"'\.up' is \(4, 9, 2\); dp_shard \* cp / ep = 2 must divide its second dimension, the "
@@ -449,16 +444,21 @@ def _refusal(rank, world, build, pattern):
     return error.value
 
 
-def _refused_view(rank, world):
+def _computed_alike(rank, world):
+    view = expert_mesh(fk.build_mesh(fk.MeshSpec(ep=2, tp=2), device="cpu"))
+    model = Model()
     with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        expert_mesh(fk.build_mesh(fk.MeshSpec(ep=2, tp=2), device="cpu"))
+        apply_experts(model, view, find_experts(model, [PATTERN]))
     return error.value
 
 
 @pytest.mark.bad_input
-def test_experts_beside_tensor_parallelism_are_refused():
-    message = r"^ep 2 with tp 2: tokens that ranks compute alike .* Use tp=1"
-    for found in run_again(_refused_view, 4):
+def test_experts_that_tensor_parallel_ranks_compute_alike_do_not_travel():
+    message = (
+        r"^'layers\.0\.routed\.experts' computes the same on all ranks of tp 2, so with ep 2 its "
+        r"tokens would travel 2 times over\. Give the layer above it the style 'routed', or us"
+    )
+    for found in run_ranks(_computed_alike, 4):
         with pytest.raises(ValueError, match=message):
             raise found
 

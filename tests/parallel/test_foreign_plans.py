@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -243,6 +244,12 @@ def transformer(**sizes: Any) -> fk.Transformer:
     return fk.Transformer(attrs.evolve(SPEC, **sizes))
 
 
+def with_experts(**changes):
+    moe = fk.MoESpec(**{"experts": 3, "top_k": 1, "ffn_dim": 8, "first": 1, **changes})
+    sizes = {"dim": 8, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 8, "max_seq_len": 4}
+    return fk.Transformer(fk.TransformerSpec(vocab_size=8, moe=moe, **sizes))
+
+
 REFUSED: list[tuple[Any, int, Any, str]] = [
     (
         Foreign,
@@ -264,8 +271,8 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         2,
         {"body.*.up": "columns"},
         r"^the plan gives 'body.\*.up' the style 'columns'; it is one of 'colwise', 'rowwise', 'emb"
-        r"edding', 'sequence', 'heads', 'channels', 'replicate', 'expert', or a ParallelStyle of to"
-        r"rch\.$",
+        r"edding', 'sequence', 'heads', 'channels', 'replicate', 'routed', 'expert', or a ParallelS"
+        r"tyle of torch\.$",
     ),
     (Foreign, 2, {"last": "colwise"}, r"^style 'colwise' is for nn.Linear; 'last' is LayerNorm\("),
     (Foreign, 2, {"body": "rowwise"}, r"^style 'rowwise' is for nn.Linear; 'body' is <class"),
@@ -309,6 +316,26 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
     ),
     (transformer, 3, None, r"^the heads of 'layers.0.attention' \(query 6, key 2, value 2; 4 chan"),
     (transformer, 2, None, r"^the vocabulary of 'embedding' is 37, which tp 2 must divide; the ne"),
+    (
+        partial(with_experts, ffn_dim=9, shared=2),
+        2,
+        None,
+        r"^the width of 'layers\.1\.feed_forward\.experts\.gate' is 9, which tp 2 must divide; the "
+        r"nearest are 8 and 10\. Change it, or tp to one of \[1, 3, 9\]\.$",
+    ),
+    (
+        with_experts,
+        2,
+        {"layers.0.feed_forward": "routed"},
+        r"^style 'routed' is for layers with a router, experts that say their widths, and a "
+        r"`reduce` socket; 'layers\.0\.feed_forward' is <class '.*FeedForward'>\. Narrow the patt",
+    ),
+    (
+        with_experts,
+        2,
+        {"layers.1.feed_forward.router": "rowwise"},
+        r"^style 'rowwise' is for nn.Linear; 'layers\.1\.feed_forward\.router' is Router\(",
+    ),
 ]
 
 

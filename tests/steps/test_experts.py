@@ -831,23 +831,3 @@ def test_experts_that_a_step_cannot_follow_are_refused():
     twins = torch.nn.ModuleList([build(), build()])
     with pytest.raises(ValueError, match=r"^ModuleList has 2 Transformers with experts, whose"):
         StepRouters(twins, torch.ones(()), torch.device("cpu"))
-
-
-def _laid_out(rank, world, sizes, changes):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        fk.parallelize(build(**changes), mesh)
-    return error.value
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("sizes", "changes", "message"),
-    [
-        ({"tp": 2}, {}, r"^the model has experts .* and the mesh tp of 2; tp does not share such"),
-    ],
-)
-def test_layouts_in_which_terms_would_not_add_up_are_refused(sizes, changes, message):
-    for found in run_again(_laid_out, 2, sizes, changes):
-        with pytest.raises(ValueError, match=message):
-            raise found

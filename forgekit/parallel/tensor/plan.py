@@ -25,7 +25,13 @@ Plan = Mapping[str, Style]
 EXPERT = "expert"
 """The style of expert layers, which are sharded over another mesh."""
 
-STYLES = ("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate", EXPERT)
+ROUTED = "routed"
+"""The style of a layer with a router, experts and shared experts."""
+
+STYLES = (
+    *("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate"),
+    *(ROUTED, EXPERT),
+)
 EXAMPLE = (
     'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
     '"head": "colwise"}'
@@ -62,6 +68,7 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     for name, style in chosen.items():
         _check_kind(name, modules[name], style)
     experts = [pattern for pattern, style in plan.items() if style == EXPERT]
+    experts += [f"{name}.router" for name, style in chosen.items() if style == ROUTED]
     unnamed = [n for n in _with_parameters(modules, experts) if n not in chosen]
     if unnamed and "sequence" in chosen.values():
         raise ValueError(
@@ -120,6 +127,10 @@ KINDS: Mapping[str, tuple[str, Callable[[nn.Module], bool]]] = MappingProxyType(
             "modules of parameters [channels ...] that are no norms",
             lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
         ),
+        ROUTED: (
+            "layers with a router, experts that say their widths, and a `reduce` socket",
+            lambda m: hasattr(m, "reduce") and hasattr(getattr(m, "experts", None), "widths"),
+        ),
     }
 )
 
@@ -174,6 +185,11 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
             _check_divides(f"out_features of {name!r}", _int(module, "out_features"), size)
         elif style == "rowwise":
             _check_divides(f"in_features of {name!r}", _int(module, "in_features"), size)
+        elif style == ROUTED:
+            experts: Any = module.get_submodule("experts")
+            for leaf, dim in experts.widths.items():
+                width = experts.get_parameter(leaf).shape[dim]
+                _check_divides(f"the width of '{name}.experts.{leaf}'", width, size)
         elif style == "channels":
             for leaf, parameter in module.named_parameters(recurse=False):
                 size_here = parameter.shape[0] if parameter.ndim else 1

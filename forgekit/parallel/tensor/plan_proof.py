@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from forgekit.parallel.rank_agreement import raise_together
+from forgekit.parallel.tensor.plan import ROUTED
 from forgekit.state import Layout
 
 Kind = Literal["whole", "channels", "positions"]
@@ -122,6 +123,7 @@ class _Walk:
             "rowwise": (self.positions, "channels"),
             "embedding": (self.positions, "whole"),
             "sequence": ("whole", "positions"),
+            ROUTED: (self.positions, "whole"),
         }
         return kinds.get(style) if isinstance(style, str) else None
 

@@ -89,6 +89,26 @@ def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
     wrap_forward(module, partial(with_local_parameters, [module], Shard(0)))
 
 
+def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Let each rank compute a part of every expert's sum, in place; routers see all positions.
+
+    So counts, capacity and terms are those of one process, on each rank. Those of the first rank
+    are counted and enter gradients, which are summed over the ranks.
+
+    Args:
+        module: A layer with a ``router``, ``experts`` with ``widths``, and a ``reduce`` socket.
+        mesh: The ranks, a mesh of one dimension.
+        sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
+    """
+    router, experts = module.router, module.experts
+    _place(router, mesh, Replicate())
+    wrap_forward(router, partial(_choose_alike, router, mesh))
+    for leaf, dim in experts.widths.items():
+        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, Shard(dim)))
+    wrap_forward(experts, partial(with_local_parameters, [experts], None))
+    module.reduce = partial(_add_up, mesh, POSITIONS if sequence else Replicate())
+
+
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a norm work on this rank's positions, in place, and return those of all ranks.
 
@@ -179,6 +199,24 @@ def _project_in(
     out = parts.redistribute(placements=(output,)).to_local()
     bias = to_local(bias, Partial() if output == POSITIONS else Replicate())
     return out if bias is None else out + bias
+
+
+def _choose_alike(
+    module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor, routing: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    weights, choice, term = with_local_parameters([module], Partial(), forward, x, routing)
+    if mesh.get_local_rank() == 0:
+        return weights, choice, term
+    notes = routing.notes.get(module.layer, {})
+    # The range of the bias stays: it is divided by the number of calls on all ranks.
+    notes.update({name: n.new_zeros(n.shape) for name, n in notes.items() if name != "bias_range"})
+    return weights, choice, None
+
+
+def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) -> Tensor:
+    """``[b s d]`` -> ``[b s d]``, or this rank's positions of it."""
+    parts = DTensor.from_local(compute(take_whole(x, mesh)), mesh, (Partial(),), run_check=False)
+    return parts.redistribute(placements=(output,)).to_local()
 
 
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:

@@ -13,6 +13,8 @@ it is:
 | ``heads`` | norms of a head's channels, an activation with one weight | on every rank, \
 gradients summed | this rank's heads or channels |
 | ``channels`` | a factor or bias for each channel or head | sharded like them | this rank's |
+| ``routed`` | layers of experts | the router on every rank, gradients summed; widths of experts \
+| all positions in, sums out |
 | ``replicate`` | any module | on every rank | all of them, computed alike |
 
 With a ``sequence`` entry the residual stream is sharded over positions: sums over ranks are
@@ -36,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor import styles
-from forgekit.parallel.tensor.plan import Style
+from forgekit.parallel.tensor.plan import ROUTED, Style
 
 
 def apply_plan(
@@ -111,6 +113,7 @@ def _apply(
         else styles.apply_sequence,
         "heads": styles.apply_heads,
         "channels": styles.apply_channels,
+        ROUTED: partial(styles.apply_routed, sequence=sequence),
         "replicate": styles.apply_alike,
     }[style]
     apply(module, mesh)

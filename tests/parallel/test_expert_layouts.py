@@ -1,0 +1,378 @@
+"""Layers of experts on every layout of ep and tp: the step of one process, uneven experts too."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from oracle import full, full_tensors, relative_error
+from ranks import run_ranks
+from steps.test_experts import balance, is_same, loss_fn, routed, rows, split, terms_of, watch
+
+import forgekit as fk
+from forgekit.mesh import data_ranks
+
+MOE = fk.MoESpec(
+    experts=6,
+    top_k=2,
+    ffn_dim=8,
+    shared=2,
+    first=1,
+    every=2,
+    scale=1.7,
+    aux_loss=0.3,
+    z_loss=0.05,
+    sequence_aux_loss=0.2,
+    bias_rate=0.02,
+)
+SPEC = fk.TransformerSpec(
+    vocab_size=20, dim=16, layers=4, heads=2, kv_heads=2, ffn_dim=24, max_seq_len=12, moe=MOE
+)
+TERMS = ("aux_loss", "z_loss", "sequence_aux_loss")
+POSITIONS = 12
+LIMIT = 0.05
+"""Below the gradient's norm, so that the one factor clips."""
+STEPS = 3
+LAYOUTS = {
+    "TP2": (2, {"tp": 2}, 6),
+    "FSDP2xTP2": (4, {"dp_shard": 2, "tp": 2}, 6),
+    "EP2xTP2": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, 6),
+    "EP2, 3 experts": (2, {"ep": 2}, 3),
+    "EP4, 6 experts": (4, {"ep": 4}, 6),
+    "EP2xFSDP2": (4, {"ep": 2}, 6),
+    "EP2xTP2, 3 experts": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, 3),
+    "EP4xTP2, 6 experts": (8, {"dp_shard": 4, "tp": 2, "ep": 4}, 6),
+    "EP4xFSDP2, 6 experts": (8, {"ep": 4}, 6),
+    "EP2xHSDP2xTP2": (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, 6),
+    "EP2xFSDP2xTP2": (8, {"dp_shard": 4, "tp": 2, "ep": 2}, 6),
+}
+
+
+def build(dtype=torch.float64, **changes):
+    """A model with scores far apart, loads that are not even, and an expert 100 times the rest."""
+    model = fk.Transformer(attrs.evolve(SPEC, moe=attrs.evolve(MOE, **changes))).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(12)
+        for layer in routed(model):
+            layer.experts.down[0].mul_(10)
+            load = torch.rand(layer.spec.experts, generator=generator) + 0.1
+            layer.router.load.copy_(load / load.sum())
+    return model
+
+
+def create(model, **options):
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()), **options)
+
+
+def reference(model, batch):
+    """Gradients of the whole batch's mean with its terms, by hand; counts; the norm."""
+    bare = build(dtype=torch.float64, **{**changes_of(model), **dict.fromkeys(TERMS, 0.0)})
+    bare.load_state_dict(model.state_dict())
+    entered = watch(bare)
+    logits = bare(batch["input_ids"], doc_ids=batch["doc_ids"])
+    total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    counts = []
+    for index, layer in enumerate(routed(bare)):
+        term, counted = terms_of(layer, entered[index], batch, model.spec.moe)
+        total = total + term
+        counts.append(counted)
+    (total / (batch["labels"] != -100).sum()).backward()
+    gradients = full_tensors(bare, gradients=True)
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    return gradients, torch.stack(counts).tolist(), float(norm)
+
+
+def changes_of(model):
+    return attrs.asdict(model.spec.moe, recurse=False)
+
+
+def train(state, shares):
+    """Some clipped steps; gradients, counts, norm and metrics are those of the first."""
+    for index in range(STEPS):
+        batches = [shares(batch) for batch in split(rows(index, positions=POSITIONS), [4, 4])]
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+        if index == 0:
+            gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+            counts = totals.sums["experts", "counts"].tolist()
+            metrics = {n: float(v) for n, v in fk.steps.experts.expert_metrics(totals.sums).items()}
+            norm = fk.clip(totals).grad_norm.item()
+        state = fk.update(state, fk.clip(totals, LIMIT), lr=0.05, totals=totals)
+    return gradients, counts, norm, metrics, balance(state), full_tensors(state.model)
+
+
+def whole(batch):
+    return batch
+
+
+def _train(rank, world, sizes, changes, options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    state = create(fk.parallelize(build(**changes), mesh, **options), mesh=mesh)
+    own, among = data_ranks(mesh)
+    return train(state, lambda batch: batch[own::among].contiguous())
+
+
+KINDS = {
+    "router": lambda name: ".router." in name,
+    "shared": lambda name: ".shared." in name,
+    "experts": lambda name: ".experts." in name,
+    "dense": lambda name: not any(part in name for part in (".router.", ".shared.", ".experts.")),
+}
+
+
+def errors(found, expected):
+    """The worst error of each kind of parameter, on its own scale."""
+    pick = lambda tensors, is_kind: {n: t for n, t in tensors.items() if is_kind(n)}  # noqa: E731
+    return {
+        kind: relative_error(pick(found, is_kind), pick(expected, is_kind))
+        for kind, is_kind in KINDS.items()
+    }
+
+
+SOME = [
+    ("TP2", "none", {}),
+    ("EP2xTP2", "selective", {}),
+    ("EP4, 6 experts", "full", {}),
+]
+MORE = [
+    ("TP2", "full", {"shared": 0}),
+    ("TP2", "selective", {"router": "sigmoid", "groups": 3, "top_groups": 2}),
+    *[(layout, what, {}) for layout in LAYOUTS for what in ("none", "full", "selective")],
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "changes"),
+    [*SOME, *[pytest.param(*each, marks=pytest.mark.oracle) for each in MORE if each not in SOME]],
+)
+def test_each_layout_takes_the_steps_of_one_process(layout, what, changes):
+    world, sizes, experts = LAYOUTS[layout]
+    changes = {"experts": experts, **changes}
+    state = create(build(**changes))
+    *first, metrics, balanced, after = train(state, whole)
+    if "router" not in changes:  # the reference by hand is of softmax
+        gradients, counts, norm = reference(build(**changes), rows(positions=POSITIONS))
+        assert max(errors(first[0], gradients).values()) < 1e-10
+        assert first[1:] == [counts, pytest.approx(norm, rel=1e-10)]
+    gradients, counts, norm = first
+    assert norm > 2 * LIMIT
+    for found in run_ranks(_train, world, sizes, changes, {"activation_checkpoint": what}):
+        assert max(errors(found[0], gradients).values()) < 1e-10, errors(found[0], gradients)
+        assert found[1] == counts
+        assert found[2] == pytest.approx(norm, rel=1e-10)
+        assert found[3] == pytest.approx(metrics, rel=1e-10)
+        assert is_same(found[4], balanced)
+        assert max(errors(found[5], after).values()) < 1e-10
+
+
+# In 16 bits, from meta
+
+TURNS = {"force_balance": True, "bias_rate": None}
+"""Rounding cannot send a token to another expert."""
+
+
+def _in_16_bits(rank, world, sizes, changes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = build(torch.float32, **changes)
+    model = fk.parallelize(model, mesh, precision="bf16", activation_checkpoint="selective")
+    own, among = data_ranks(mesh)
+    gradients, counts, norm, *_ = train(
+        create(model, mesh=mesh), lambda batch: batch[own::among].contiguous()
+    )
+    return gradients, counts, norm, {buffer.dtype for buffer in model.buffers()}
+
+
+@pytest.mark.parametrize(
+    "layout", ["EP2xTP2, 3 experts", pytest.param("EP4, 6 experts", marks=pytest.mark.oracle)]
+)
+def test_gradients_in_bfloat16_are_near(layout):
+    world, sizes, experts = LAYOUTS[layout]
+    changes = {"experts": experts, **TURNS}
+    expected, counts, norm = reference(build(**changes), rows(positions=POSITIONS))
+    for found, counted, found_norm, dtypes in run_ranks(_in_16_bits, world, sizes, changes):
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        assert max(errors(found, expected).values()) < 8e-2, errors(found, expected)
+        assert found_norm == pytest.approx(norm, rel=5e-2)
+        assert counted == counts
+        assert dtypes == {torch.float32}
+
+
+def _from_meta(rank, world, sizes, spec):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
+    assert routed(model)[0].router.load.is_meta
+    state = create(fk.parallelize(model, mesh, seed=5), mesh=mesh)
+    held = {tuple(layer.experts.gate.to_local().shape) for layer in routed(model)}
+    return full_tensors(state.model), balance(state), held
+
+
+@pytest.mark.parametrize(
+    ("layout", "held"),
+    [
+        ("EP4, 6 experts", [(2, 8, 16)] * 3 + [(0, 8, 16)]),
+        ("EP2xTP2, 3 experts", [(2, 4, 16)] * 2 + [(1, 4, 16)] * 2),
+        pytest.param(
+            "EP4xFSDP2, 6 experts",
+            ([(2, 4, 16)] * 3 + [(0, 4, 16)]) * 2,
+            marks=pytest.mark.oracle,
+        ),
+    ],
+)
+def test_parameters_and_buffers_from_meta_are_those_of_one_process(layout, held):
+    world, sizes, experts = LAYOUTS[layout]
+    spec = attrs.evolve(SPEC, moe=attrs.evolve(MOE, experts=experts))
+    expected = full_tensors(fk.Transformer(spec, seed=5))
+    even, zero = torch.full((experts,), 1 / experts), torch.zeros(experts)
+    for rank, (found, balanced, own) in enumerate(run_ranks(_from_meta, world, sizes, spec)):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert is_same(balanced, [even, zero] * 2)
+        assert own == {held[rank]}
+
+
+# Checkpoints
+
+
+def _contents(state):
+    named = dict(state.model.named_parameters())
+    moments = {
+        f"{name}/{key}": full(value).clone()
+        for name, parameter in named.items()
+        for key, value in state.optimizer.state[parameter].items()
+    }
+    buffers = {name: b.clone() for name, b in state.model.named_buffers()}
+    return {**full_tensors(state.model), **moments, **buffers}
+
+
+def _adamw(model, **options):
+    return fk.TrainState.create(model, fk.adamw(model), **options)
+
+
+def _step(state, shares):
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+    return step(state, [shares(rows(state.step, positions=POSITIONS))])[0]
+
+
+def _pass_on(rank, world, sizes, source, target):
+    """Go on from a checkpoint, train one step more and save; what was loaded, what was saved."""
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = fk.parallelize(fk.Transformer(SPEC, seed=9).double(), mesh)
+    state = _adamw(model, mesh=mesh)
+    state = fk.checkpoint_load(state, source)
+    loaded = _contents(state)
+    own, among = data_ranks(mesh)
+    state = _step(state, lambda batch: batch[own::among].contiguous())
+    fk.checkpoint_save(state, target).wait()
+    return loaded, _contents(state)
+
+
+CHAIN = ["EP2xFSDP2", "EP4, 6 experts", "EP2xTP2"]
+
+
+def test_checkpoints_move_between_any_numbers_of_expert_ranks(tmp_path):
+    """One process, ep 2, ep 4 (2, 2, 2 and no expert), ep 2 beside tp, and one process again."""
+    state = _adamw(build())
+    state = _step(state, whole)
+    fk.checkpoint_save(state, tmp_path / "0", blocking=True)
+    saved = _contents(state)
+    assert sum(name.endswith(("exp_avg", "exp_avg_sq")) for name in saved) == 2 * len(
+        full_tensors(state.model)
+    )
+    assert saved["layers.1.feed_forward.router.selection_bias"].abs().max() > 0.01
+    for number, layout in enumerate(CHAIN):
+        world, sizes, _ = LAYOUTS[layout]
+        paths = tmp_path / str(number), tmp_path / str(number + 1)
+        by_rank = run_ranks(_pass_on, world, sizes, *paths)
+        for loaded, _ in by_rank:
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        saved = by_rank[0][1]
+    state = fk.checkpoint_load(_adamw(fk.Transformer(SPEC, seed=9).double()), tmp_path / "3")
+    loaded = _contents(state)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    straight = _adamw(build())
+    for _ in range(4):
+        straight = _step(straight, whole)
+    expected = _contents(straight)
+    names = [name for name, _ in straight.model.named_buffers()]
+    assert all(torch.equal(loaded[name], expected[name]) for name in names)
+    pick = lambda tensors: {name: tensors[name] for name in full_tensors(straight.model)}  # noqa: E731
+    assert relative_error(pick(loaded), pick(expected)) < 1e-8
+
+
+# What travels
+
+
+def _exchange(rank, world, sizes, changes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    state = create(fk.parallelize(build(**changes), mesh), mesh=mesh)
+    own, among = data_ranks(mesh)
+    events, send = [], dist.all_to_all_single
+
+    def watched(arrived, rows, *args, **options):
+        events.append(("send", rows.numel() * rows.element_size(), rows.dtype))
+        work = send(arrived, rows, *args, **options)
+        return Watched(work, events) if options.get("async_op") else work
+
+    for layer in routed(state.model):
+        layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
+        layer.shared.down.register_full_backward_hook(lambda *_: events.append(("shared back",)))
+    with patch.object(dist, "all_to_all_single", watched):
+        batches = [b[own::among].contiguous() for b in split(rows(positions=POSITIONS), [4, 4])]
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    noted = totals.sums["experts"]
+    return gradients, events, noted["counts"].tolist(), noted["kept"].tolist()
+
+
+class Watched:
+    """Work under way that says when it is waited for."""
+
+    def __init__(self, work, events):
+        self.work, self.events = work, events
+
+    def wait(self):
+        self.events.append(("wait",))
+        return self.work.wait()
+
+
+@pytest.mark.parametrize("capacity", [0.9, pytest.param(None, marks=pytest.mark.oracle)])
+def test_routed_tokens_travel_and_nothing_else(capacity):
+    """Four exchanges of the rows that are computed, in forward and back, and the numbers of them.
+
+    With a capacity each rank is a micro-batch of its own: the share that it drops is that of one
+    process which takes them one by one.
+    """
+    changes = {"capacity": capacity, "experts": 3}
+    state = create(build(**changes))
+    apart = [b[rank::2] for b in split(rows(positions=POSITIONS), [4, 4]) for rank in range(2)]
+    totals = fk.reduce_totals(fk.accumulate(state, apart, loss_fn), state)
+    expected = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    noted = totals.sums["experts"]
+    by_rank = run_ranks(_exchange, 2, {"ep": 2}, changes)
+    for gradients, _, counts, kept in by_rank:
+        assert max(errors(gradients, expected).values()) < 1e-10
+        assert counts == noted["counts"].tolist()
+        assert kept == noted["kept"].tolist()
+    computed, choices = sum(kept), sum(map(sum, counts))
+    assert (computed < choices) == (capacity is not None)
+    sent = [event[1:] for _, events, *_ in by_rank for event in events if event[0] == "send"]
+    dim, item, ranks, layers, micros, each = 16, 8, 2, 2, 2, 2
+    numbers = [size for size, dtype in sent if dtype == torch.int64]
+    assert numbers == [ranks * each * 8] * (ranks * layers * micros)
+    assert sum(size for size, dtype in sent if dtype == torch.float64) == 4 * computed * dim * item
+
+
+def test_shared_experts_compute_while_tokens_travel():
+    """In forward and backward, on each rank in the same order."""
+    by_rank = run_ranks(_exchange, 2, {"ep": 2}, {})
+    orders = [[event[0] for event in events] for _, events, *_ in by_rank]
+    forward = ["send", "send", "shared", "wait", "send", "wait"]
+    backward = ["send", "wait", "send", "shared back", "wait"]
+    assert orders == [(forward * 2 + backward * 2) * 2] * 2
