@@ -64,6 +64,8 @@ from forgekit.run.bad_steps import BadSteps, bad_step_policy
 from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
 from forgekit.run.metrics import MetricsLog
+from forgekit.run.adapters import add_lora, merge_lora, unmerge_lora
+from forgekit.run.adapter_files import load_adapter, save_adapter
 from forgekit.run.evaluate import evaluate
 from forgekit.run.averaged import averaged
 from forgekit.run.generate import generate
@@ -153,6 +155,11 @@ __all__ = [
     "StopSignal",
     "Health",
     "MetricsLog",
+    "add_lora",
+    "merge_lora",
+    "unmerge_lora",
+    "load_adapter",
+    "save_adapter",
     "evaluate",
     "averaged",
     "generate",

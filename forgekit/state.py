@@ -115,6 +115,11 @@ def layout_of(model: nn.Module) -> Layout:
     return max(filter(None, found), key=lambda one: one.dynamic_loss_scale, default=plain)
 
 
+def was_parallelized(model: nn.Module) -> bool:
+    """Whether ``parallelize`` has laid a model out, or a module in it."""
+    return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+
+
 def longest_of(model: nn.Module) -> int | None:
     """Most positions that a model says it takes: its ``spec.max_seq_len``; None if it does not."""
     return getattr(getattr(model, "spec", None), "max_seq_len", None)

@@ -140,9 +140,11 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "parallel/activation_checkpoint.py": {"vars(self).update(vars(torch_mode))": OWN},
     "parallel/tensor/styles.py": {
         "module.bias": SETUP,
-        "register_parameter(name, _shard(parameter, mesh, placement))": SETUP,
         "register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, Shard(dim)))": SETUP,
         "module.reduce": SETUP,
+        "module.add_up": "the sockets of an adapter",
+        "module.drop": "the sockets of an adapter",
+        "register_parameter(name, _shard(parameter, mesh, own))": SETUP,
         "module._parameters": WHILE,
         "module.padding_idx": WHILE,
     },
@@ -300,12 +302,13 @@ def test_the_rule_finds_what_is_planted(source):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_marks_of_our_own_are_read(path):
-    """But the layout, by those that have no state: parallelize leaves it, two read it."""
+    """But the layout, by those that have no state: parallelize leaves it, three read it."""
     tree, name = ast.parse(path.read_text()), str(path.relative_to(PACKAGE))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert not any(text.startswith("_forgekit") for text in texts) or name == "state.py"
-    readers = ("state.py", "run/generate.py", "run/huggingface/check_export.py")
+    readers = ("generate.py", "huggingface/check_export.py", "adapters.py")
+    readers = ("state.py", *(f"run/{reader}" for reader in readers))
     assert "layout_of" not in names or name in readers
     assert "set_layout" not in names or name in ("state.py", "parallel/parallelize.py")
 

@@ -27,6 +27,7 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
     drawn from a normal distribution of that width, or set to one where it answers None. Foreign
     modules are filled by their own ``reset_parameters`` under a generator seeded by their name,
     those of transformers that have none by their model.
+    Adapters are filled from the seed that ``add_lora`` got.
 
     Args:
         model: A model, sharded or not. Bitwise the same full tensors come out in every layout.
@@ -43,7 +44,7 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
     foreign: Reset | None = getattr(model, "_init_weights", None)  # as transformers calls it
     for name, parameter, full in _initial_values(model, "", seed, None, foreign):
         if name in names:
-            _copy_full(parameter, full())
+            copy_full(parameter, full())
 
 
 Values = Iterator[tuple[str, nn.Parameter, Callable[[], Tensor]]]
@@ -57,13 +58,17 @@ def _initial_values(
     """Every parameter below ``module`` with a function that makes its full initial value."""
     own: Std | None = getattr(module, "initial_std", None)
     std = own or std
-    parameters = dict(module.named_parameters(recurse=False))
+    adapters: dict[str, Callable[[], Tensor]] = getattr(module, "initial_adapters", dict)()
+    own_parameters = dict(module.named_parameters(recurse=False))
+    parameters = {leaf: p for leaf, p in own_parameters.items() if leaf not in adapters}
     if std is not None:
         for leaf, parameter in parameters.items():
             name = prefix + leaf
             yield name, parameter, lambda p=parameter, n=name, s=std: _draw(p, n, seed, s(n))
     elif parameters:
         yield from _reset_values(module, prefix, seed, parameters, foreign)
+    # After the weights: lengths of rows are taken from them.
+    yield from ((prefix + leaf, own_parameters[leaf], full) for leaf, full in adapters.items())
     for name, child in module.named_children():
         yield from _initial_values(child, f"{prefix}{name}.", seed, std, foreign)
 
@@ -71,7 +76,7 @@ def _initial_values(
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
     if std is None:
         return torch.ones(parameter.shape, device="cpu")
-    generator = torch.Generator("cpu").manual_seed(_mix(seed, name))
+    generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
     return torch.randn(parameter.shape, generator=generator, device="cpu") * std
 
 
@@ -97,13 +102,14 @@ def _reset_values(
     }
     twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_mix(seed, prefix))
+        torch.default_generator.manual_seed(seed_of(seed, prefix))
         reset(twin)
     for leaf, parameter in parameters.items():
         yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]
 
 
-def _copy_full(parameter: nn.Parameter, full: Tensor) -> None:
+def copy_full(parameter: nn.Parameter, full: Tensor) -> None:
+    """Fill a parameter, in place, with what this rank holds of a whole tensor."""
     full = full.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -112,7 +118,7 @@ def _copy_full(parameter: nn.Parameter, full: Tensor) -> None:
         parameter.copy_(full)
 
 
-def _mix(seed: int, name: str) -> int:
-    """63 bits from seed and name; Python's own string hash differs from process to process."""
+def seed_of(seed: int, name: str) -> int:
+    """Mix 63 bits from seed and name; Python's own string hash differs from process to process."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

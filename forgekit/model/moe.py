@@ -25,6 +25,10 @@ ALIGNMENT = 16
 """Bytes that divide the strides which ``grouped_mm`` takes."""
 
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Rows ``[m in]`` that are sorted by expert, and a stack ``[e out in]`` -> ``[m out]``."""
+
+
 class Experts(nn.Module):
     """SwiGLU feed-forwards, each applied to the tokens that its count gives it.
 
@@ -50,9 +54,14 @@ class Experts(nn.Module):
         Returns:
             ``[m d]``; rows behind the last expert's may hold anything.
         """
-        multiply = _multiply_grouped if _fits_grouped(tokens, self.gate) else _multiply_each
-        groups = multiply(counts)
-        return groups(F.silu(groups(tokens, self.gate)) * groups(tokens, self.up), self.down)
+        by_group = _multiply_grouped if _fits_grouped(tokens, self.gate) else _multiply_each
+        multiply = by_group(counts)
+        gate, up = (self.project(stack, tokens, multiply) for stack in ("gate", "up"))
+        return self.project("down", F.silu(gate) * up, multiply)
+
+    def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
+        """Multiply rows, ``[m in]``, by their expert's matrix of a stack -> ``[m out]``."""
+        return multiply(rows, getattr(self, stack))
 
 
 class MoE(nn.Module):
@@ -144,7 +153,7 @@ def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _multiply_grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _multiply_grouped(counts: Tensor) -> Multiply:
     ends = counts.cumsum(0).to(torch.int32)
 
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -165,7 +174,7 @@ def _product_as_written(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return _product(rows, weight, ends)
 
 
-def _multiply_each(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _multiply_each(counts: Tensor) -> Multiply:
     """One product for each expert; the host reads the counts."""
     lengths = counts.tolist()
 

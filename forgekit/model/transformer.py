@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forgekit.inputs import brief, check_integers, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
+from forgekit.model.lora_layers import weight_of
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
@@ -234,7 +235,7 @@ class Transformer(nn.Module):
         for block, layer in enumerate(self.layers):
             x = layer(x, cos, sin, doc_ids, *((routing,) if block in routed else ()))
         x = self.norm(x)
-        weight = self.embedding.weight if self.output is None else self.output.weight
+        weight = self.embedding.weight if self.output is None else weight_of(self.output)
         return F.linear(x, weight) if head is None else head(x, weight)
 
     @property

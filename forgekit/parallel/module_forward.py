@@ -27,7 +27,7 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 def with_local_parameters(
     modules: Iterable[nn.Module],
-    gradient: Placement | None,
+    gradient: Placement | Callable[[str], Placement] | None,
     forward: Callable[..., Any],
     *args: Any,
     **keywords: Any,
@@ -38,8 +38,8 @@ def with_local_parameters(
 
     Args:
         modules: The modules; not their children.
-        gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole; None
-            for what each parameter is.
+        gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole; a
+            function of a parameter's name; or None for what each parameter is.
         forward: Computes with the modules.
         *args: What it is given.
         **keywords: What it is given by name.
@@ -49,7 +49,10 @@ def with_local_parameters(
     """
     sharded = [(module, module._parameters) for module in modules]
     for module, parameters in sharded:
-        own: dict[str, Any] = {name: to_local(p, gradient) for name, p in parameters.items()}
+        own: dict[str, Any] = {
+            name: to_local(p, gradient(name) if callable(gradient) else gradient)
+            for name, p in parameters.items()
+        }
         module._parameters = own
     try:
         return forward(*args, **keywords)

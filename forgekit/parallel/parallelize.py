@@ -249,7 +249,11 @@ def _split(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> Stages | None
     # Each part of a backward in two would recompute, or compile, the block once more.
     splits = asked.activation_checkpoint == "none" and not asked.compile
     schedule = asked.pipeline_schedule
-    return split_stages(model, mesh, schedule, asked.blocks, splits_backward=splits)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    stages = split_stages(model, mesh, schedule, asked.blocks, splits_backward=splits)
+    if trains:
+        _check_stages_train(stages)
+    return stages
 
 
 def _describe(
@@ -423,6 +427,19 @@ def _check_hooks(model: nn.Module) -> None:
                 "without it. Change gradients after it: parameter.grad between accumulate "
                 "and reduce_totals."
             )
+
+
+def _check_stages_train(stages: Stages) -> None:
+    """Raise on every rank if a stage has nothing to train, and so no gradients to pass on."""
+    held = [[p.requires_grad for p in stage.parameters()] for stage in stages.modules]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, any(own and not any(own) for own in held))
+    if any(everyone):
+        raise ValueError(
+            f"a pipeline stage of the ranks {[r for r, one in enumerate(everyone) if one]} has "
+            "nothing to train: all of its parameters are frozen. Add adapters to blocks of every "
+            "stage (forgekit.add_lora), or use pp=1."
+        )
 
 
 def _check_shared(model: nn.Module) -> None:

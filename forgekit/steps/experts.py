@@ -144,7 +144,9 @@ def rebalance(
     rows = {layer: row for row, layer in enumerate(routed.spec.routed.values())}
     for layer in routed.modules():
         if isinstance(layer, MoE):
-            layer.router.rebalance(counts[rows[layer.router.layer]], is_good, rate)
+            router = layer.router
+            own = rate if router.weight.requires_grad else 0.0  # frozen, with its bias
+            router.rebalance(counts[rows[router.layer]], is_good, own)
 
 
 def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[str, Tensor]:

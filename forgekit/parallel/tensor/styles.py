@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
 from forgekit.inputs import nearest_multiples
+from forgekit.model.lora_layers import WHOLE_FACTORS, LoraLinear
 from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
 
@@ -65,6 +67,8 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
     _place(module, mesh, Shard(1))
     module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
+    if isinstance(module, LoraLinear):
+        module.add_up, module.drop = partial(_add_up, mesh), partial(_drop_channels, mesh)
     output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_project_in, module, mesh, output))
 
@@ -162,7 +166,18 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Make DTensors of a module's own parameters; ranks keep their part and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, _shard(parameter, mesh, placement))
+        own = Replicate() if _is_whole(name, placement) else placement
+        module.register_parameter(name, _shard(parameter, mesh, own))
+
+
+def _is_whole(leaf: str, placement: Placement) -> bool:
+    """Whether a factor of an adapter is the same on all ranks beside a sharded weight."""
+    return isinstance(placement, Shard) and leaf in WHOLE_FACTORS[placement.dim]
+
+
+def _gradient(placement: Placement, leaf: str) -> Placement:
+    """What the gradient of a projection's parameter is: a shard, or of a whole factor a part."""
+    return Partial() if _is_whole(leaf, placement) else placement
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -179,7 +194,8 @@ def _project_out(
     module: nn.Linear, mesh: DeviceMesh, is_logits: bool, forward: Forward, x: Tensor
 ) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
-    out = with_local_parameters([module], Shard(0), forward, take_whole(x, mesh))
+    gradient = partial(_gradient, Shard(0))
+    out = with_local_parameters([module], gradient, forward, take_whole(x, mesh))
     return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
 
 
@@ -192,7 +208,7 @@ def _project_in(
     sharded, bias = module._parameters, module._parameters.get("bias")
     module._parameters = {**sharded, "bias": None}  # it is added once, not on every rank
     try:
-        out = with_local_parameters([module], Shard(1), forward, x)
+        out = with_local_parameters([module], partial(_gradient, Shard(1)), forward, x)
     finally:
         module._parameters = sharded
     parts = DTensor.from_local(out, mesh, (Partial(),), run_check=False)
@@ -234,6 +250,17 @@ def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> 
     whole = x.new_ones(x.shape[0], x.shape[1] * size, *x.shape[2:])
     # A copy, so that backward does not keep the whole mask.
     return x * forward(whole).chunk(size, 1)[rank].clone()
+
+
+def _drop_channels(mesh: DeviceMesh, x: Tensor, p: float) -> Tensor:
+    """``[n d/tp]`` -> the same, from a mask that every rank draws whole."""
+    size, rank = mesh.size(), mesh.get_local_rank()
+    whole = F.dropout(x.new_ones(x.shape[0], x.shape[1] * size), p)
+    return x * whole.chunk(size, 1)[rank].clone()
+
+
+def _add_up(mesh: DeviceMesh, parts: Tensor) -> Tensor:
+    return DTensor.from_local(parts, mesh, (Partial(),), run_check=False).full_tensor()
 
 
 def _embed(

@@ -10,7 +10,11 @@ import os
 from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
+from torch import nn
+
 from forgekit.inputs import check_integers
+from forgekit.model.lora import adapter_names
+from forgekit.run.adapters import check_unmerged, reset_magnitudes
 from forgekit.run.checkpoints.contents import (
     PARTS,
     allocate,
@@ -64,7 +68,8 @@ def checkpoint_load(
         allow_other_data: Load although the data is other data than before.
         parts: What to load; the rest stays as it is. ``("model",)`` starts a new run from a model,
             whatever its data and optimizer were; ``("model", "fields")`` goes on at the same step
-            with another optimizer.
+            with another optimizer. Without the optimizer, a model with adapters also takes the
+            weights of one that had none; its adapters stay as they are.
         version: Which version of the state this is, as given to ``checkpoint_save``. A newer one is
             refused.
         migrate: Brings a checkpoint of an older version to this one: a function from the
@@ -76,7 +81,7 @@ def checkpoint_load(
 
     Raises:
         ValueError: If a part is unknown or the model is not among them, if ``version`` is less than
-            1, or if a URL was made into a ``Path``.
+            1, if a URL was made into a ``Path``, or if adapters are merged.
         TypeError: If the optimizer keeps its state where a checkpoint cannot find it.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole, or if it is of another
             format, version, data, model or optimizer, holds streams of another number of ranks, or
@@ -108,7 +113,11 @@ def checkpoint_load(
         now = as_json(fingerprint, written["fields"]["samples"])
         check_data(path, written.get("fingerprint"), now)
     manifest = choose(migrated.manifest, parts)
+    check_unmerged(state.model, "unmerging would bring back other weights")
     described = choose(collect(state, ranks.rank)[1], parts)
+    added = () if "optimizer" in parts else _added_adapters(state.model, manifest)
+    for key in added:
+        del described["tensors"][key]
     descriptions = ranks.gather(described)  # pipeline stages hold different parameters
     optional = optional_fields(state)
     if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
@@ -117,7 +126,10 @@ def checkpoint_load(
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     _warn_of_average(path, described["average"], manifest.get("average"))
     allocation = allocate(state, manifest, ranks.rank)
-    read_tensors(ranks, storage, path, written, migrated.targets(allocation.tensors))
+    read = {key: tensor for key, tensor in allocation.tensors.items() if key not in added}
+    read_tensors(ranks, storage, path, written, migrated.targets(read))
+    if added:
+        reset_magnitudes(state.model)
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
     # Last, because it changes the state: a field's own load_state_dict may refuse, on one rank.
@@ -130,3 +142,9 @@ def _warn_of_average(path: object, here: dict[str, str], there: dict[str, str] |
         log.warning("%s has no average of the weights: it starts again from those loaded", path)
     if there and not here:
         log.warning("%s has an average that the state does not; create it with average=", path)
+
+
+def _added_adapters(model: nn.Module, manifest: dict[str, Any]) -> list[str]:
+    """Keys of this rank's adapters if the checkpoint is of the model without any."""
+    own = [f"model.{name}" for name in adapter_names(model)]
+    return [] if any(key in manifest["tensors"] for key in own) else own

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from forgekit.inputs import check_integers
+from forgekit.run.adapters import check_unmerged
 from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.local_storage import only_warns
@@ -124,7 +125,8 @@ def checkpoint_save(
         A handle whose ``wait()`` returns the committed directory.
 
     Raises:
-        ValueError: If ``keep`` or ``version`` is less than 1, or a URL was made into a ``Path``.
+        ValueError: If ``keep`` or ``version`` is less than 1, a URL was made into a ``Path``, or
+            adapters are merged.
         ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
         TypeError: If a field of the state cannot be saved, or the optimizer keeps its state where
             a checkpoint cannot find it.
@@ -144,6 +146,7 @@ def checkpoint_save(
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     check_integers(version=(version, 1))
     check_inner_optimizers(state.optimizer)
+    check_unmerged(state.model, "a checkpoint would hold the adapters twice")
     storage, ranks = storage_of(directory), ranks_of(state)
     tensors, description = collect(state, ranks.rank)
     description |= {

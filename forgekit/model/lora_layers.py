@@ -1,0 +1,304 @@
+"""Layers with a low-rank adapter: a frozen matrix, and two thin factors that are trained.
+
+The factors are parameters of the layer itself, beside its weight, so that every parameter of the
+base keeps its name. Where ranks share the layer, ``parallelize`` shards the factors with it and
+replaces two sockets, ``add_up`` and ``drop``.
+
+References:
+    LoRA, https://arxiv.org/abs/2106.09685; rsLoRA, https://arxiv.org/abs/2312.03732;
+    DoRA, https://arxiv.org/abs/2402.09353
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from forgekit.model.attention import wide
+from forgekit.model.initial import seed_of
+from forgekit.model.moe import ALIGNMENT, Experts, Multiply
+
+WHOLE_FACTORS = MappingProxyType({0: ("lora_A",), 1: ("lora_B", "lora_magnitude_vector")})
+"""What ranks hold whole, by the dimension along which they share the weight."""
+
+
+@attrs.frozen(kw_only=True)
+class Adapter:
+    """The adapter of one matrix: ``weight + scale * B @ A``.
+
+    Attributes:
+        name: The matrix's, in the whole model; with ``seed`` it decides the initial values.
+        rank: Rows of ``A``, columns of ``B``.
+        alpha: ``scale`` times the rank, or times its root with ``rslora``.
+        dropout: Probability on what ``A`` takes, in training.
+        dora: Whether each row of the sum is scaled to a length that is trained.
+        rslora: Whether the scale falls with the root of the rank.
+        seed: Seed of the initial values.
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dora: bool = False
+    rslora: bool = False
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def draw(self, shape: torch.Size, restart: int = 0) -> Tensor:
+        """Draw the whole of ``A``, uniformly in ``+-1 / sqrt(in)``, float32 in host memory.
+
+        Args:
+            shape: ``[... r in]``.
+            restart: Another number, other values; 0 at first.
+        """
+        name = f"{self.name}.lora_A" + (f"/{restart}" if restart else "")
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, name))
+        values = torch.rand(shape, generator=generator, device="cpu")
+        return values.mul_(2).sub_(1).div_(math.sqrt(shape[-1]))
+
+
+class LoraLinear(nn.Linear):
+    """``nn.Linear`` with an adapter; ``add_adapter`` makes one of a layer that is there.
+
+    Attributes:
+        adapters: The adapter under ``"weight"``.
+        bases: The weight's values before it was merged, this rank's; empty while it is not.
+        lora_A: ``[r in]``.
+        lora_B: ``[out r]``.
+        lora_magnitude_vector: ``[out]``, lengths of rows (DoRA); None without.
+        add_up: Socket: sums of squares of a rank's columns -> of whole rows.
+        drop: Socket: ``drop(x, p)``, dropout on what this rank holds of the input.
+    """
+
+    adapters: dict[str, Adapter]
+    bases: dict[str, Tensor]
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude_vector: nn.Parameter | None
+    add_up: Callable[[Tensor], Tensor]
+    drop: Callable[[Tensor, float], Tensor]
+
+    @classmethod
+    def add_adapter(cls, layer: nn.Linear, adapter: Adapter) -> None:
+        """Give a layer an adapter that changes nothing yet, in place; the layer stays the same."""
+        layer.__class__ = cls
+        own: Any = layer
+        own.adapters, own.bases, own.add_up, own.drop = {"weight": adapter}, {}, _same, F.dropout
+        low, high = (adapter.rank, layer.in_features), (layer.out_features, adapter.rank)
+        own.lora_A, own.lora_B = (_new(layer.weight, shape) for shape in (low, high))
+        magnitude = _new(layer.weight, high[:1]) if adapter.dora else None
+        layer.register_parameter("lora_magnitude_vector", magnitude)
+        _fill(own)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[... in]`` -> ``[... out]``."""
+        if self.bases:
+            return super().forward(input)
+        x, adapter = input, self.adapters["weight"]
+        rows = x.reshape(-1, x.shape[-1])
+        is_dropped = self.training and adapter.dropout > 0
+        low = F.linear(
+            self.drop(rows, adapter.dropout) if is_dropped else rows, self.lora_A.to(x.dtype)
+        )
+        own_bias = None if adapter.dora else self.bias
+        out = F.linear(rows, self.weight, own_bias)
+        # One product that adds to what is there: no pass over the output for scale and sum.
+        out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
+        if adapter.dora:
+            out = out * self._stretch().to(x.dtype)
+            out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], -1)
+
+    def adapted_weight(self) -> Tensor:
+        """The weight that the layer computes with, ``[out in]``, differentiable."""
+        low, high = self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
+        adapted = self.weight + self.adapters["weight"].scale * (high @ low)
+        if self.lora_magnitude_vector is None:
+            return adapted
+        return adapted * self._stretch().to(adapted.dtype).unsqueeze(-1)
+
+    def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
+        """Names of a matrix's ``A``, ``B`` and magnitude."""
+        magnitude = "lora_magnitude_vector" if self.adapters[matrix].dora else None
+        return "lora_A", "lora_B", magnitude
+
+    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
+        """Whole initial values of the adapter's parameters, by name; see ``init_weights``."""
+        return _initial(self, restart)
+
+    def _stretch(self) -> Tensor:
+        """What each row is multiplied by, ``[out]``; gradients reach the magnitude alone."""
+        assert self.lora_magnitude_vector is not None
+        with torch.no_grad():
+            dtype = wide(self.weight.dtype)
+            delta = self.lora_B.to(dtype) @ self.lora_A.to(dtype)
+            rows = self.weight.to(dtype) + self.adapters["weight"].scale * delta
+            lengths = self.add_up(rows.square().sum(-1)).sqrt()
+        return self.lora_magnitude_vector.to(dtype) / lengths
+
+
+class LoraExperts(Experts):
+    """Experts of which each has adapters of its own; ``add_adapter`` makes them of experts.
+
+    Attributes:
+        adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``. Factors are ``<stack>_lora_A``
+            ``[e r in]`` and ``<stack>_lora_B`` ``[e out r]``.
+        bases: By stack its values before it was merged, this rank's; empty while none is.
+    """
+
+    adapters: dict[str, Adapter]
+    bases: dict[str, Tensor]
+
+    @classmethod
+    def add_adapter(cls, experts: Experts, stack: str, adapter: Adapter) -> None:
+        """Give a stack adapters that change nothing yet, in place."""
+        own: Any = experts
+        if not isinstance(experts, cls):
+            experts.__class__ = cls
+            own.adapters, own.bases = {}, {}
+        weight = getattr(experts, stack)
+        count, outputs, inputs = weight.shape
+        own.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
+        own.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
+        own.adapters[stack] = adapter
+        _fill(own, stack)
+
+    def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
+        """Multiply rows by their expert's matrix, and add what its adapter makes of them."""
+        out = super().project(stack, rows, multiply)
+        if stack not in self.adapters or self.bases:
+            return out
+        low, high = (getattr(self, name).to(rows.dtype) for name in self.factor_names(stack)[:2])
+        if short := -low.shape[1] % (ALIGNMENT // rows.element_size()):
+            # Zeros up to the strides that the grouped product takes.
+            low, high = F.pad(low, (0, 0, 0, short)), F.pad(high, (0, short))
+        return out + multiply(multiply(rows, low), high) * self.adapters[stack].scale
+
+    def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
+        """Names of a stack's ``A`` and ``B``; there is no magnitude."""
+        return f"{matrix}_lora_A", f"{matrix}_lora_B", None
+
+    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
+        """Whole initial values of the adapters' parameters, by name; see ``init_weights``."""
+        return _initial(self, restart)
+
+
+LoraLayer = LoraLinear | LoraExperts
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """A model's layers with adapters, by name; those that this rank has."""
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, LoraLayer)}
+
+
+def weight_of(layer: nn.Linear) -> Tensor:
+    """The weight that a linear layer computes with, where it is read instead of called."""
+    if isinstance(layer, LoraLinear) and not layer.bases:
+        return layer.adapted_weight()
+    return layer.weight
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLayer, matrix: str) -> Tensor:
+    """Add an adapter to its matrix: this rank's piece, in float32 or wider.
+
+    Of the factors, which are gathered, each rank multiplies the rows and columns that it holds.
+    """
+    weight, adapter = getattr(layer, matrix), layer.adapters[matrix]
+    low, high, magnitude = layer.factor_names(matrix)
+    dtype = wide(weight.dtype)
+    rows, columns = weight.ndim - 2, weight.ndim - 1
+    left = _piece(getattr(layer, high).to(dtype), weight, columns)
+    right = _piece(getattr(layer, low).to(dtype), weight, rows)
+    merged = local_of(weight).to(dtype) + adapter.scale * (left @ right)
+    if magnitude is None:
+        return merged
+    lengths = _add_columns(merged.square().sum(-1), weight).sqrt()
+    stretch = _piece(getattr(layer, magnitude).to(dtype), weight, columns) / lengths
+    return merged * stretch.unsqueeze(-1)
+
+
+def _piece(factor: Tensor, like: Tensor, whole: int) -> Tensor:
+    """What this rank needs of a factor: sharded as ``like`` is, but for dimension ``whole``."""
+    if not isinstance(like, DTensor):
+        return factor
+    placements = [Replicate() if _dimension(p) == whole else p for p in like.placements]
+    mesh = like.device_mesh
+    return distribute_tensor(full_of(factor), mesh, placements, src_data_rank=None).to_local()
+
+
+def _add_columns(sums: Tensor, like: Tensor) -> Tensor:
+    """Sums over a rank's columns -> over all columns, in place, of the rows that it holds."""
+    if not isinstance(like, DTensor):
+        return sums
+    for at, placement in enumerate(like.placements):
+        if _dimension(placement) == like.ndim - 1:
+            dist.all_reduce(sums, group=like.device_mesh.get_group(at))
+    return sums
+
+
+def _dimension(placement: Any) -> int | None:
+    return getattr(placement, "dim", None)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; a plain one is all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_of(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered where ranks share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _new(weight: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    """A trainable parameter beside a weight; of 16-bit weights in float32, where it can move."""
+    return nn.Parameter(torch.empty(shape, dtype=wide(weight.dtype), device=weight.device))
+
+
+@torch.no_grad()
+def _fill(layer: LoraLayer, *matrices: str) -> None:
+    """Fill what was just added, in place; on meta ``parallelize`` does it."""
+    matrices = matrices or tuple(layer.adapters)
+    due = {name for matrix in matrices for name in layer.factor_names(matrix) if name}
+    for name, full in layer.initial_adapters().items():
+        parameter = getattr(layer, name)
+        if name in due and not parameter.is_meta:
+            parameter.copy_(full())
+
+
+def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:
+    values: dict[str, Callable[[], Tensor]] = {}
+    for matrix, adapter in layer.adapters.items():
+        low, high, magnitude = layer.factor_names(matrix)
+        values[low] = partial(adapter.draw, getattr(layer, low).shape, restart)
+        values[high] = partial(torch.zeros, getattr(layer, high).shape, device="cpu")
+        if magnitude is not None:
+            values[magnitude] = partial(_row_lengths, layer, matrix)
+    return values
+
+
+def _row_lengths(layer: LoraLayer, matrix: str) -> Tensor:
+    """Lengths of the rows of a whole weight, which is gathered: the same bits in every layout."""
+    weight = full_of(getattr(layer, matrix).detach())
+    return torch.linalg.vector_norm(weight.to(wide(weight.dtype)), dim=-1).cpu()

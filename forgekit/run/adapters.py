@@ -1,0 +1,171 @@
+"""Adapters of a model in any layout: added before ``parallelize``, merged and taken out after."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from forgekit.model.initial import init_weights
+from forgekit.model.lora import adapter_names, add_adapters
+from forgekit.model.lora_layers import LoraLayer, LoraLinear, local_of, lora_layers, merged_weight
+from forgekit.parallel.fsdp import fsdp_modules, release
+from forgekit.state import layout_of, was_parallelized
+
+NONE = MappingProxyType({})
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float = 32.0,
+    targets: Collection[str] | str = ("*.query", "*.value"),
+    rank_pattern: Mapping[str, int] = NONE,
+    alpha_pattern: Mapping[str, float] = NONE,
+    dropout: float = 0.0,
+    dora: bool = False,
+    rslora: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Add low-rank adapters to matrices of a model and freeze all else, in place, and return it.
+
+    A matrix computes with ``weight + scale * B @ A``, at first with ``weight``, as ``B`` is zero.
+    ``A`` comes from ``(seed, name)``, bitwise the same in every layout. Parameters of the base keep
+    their names; the adapter's stand beside them, in float32 where the base has 16 bits. Call it
+    before ``parallelize`` and the optimizer, and again for matrices with other options.
+
+    Args:
+        model: Any model; on meta or filled.
+        rank: Rows of ``A``, ``r``.
+        alpha: The scale is ``alpha / r``, or ``alpha / sqrt(r)`` with ``rslora``.
+        targets: Patterns of names: of linear layers, of a ``Transformer``'s experts
+            (``"*.experts"``) or one stack of them (``"*.experts.down"``), which get an adapter for
+            each expert.
+        rank_pattern: Ranks of matrices that match a pattern of names; of several the last counts.
+        alpha_pattern: The same for ``alpha``.
+        dropout: Probability on what ``A`` takes, in [0, 1).
+        dora: Whether lengths of the rows of each weight are trained besides.
+        rslora: See ``alpha``.
+        seed: Seed of the initial values.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model went through ``parallelize``, a pattern matches nothing, a matrix
+            has an adapter already or a weight that another module uses, a number is out of range,
+            or experts are to have dropout or ``dora``.
+
+    Examples:
+        >>> model = add_lora(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rank=2, targets="1")
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['1.lora_A', '1.lora_B']
+    """
+    if was_parallelized(model):
+        raise ValueError(
+            f"{type(model).__name__} went through parallelize, and gradients of adapters that are "
+            "added now would never be summed: each rank would train its own. Call "
+            "forgekit.add_lora(model) before forgekit.parallelize(model, mesh)."
+        )
+    return add_adapters(
+        model,
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        dropout=dropout,
+        dora=dora,
+        rslora=rslora,
+        seed=seed,
+    )
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Add each adapter to its matrix, in place: in float32 or wider, rounded once to its dtype.
+
+    Every rank calls it, in any layout. The matrices' own values are kept beside them, so that
+    ``unmerge_lora`` restores every bit; that costs their memory once more. A merged model computes
+    without its adapters: it can be evaluated and exported, not trained or checkpointed.
+
+    Args:
+        model: A model with adapters, as ``add_lora`` or ``parallelize`` returned it.
+
+    Raises:
+        ValueError: If it has no adapter, or is merged already.
+    """
+    layers = check_unmerged(model, "once more would add them twice")
+    if not layers and layout_of(model).stages is None:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter to merge; forgekit.add_lora adds some."
+        )
+    let_go(model)
+    for layer in layers:
+        for matrix in layer.adapters:
+            weight = local_of(getattr(layer, matrix))
+            merged = merged_weight(layer, matrix)
+            layer.bases[matrix] = weight.clone()
+            weight.copy_(merged)
+
+
+@torch.no_grad()
+def unmerge_lora(model: nn.Module) -> None:
+    """Restore the matrices as they were before ``merge_lora``, in place and bit for bit.
+
+    Args:
+        model: What ``merge_lora`` was given.
+
+    Raises:
+        ValueError: If it is not merged.
+    """
+    layers = lora_layers(model).values()
+    if not any(layer.bases for layer in layers) and layout_of(model).stages is None:
+        raise ValueError(
+            f"{type(model).__name__} is not merged, so there is nothing to take out of its "
+            "matrices. Call forgekit.merge_lora(model) first."
+        )
+    let_go(model)
+    for layer in layers:
+        for matrix, base in layer.bases.items():
+            local_of(getattr(layer, matrix)).copy_(base)
+        layer.bases.clear()
+
+
+@torch.no_grad()
+def reset_magnitudes(model: nn.Module) -> None:
+    """Set each DoRA magnitude to the lengths of its weight's rows as they are now, in place.
+
+    Call it, on every rank, when weights were loaded after ``add_lora``, and before training.
+
+    Args:
+        model: A model with adapters; without DoRA nothing changes.
+    """
+    layers = {n: layer for n, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
+    names = {f"{n}.lora_magnitude_vector".lstrip(".") for n in layers}
+    let_go(model)
+    init_weights(model, 0, only=names & set(adapter_names(model)))
+
+
+def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
+    """List a model's layers with adapters; raise if they are merged.
+
+    Args:
+        model: The model.
+        why: What would go wrong otherwise.
+    """
+    layers = lora_layers(model)
+    if merged := [name for name, layer in layers.items() if layer.bases]:
+        raise ValueError(
+            f"the adapters of {len(merged)} layers (first: {merged[0]!r}) are merged into their "
+            f"weights: {why}. Call forgekit.unmerge_lora(model) first."
+        )
+    return list(layers.values())
+
+
+def let_go(model: nn.Module) -> None:
+    """Let go what FSDP has gathered: it would be of the weights as they were."""
+    release(fsdp_modules(*layout_of(model).roots(model)))

@@ -1,0 +1,170 @@
+"""Models with adapters that have moved, and what one process finds for them.
+
+The reference shares no code with the layers: it adds the product of the factors to each weight of
+the base model and lets autograd go through that sum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import forgekit as fk
+
+SPEC = fk.TransformerSpec(
+    vocab_size=40, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_seq_len=16, qk_norm=True
+)
+EXPERTS = fk.TransformerSpec(
+    vocab_size=40,
+    dim=16,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    ffn_dim=24,
+    max_seq_len=16,
+    moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=12, shared=1, first=1, aux_loss=0.0),
+)
+DENSE = (
+    {
+        "rank": 4,
+        "alpha": 16.0,
+        "targets": ("*.query", "*.key", "*.gate", "*.down", "output"),
+        "rank_pattern": {"*.down": 3},
+        "alpha_pattern": {"*.gate": 28.0},
+    },
+    {"rank": 5, "alpha": 20.0, "targets": ("*.value", "*.attention.output"), "dora": True},
+    {"rank": 2, "alpha": 8.0, "targets": ("*.up",), "rslora": True},
+)
+MIXED = (
+    {
+        "rank": 2,
+        "alpha": 8.0,
+        "targets": ("*.experts", "*.query", "*.shared.down"),
+        "rank_pattern": {"*.experts.down": 6},
+    },
+)
+LATE = ({"rank": 2, "alpha": 8.0, "targets": ("layers.1.*.value",)},)
+"""Nothing to train before the second block."""
+ADAPTED = {
+    "dense": (SPEC, DENSE),
+    "deep": (attrs.evolve(SPEC, layers=4), DENSE),
+    "experts": (EXPERTS, MIXED),
+    "late": (SPEC, LATE),
+    "plain": (SPEC, (DENSE[0], DENSE[2])),
+    "lengths": (SPEC, (DENSE[1],)),
+}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
+    """A model with adapters as ``add_lora`` leaves them."""
+    spec, adapters = ADAPTED[kind]
+    with torch.device(device):
+        model = fk.Transformer(spec, seed=0).to(dtype)
+    for options in adapters:
+        fk.add_lora(model, seed=3, **options)
+    return model
+
+
+@torch.no_grad()
+def move(model: nn.Module) -> nn.Module:
+    """Give every factor other values, each from its name, in place."""
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+        if name.endswith("magnitude_vector"):
+            parameter.mul_((1 + noise).to(parameter.dtype))
+        else:
+            parameter.copy_(noise)
+    return model
+
+
+def scales(kind: str) -> dict[str, float]:
+    """By name of a matrix what the product of its factors is multiplied by, written out."""
+    dense = {"query": 4.0, "key": 4.0, "gate": 7.0, "down": 16 / 3, "output": 4.0}
+    with_lengths = {"value": 4.0, "attention.output": 4.0}
+    dense |= {**with_lengths, "up": 8 / 2**0.5}
+    return {
+        "dense": dense,
+        "deep": dense,
+        "experts": {
+            "query": 4.0,
+            "shared.down": 4.0,
+            "experts.gate": 4.0,
+            "experts.up": 4.0,
+            "experts.down": 8 / 6,
+        },
+        "late": {"value": 4.0},
+    }[kind]
+
+
+def adapted_weights(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The base's parameters with adapters added, by name in the base."""
+    weights = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
+    for name in [name for name in tensors if name.endswith("lora_A")]:
+        matrix = name.removesuffix("lora_A")
+        target = matrix.removesuffix("_") if matrix.endswith("_") else f"{matrix}weight"
+        plain = target.removesuffix(".weight")
+        known = [scale for end, scale in scales(kind).items() if plain.endswith(end)]
+        product = torch.einsum("...or,...ri->...oi", tensors[f"{matrix}lora_B"], tensors[name])
+        total = weights[target] + known[-1] * product
+        lengths = tensors.get(f"{matrix}lora_magnitude_vector")
+        if lengths is not None:
+            total = total * (lengths / total.detach().norm(dim=1))[:, None]
+        weights[target] = total
+    return weights
+
+
+def batches_of(world: int, vocabulary: int = 40) -> list[list[TensorDict]]:
+    """``[micro-batch][rank]``, ragged numbers of targets."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for micro in range(2):
+        row = []
+        for rank in range(world):
+            ids = torch.randint(0, vocabulary, (2, 17), generator=generator)
+            labels = ids[:, 1:].clone()
+            kept = 3 + 2 * rank + micro
+            labels[torch.randint(0, 10, labels.shape, generator=generator) < kept] = -100
+            row.append(TensorDict({"input_ids": ids[:, :-1].clone(), "labels": labels}, [2]))
+        found.append(row)
+    return found
+
+
+def reference(kind: str, world: int) -> dict[str, Tensor]:
+    """Gradients of the token-mean loss by name of the factor, float64, one process."""
+    tensors = {n: p.detach() for n, p in move(build(kind)).named_parameters()}
+    leaves = {n: t.requires_grad_("lora_" in n) for n, t in tensors.items()}
+    base = fk.Transformer(ADAPTED[kind][0], seed=0).double()
+    weights = adapted_weights(kind, leaves)
+    batches = [batch for row in batches_of(world) for batch in row]
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        logits: Any = functional_call(base, weights, (batch["input_ids"],))
+        labels = batch["labels"].flatten()
+        total = total + F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        count += int((labels != -100).sum())
+    names = [name for name in leaves if "lora_" in name]
+    return dict(
+        zip(names, torch.autograd.grad(total / count, [leaves[n] for n in names]), strict=True)
+    )
+
+
+def loss_fn(model: nn.Module, batch: Any) -> fk.Loss:
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def head_loss(model: nn.Module, batch: Any) -> fk.Loss:
+    def head(hidden: Tensor, weight: Tensor) -> fk.Loss:
+        return fk.linear_cross_entropy(hidden, weight, batch["labels"])
+
+    return model(batch["input_ids"], head=head)

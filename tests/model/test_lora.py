@@ -1,0 +1,293 @@
+"""Adapters in one process: what they compute, merge into, start from and refuse."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from adapted import ADAPTED, SPEC, adapted_weights, batches_of, build, loss_fn, move, reference
+from torch import nn
+from torch.func import functional_call
+
+import forgekit as fk
+from forgekit.run.adapters import reset_magnitudes
+
+KINDS = ("dense", "experts")
+IDS = torch.arange(20).reshape(2, 10)
+
+
+def plain(kind, dtype=torch.float64):
+    return fk.Transformer(ADAPTED[kind][0], seed=0).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_weights_with_the_product_added(kind):
+    model = move(build(kind))
+    weights = adapted_weights(kind, dict(model.named_parameters()))
+    expected = functional_call(plain(kind), weights, (IDS,))
+    assert torch.allclose(model(IDS), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_changes_nothing_at_first(kind):
+    expected = plain(kind)(IDS)
+    assert torch.allclose(build(kind)(IDS), expected, rtol=0, atol=1e-14)
+
+
+def test_experts_of_a_rank_that_is_no_multiple_use_the_grouped_product_all_the_same():
+    model = move(build("experts", torch.float32))
+    expected = move(build("experts"))(IDS)
+    assert torch.allclose(model(IDS).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_initial_values_follow_seed_and_name():
+    model = build("dense")
+    query, key = (model.layers[0].attention.get_submodule(n).lora_A for n in ("query", "key"))
+    other = model.layers[1].attention.query.lora_A
+    assert not torch.equal(query[:, :8], key[:, :8])
+    assert not torch.equal(query, other)
+    bound = SPEC.dim**-0.5
+    assert 0.9 * bound < query.abs().max() <= bound
+    value = model.layers[0].attention.value
+    assert torch.equal(value.lora_magnitude_vector, value.weight.norm(dim=1))
+    again = fk.add_lora(plain("dense"), targets="*.query", rank=4, seed=4)
+    assert not torch.equal(again.layers[0].attention.query.lora_A, query)
+
+
+def test_the_base_is_frozen_and_keeps_its_names():
+    model, names = build("dense"), dict(plain("dense").named_parameters()).keys()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {n for n, _ in model.named_parameters()} - trained == names
+    assert all("lora_" in name for name in trained)
+    model.load_state_dict(plain("dense").state_dict(), strict=False)
+    held = sum(len(group["params"]) for group in fk.adamw(model).param_groups)
+    assert held == len(trained)
+
+
+def test_factors_of_a_16_bit_base_are_float32():
+    model = move(build("dense", torch.bfloat16))
+    assert model(IDS).dtype == torch.bfloat16
+    dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n}
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_adds_in_float32_and_rounds_once(kind, dtype):
+    model = move(build(kind, dtype))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    unmerged = model(IDS)
+    fk.merge_lora(model)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = adapted_weights(kind, {n: p.to(wide) for n, p in before.items()})
+    found = dict(model.named_parameters())
+    for name, weight in expected.items():
+        rounding = 1e-14 if dtype == wide else torch.finfo(dtype).eps * weight.abs() + 1e-7
+        assert ((found[name] - weight.to(dtype)).abs() <= rounding).all(), name
+        same = (found[name] == weight.to(dtype)).float().mean()
+        assert same > 0.99 or dtype == wide
+    difference = (model(IDS) - unmerged).norm() / unmerged.norm()
+    assert difference < (1e-14 if dtype == wide else 0.03)
+    first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    fk.unmerge_lora(model)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert torch.equal(model(IDS), unmerged)
+    fk.merge_lora(model)
+    assert all(torch.equal(p, first[n]) for n, p in model.named_parameters())
+
+
+def test_dropout_acts_in_training_alone():
+    model = move(fk.add_lora(plain("dense"), targets="*.down", dropout=0.5))
+    without = move(fk.add_lora(plain("dense"), targets="*.down"))
+    assert not torch.equal(model(IDS), model(IDS))
+    assert torch.equal(model.eval()(IDS), without.eval()(IDS))
+    torch.manual_seed(0)
+    x, down = torch.randn(3, 48, dtype=torch.float64), model.layers[0].feed_forward.down
+    expected = without.layers[0].feed_forward.down(x)
+    assert torch.equal(down(x), expected)
+    mean = torch.stack([down.train()(x).detach() for _ in range(900)]).mean(0)
+    assert (mean - expected).abs().mean() < 0.1 * (down(x) - expected).abs().mean()
+
+
+def test_a_frozen_router_keeps_its_bias():
+    moe = attrs.evolve(ADAPTED["experts"][0].moe, bias_rate=0.1, first=0)
+    spec = attrs.evolve(ADAPTED["experts"][0], moe=moe)
+    model = fk.add_lora(fk.Transformer(spec), targets="*.experts")
+    state = fk.TrainState.create(model, fk.adamw(model))
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+    step(state, [row[0] for row in batches_of(1)])
+    router = model.layers[0].feed_forward.router
+    assert not router.selection_bias.any()
+    assert router.load.std() > 0
+
+
+def test_magnitudes_follow_weights_that_are_loaded_later():
+    model = fk.add_lora(plain("dense"), targets="*.value", dora=True)
+    loaded = fk.Transformer(SPEC, seed=1).double()
+    model.load_state_dict(loaded.state_dict(), strict=False)
+    reset_magnitudes(model)
+    assert torch.allclose(model(IDS), loaded(IDS), rtol=0, atol=1e-13)
+
+
+def test_a_checkpoint_of_the_base_loads_into_a_model_with_adapters(tmp_path):
+    base = fk.Transformer(SPEC, seed=1).double()
+    saved = fk.TrainState.create(base, fk.adamw(base), seed=0)
+    fk.checkpoint_save(saved, tmp_path, blocking=True)
+    model = build("dense")
+    before = model.layers[0].attention.query.lora_A.detach().clone()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    state = fk.checkpoint_load(state, tmp_path, parts=("model",))
+    assert torch.allclose(model(IDS), base(IDS), rtol=0, atol=1e-13)
+    assert torch.equal(model.layers[0].attention.query.lora_A, before)
+    fk.checkpoint_save(state, tmp_path / "adapted", blocking=True)
+    other = build("dense")
+    new = fk.TrainState.create(move(other), fk.adamw(other))
+    fk.checkpoint_load(new, tmp_path / "adapted")
+    pairs = zip(other.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    move(model)
+    fk.merge_lora(model)
+    with pytest.raises(ValueError, match="a checkpoint would hold the adapters twice"):
+        fk.checkpoint_save(state, tmp_path / "merged")
+    with pytest.raises(ValueError, match="unmerging would bring back other weights"):
+        fk.checkpoint_load(state, tmp_path)
+
+
+def test_adapters_of_a_foreign_model_and_of_a_tied_one():
+    torch.manual_seed(0)
+    foreign = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    before = foreign(x)
+    move(fk.add_lora(foreign, rank=2, alpha=8.0, targets=("0", "2"), dora=True))
+    after = foreign(x)
+    assert not torch.allclose(after, before)
+    fk.merge_lora(foreign)
+    assert torch.allclose(foreign(x), after, rtol=0, atol=1e-13)
+    tied = fk.Transformer(attrs.evolve(SPEC, tied=True)).double()
+    gradient = torch.autograd.grad
+    fk.add_lora(tied, targets=("*.query",))
+    query = tied.layers[0].attention.query.lora_B
+    assert gradient(tied(IDS).square().sum(), query)[0].abs().max() > 0
+
+
+def test_one_process_finds_the_gradients_of_the_reference():
+    model, expected = move(build("dense")), reference("dense", 1)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    totals = fk.accumulate(state, [row[0] for row in batches_of(1)], loss_fn)
+    found = fk.gradients(state, fk.reduce_totals(totals, state))
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert torch.allclose(found[name], wanted, rtol=0, atol=1e-12)
+
+
+def tied_linears():
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def merged():
+    model = move(build("dense"))
+    fk.merge_lora(model)
+    return model
+
+
+dense, experts = partial(plain, "dense"), partial(plain, "experts")
+add = fk.add_lora
+REFUSED = {
+    "a pattern for nothing": (
+        lambda: add(dense(), targets=("*.quary",)),
+        r"'\*\.quary' matches no linear layer .* nearest names are .*query",
+    ),
+    "a pattern for another layer": (
+        lambda: add(dense(), targets=("embedding",)),
+        r"only 'embedding' \(Embedding\)",
+    ),
+    "no pattern": (lambda: add(dense(), targets=()), "targets is empty"),
+    "rank 0": (lambda: add(dense(), rank=0), "rank is 0; it must be an integer of at least 1"),
+    "a rank that is none": (lambda: add(dense(), rank=2.5), r"rank is 2\.5"),
+    "rank 0 of a pattern": (
+        lambda: add(dense(), rank_pattern={"*.value": 0}),
+        r"rank_pattern\['\*\.value'\] is 0",
+    ),
+    "alpha 0": (lambda: add(dense(), alpha=0.0), "alpha is 0, so the adapter would add nothing"),
+    "alpha below 0": (lambda: add(dense(), alpha=-1.0), "alpha is -1"),
+    "dropout 1": (lambda: add(dense(), dropout=1.0), "dropout is 1.0; it must be at least 0"),
+    "a rank's pattern for nothing": (
+        lambda: add(dense(), rank_pattern={"*.down": 2}),
+        r"'\*\.down' matches none of the 4 matrices .*attention\.query",
+    ),
+    "an alpha's pattern for nothing": (
+        lambda: add(dense(), alpha_pattern={"*.down": 2.0}),
+        r"'\*\.down' matches none of the 4 matrices",
+    ),
+    "a second adapter": (
+        lambda: add(build("dense"), targets="*.query"),
+        r"'layers\.0\.attention\.query' has an adapter already",
+    ),
+    "a second adapter of a stack": (
+        lambda: add(build("experts"), targets="*.experts.up"),
+        r"experts\.up' has an adapter already",
+    ),
+    "dropout of experts": (
+        lambda: add(experts(), targets="*.experts", dropout=0.1),
+        r"experts\.gate' is of experts; its adapter takes no dropout",
+    ),
+    "lengths of experts": (
+        lambda: add(experts(), targets="*.experts.down", dora=True),
+        r"experts\.down' is of experts; its adapter takes no dora",
+    ),
+    "dropout of the head": (
+        lambda: add(dense(), targets="output", dropout=0.1),
+        "'output' is of the output projection, whose weight a loss may read",
+    ),
+    "the head of a tied model": (
+        lambda: add(fk.Transformer(attrs.evolve(SPEC, tied=True)), targets="output"),
+        "the output projection, which is the embedding",
+    ),
+    "a tied layer": (
+        lambda: add(tied_linears(), targets="head"),
+        r"the weight of 'head' is that of 'embed\.weight' too",
+    ),
+    "a layer of another kind": (
+        lambda: add(nn.Sequential(Doubled(3, 3)), targets="0"),
+        "'0' is a Doubled with a forward of its own",
+    ),
+    "nothing to merge": (lambda: fk.merge_lora(dense()), "Transformer has no adapter to merge"),
+    "merging twice": (
+        lambda: fk.merge_lora(merged()),
+        "are merged into their weights: once more would add them twice",
+    ),
+    "unmerging what is not merged": (
+        lambda: fk.unmerge_lora(build("dense")),
+        "Transformer is not merged",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_no_adapter_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.bad_input
+def test_adding_after_parallelize_is_refused_in_one_process_too():
+    model = dense()
+    model = fk.parallelize(model, one_rank())
+    with pytest.raises(ValueError, match="went through parallelize, and gradients of adapters"):
+        fk.add_lora(model)
+    fk.shutdown()
+
+
+def one_rank():
+    return fk.build_mesh(fk.MeshSpec(), device="cpu")
