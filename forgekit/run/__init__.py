@@ -13,6 +13,8 @@ from forgekit.run.metrics import read_metrics
 from forgekit.run.generate import write_sample
 from forgekit.run.expert_map import expert_loads, plot_expert_loads
 from forgekit.run.report import plot_losses
+from forgekit.run.relora import relora
+from forgekit.run.adapters import reset_magnitudes
 from forgekit.run.verification.verify import VerifyReport
 
 __all__ = [
@@ -37,5 +39,7 @@ __all__ = [
     "expert_loads",
     "plot_expert_loads",
     "plot_losses",
+    "relora",
+    "reset_magnitudes",
     "VerifyReport",
 ]
