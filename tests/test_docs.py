@@ -37,6 +37,17 @@ def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
     assert result.failed == 0, "".join(said)
 
 
+def test_the_script_of_the_adapters_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "adapters.md").read_text(), re.M | re.S
+    )
+    exec(compile(script, "adapters.md", "exec"), {"__name__": "__main__"})
+    first, last = map(float, capsys.readouterr().out.split())
+    assert last < first - 0.5
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
 def test_the_table_of_layouts_is_complete_and_within_the_bounds():
     rows = re.findall(r"^\| `(\S+)` \|(.*)\|$", (DOCS / "layout_errors.md").read_text(), re.M)
     assert [name for name, _ in rows] == list(LAYOUTS)
@@ -60,6 +71,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/experts.md",
         "docs/huggingface.md",
         "docs/optimizers.md",
+        "docs/adapters.md",
         "docs/performance.md",
     ],
 )
