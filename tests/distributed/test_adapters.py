@@ -219,6 +219,9 @@ def refuse(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, pp=2), device="cpu")
     with pytest.raises(ValueError, match=r"stage of the ranks \[0\] has nothing to train"):
         fk.parallelize(build("late"), mesh)
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, tp=2), device="cpu")
+    with pytest.raises(ValueError, match=r"experts\.\w+_lora_A' cannot be tensor-parallel"):
+        fk.parallelize(build("experts"), mesh)
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
     with pytest.raises(ValueError, match="went through parallelize, and gradients of adapters"):
         fk.add_lora(fk.parallelize(fk.Transformer(adapted.SPEC), mesh))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.inputs import divisors, nearest_multiples
+from forgekit.inputs import divisors, nearest_multiples, quoted
 from forgekit.parallel.tensor.transformers_plan import transformers_plan
 
 Style = str | ParallelStyle
@@ -187,6 +187,7 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
             _check_divides(f"in_features of {name!r}", _int(module, "in_features"), size)
         elif style == ROUTED:
             experts: Any = module.get_submodule("experts")
+            _check_known(f"{name}.experts", experts)
             for leaf, dim in experts.widths.items():
                 width = experts.get_parameter(leaf).shape[dim]
                 _check_divides(f"the width of '{name}.experts.{leaf}'", width, size)
@@ -222,6 +223,16 @@ def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size
             f"{size}, key and value heads too. Change their numbers, or tp to one of "
             f"{divisors(math.gcd(*projections.values()))}."
         )
+
+
+def _check_known(name: str, experts: Any) -> None:
+    """A parameter that says no width would be whole beside parts: an adapter's factor, say."""
+    for leaf, _ in experts.named_parameters(recurse=False):
+        if leaf not in experts.widths:
+            raise ValueError(
+                f"'{name}.{leaf}' cannot be tensor-parallel: experts say the widths of "
+                f"{quoted(experts.widths)} only. Use tp=1, or give adapters to linear layers alone."
+            )
 
 
 def _head_channels(parent: nn.Module) -> int:

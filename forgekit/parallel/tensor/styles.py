@@ -68,7 +68,7 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
     _place(module, mesh, Shard(1))
     module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
     if isinstance(module, LoraLinear):
-        module.add_up, module.drop = partial(_add_up, mesh), partial(_drop_channels, mesh)
+        module.add_up, module.drop = partial(_sum_parts, mesh), partial(_drop_channels, mesh)
     output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_project_in, module, mesh, output))
 
@@ -259,7 +259,7 @@ def _drop_channels(mesh: DeviceMesh, x: Tensor, p: float) -> Tensor:
     return x * whole.chunk(size, 1)[rank].clone()
 
 
-def _add_up(mesh: DeviceMesh, parts: Tensor) -> Tensor:
+def _sum_parts(mesh: DeviceMesh, parts: Tensor) -> Tensor:
     return DTensor.from_local(parts, mesh, (Partial(),), run_check=False).full_tensor()
 
 
