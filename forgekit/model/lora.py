@@ -47,6 +47,11 @@ def add_adapters(
 
 def add_chosen(model: nn.Module, chosen: list[Adapter]) -> nn.Module:
     """Add adapters to the matrices that they name, and freeze all else, in place."""
+    if find_matrices(model).keys() & {"", *STACKS}:
+        raise ValueError(
+            f"the model is a {type(model).__name__} itself, and adapters take the place of a "
+            "model's layers. Put it into a module: torch.nn.Sequential(model)."
+        )
     _check_matrices(model, chosen)
     for adapter in chosen:
         _add(model, adapter)
@@ -219,10 +224,14 @@ def _shared_weights(model: nn.Module) -> dict[str, str]:
 
 def _add(model: nn.Module, adapter: Adapter) -> None:
     layer = find_matrices(model)[adapter.name]
+    path = adapter.name.rpartition(".")[0] if isinstance(layer, Experts) else adapter.name
     if isinstance(layer, Experts):
-        LoraExperts.add_adapter(layer, _stack(layer, adapter.name), adapter)
-    elif isinstance(layer, nn.Linear):
-        LoraLinear.add_adapter(layer, adapter)
+        adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
+        adapted.add_adapter(_stack(layer, adapter.name), adapter)
+    else:
+        adapted = LoraLinear.of(layer, adapter)
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, adapted)
 
 
 def _stack(layer: nn.Module, name: str) -> str:

@@ -73,7 +73,7 @@ class Adapter:
 
 
 class LoraLinear(nn.Linear):
-    """``nn.Linear`` with an adapter; ``add_adapter`` makes one of a layer that is there.
+    """``nn.Linear`` with an adapter; ``of`` makes one that takes the place of a layer.
 
     Attributes:
         adapters: The adapter under ``"weight"``.
@@ -94,16 +94,16 @@ class LoraLinear(nn.Linear):
     drop: Callable[[Tensor, float], Tensor]
 
     @classmethod
-    def add_adapter(cls, layer: nn.Linear, adapter: Adapter) -> None:
-        """Give a layer an adapter that changes nothing yet, in place; the layer stays the same."""
-        layer.__class__ = cls
-        own: Any = layer
+    def of(cls, layer: nn.Module, adapter: Adapter) -> LoraLinear:
+        """Make a layer of the parameters and hooks of another, with an adapter that adds zero."""
+        own: Any = _taken_over(layer, cls)
         own.adapters, own.bases, own.add_up, own.drop = {"weight": adapter}, {}, _same, F.dropout
-        low, high = (adapter.rank, layer.in_features), (layer.out_features, adapter.rank)
-        own.lora_A, own.lora_B = (_new(layer.weight, shape) for shape in (low, high))
-        magnitude = _new(layer.weight, high[:1]) if adapter.dora else None
-        layer.register_parameter("lora_magnitude_vector", magnitude)
+        low, high = (adapter.rank, own.in_features), (own.out_features, adapter.rank)
+        own.lora_A, own.lora_B = (_new(own.weight, shape) for shape in (low, high))
+        magnitude = _new(own.weight, high[:1]) if adapter.dora else None
+        own.register_parameter("lora_magnitude_vector", magnitude)
         _fill(own)
+        return own
 
     def forward(self, input: Tensor) -> Tensor:
         """``[... in]`` -> ``[... out]``."""
@@ -153,7 +153,7 @@ class LoraLinear(nn.Linear):
 
 
 class LoraExperts(Experts):
-    """Experts of which each has adapters of its own; ``add_adapter`` makes them of experts.
+    """Experts of which each has adapters of its own; ``of`` makes them of experts.
 
     Attributes:
         adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``. Factors are ``<stack>_lora_A``
@@ -165,18 +165,20 @@ class LoraExperts(Experts):
     bases: dict[str, Tensor]
 
     @classmethod
-    def add_adapter(cls, experts: Experts, stack: str, adapter: Adapter) -> None:
-        """Give a stack adapters that change nothing yet, in place."""
-        own: Any = experts
-        if not isinstance(experts, cls):
-            experts.__class__ = cls
-            own.adapters, own.bases = {}, {}
-        weight = getattr(experts, stack)
+    def of(cls, experts: Experts) -> LoraExperts:
+        """Make experts of the parameters and hooks of others, without adapters yet."""
+        own: Any = _taken_over(experts, cls)
+        own.adapters, own.bases = {}, {}
+        return own
+
+    def add_adapter(self, stack: str, adapter: Adapter) -> None:
+        """Give a stack adapters that add zero, in place."""
+        weight = getattr(self, stack)
         count, outputs, inputs = weight.shape
-        own.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
-        own.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
-        own.adapters[stack] = adapter
-        _fill(own, stack)
+        self.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
+        self.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
+        self.adapters[stack] = adapter
+        _fill(self, stack)
 
     def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
         """Multiply rows by their expert's matrix, and add what its adapter makes of them."""
@@ -196,6 +198,13 @@ class LoraExperts(Experts):
     def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
         """Whole initial values of the adapters' parameters, by name; see ``init_weights``."""
         return _initial(self, restart)
+
+
+def _taken_over(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Make a module of another class that holds what a module holds: parameters, hooks, names."""
+    own = kind.__new__(kind)
+    vars(own).update(vars(module) | {"_parameters": dict(module._parameters)})
+    return own
 
 
 LoraLayer = LoraLinear | LoraExperts

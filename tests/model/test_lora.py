@@ -291,3 +291,22 @@ def test_adding_after_parallelize_is_refused_in_one_process_too():
 
 def one_rank():
     return fk.build_mesh(fk.MeshSpec(), device="cpu")
+
+
+def test_a_layer_gives_way_to_one_with_its_parameters_and_hooks():
+    model, seen = fk.Transformer(SPEC, seed=0), []
+    before = model.layers[0].attention.query
+    before.register_forward_hook(lambda *_: seen.append(True))
+    fk.add_lora(model, targets=("layers.0.attention.query",))
+    after = model.layers[0].attention.query
+    assert type(before) is torch.nn.Linear
+    assert dict(before.named_parameters()).keys() == {"weight"}
+    assert after.weight is before.weight
+    model(torch.arange(4)[None])
+    assert seen == [True]
+
+
+@pytest.mark.bad_input
+def test_a_layer_alone_is_refused():
+    with pytest.raises(ValueError, match="the model is a Linear itself, and adapters take the"):
+        fk.add_lora(torch.nn.Linear(4, 4), targets=("*",))

@@ -450,3 +450,23 @@ def test_directories_of_others_are_refused(tmp_path):
         fk.save_adapter(build("plain"), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         fk.load_adapter(plain(), Path(tmp_path))
+
+
+def test_an_export_takes_what_is_merged_and_refuses_what_is_not(tmp_path):
+    model = fk.Transformer(adapted.SPEC, seed=0)
+    fk.add_lora(model, targets=("*.query", "*.down"), rank=2, dora=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    ids = torch.arange(12).reshape(2, 6)
+    wanted = model(ids)
+    with pytest.raises(fk.CheckpointError, match=r"has an adapter that is not merged into its"):
+        fk.save_huggingface(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    fk.merge_lora(model)
+    fk.save_huggingface(model, tmp_path / "out")
+    plain = fk.Transformer(fk.huggingface_spec(tmp_path / "out"))
+    fk.load_huggingface(plain, tmp_path / "out")
+    torch.testing.assert_close(plain(ids), wanted, rtol=1e-4, atol=1e-5)
+    assert (plain(ids) - fk.Transformer(adapted.SPEC, seed=0)(ids)).abs().max() > 0.01

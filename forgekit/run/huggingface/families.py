@@ -308,6 +308,10 @@ def _check_window(config: Config, length: int) -> None:
 
 def _read_qwen_moe(config: Config) -> MoESpec | None:
     layers, step = _integer(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
+    if not is_integer(step) or step < 1:
+        raise CheckpointError(
+            f"config.json: decoder_sparse_step is {brief(step)}; it must be at least 1."
+        )
     dense = config.get("mlp_only_layers") or []
     routed = [n for n in range(layers) if n not in dense and (n + 1) % step == 0]
     first = routed[0] if routed else 0

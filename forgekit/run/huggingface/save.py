@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.data.atomic_directory import atomic_directory
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
+from forgekit.model.lora import adapter_names
+from forgekit.model.lora_layers import lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.ranks import Ranks
@@ -97,8 +99,8 @@ def save_huggingface(
     check_tokenizer(tokenizer)
     is_ours = names is None
     family, base, source = _resolve(like)
-    tensors = named_tensors(model)
     ranks = _ranks()
+    tensors = ranks.together(lambda: _weights(model))
     held = ranks.each(lambda: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     with ExitStack() as stack:
         folder = ranks.first(lambda: _enter_new(stack, path))
@@ -115,6 +117,17 @@ def save_huggingface(
         if is_ours and isinstance(model, Transformer):
             check_logits(ranks, model, folder)
         ranks.first(stack.close)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by name, without the factors of adapters that are merged into them."""
+    layers, factors = lora_layers(model), set(adapter_names(model))
+    if apart := [name for name, layer in layers.items() if not layer.bases]:
+        raise CheckpointError(
+            f"{apart[0]!r} has an adapter that is not merged into its weight. Call "
+            "forgekit.merge_lora(model) first, or write the adapter: forgekit.save_adapter."
+        )
+    return {name: t for name, t in named_tensors(model).items() if name not in factors}
 
 
 @attrs.frozen
