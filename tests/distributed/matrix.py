@@ -137,6 +137,8 @@ ROUTED: dict[str, Row] = {
     "moe-ep4": _routed({"dp_shard": 4, "ep": 4}),
     "moe-ep2-fsdp2": _routed({"dp_shard": 4, "ep": 2}),
     "moe-ep2-ddp2": _routed({"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+    "moe-tp2": _routed({"tp": 2}),
+    "moe-ep2-tp2": _routed({"dp_shard": 2, "tp": 2, "ep": 2}),
     "moe-cp2-ring": _routed({"cp": 2}, context_parallel="ring"),
     "moe-cp2-ulysses": _routed({"cp": 2}, context_parallel="ulysses"),
     "moe-cp4-both": _routed({"cp": 4}, context_parallel="both"),
