@@ -430,15 +430,15 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _check_stages_train(stages: Stages) -> None:
-    """Raise on every rank if a stage has nothing to train, and so no gradients to pass on."""
-    held = [[p.requires_grad for p in stage.parameters()] for stage in stages.modules]
+    """Raise on every rank if one of them has nothing to train, and so no gradients to pass on."""
+    held = [p.requires_grad for stage in stages.modules for p in stage.parameters()]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, any(own and not any(own) for own in held))
+    dist.all_gather_object(everyone, not any(held))
     if any(everyone):
         raise ValueError(
-            f"a pipeline stage of the ranks {[r for r, one in enumerate(everyone) if one]} has "
-            "nothing to train: all of its parameters are frozen. Add adapters to blocks of every "
-            "stage (forgekit.add_lora), or use pp=1."
+            f"the pipeline stages of the ranks {[r for r, one in enumerate(everyone) if one]} have "
+            "nothing to train: all of their parameters are frozen. Add adapters to blocks of every "
+            "rank (forgekit.add_lora), or use pp=1."
         )
 
 

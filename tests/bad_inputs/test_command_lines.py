@@ -493,11 +493,16 @@ NUMBERS = [
 ]
 
 
+SCALED = [f"model.rope_scaling.{p}" for p in ("kind=yarn", "factor=2", "original_max_seq_len=64")]
+"""What a scaled rotary embedding needs beside the setting that is tried."""
+
+
 @pytest.mark.parametrize("line", NUMBERS)
 def test_a_number_below_0_or_not_finite_ends_with_code_2(line, capsys):
     recipe, setting = line.split(" ")
+    needed = [pair for pair in SCALED if setting.startswith("model.rope_scaling.")]
     with pytest.raises(SystemExit) as stop:
-        load_config(load_recipe(recipe).Config, [setting])
+        load_config(load_recipe(recipe).Config, [*needed, setting])
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     rule = r"must be (>=|finite|at least|an integer|positive)|which is not a number|is -2; a mesh"

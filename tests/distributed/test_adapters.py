@@ -226,7 +226,7 @@ def test_ranks_that_share_a_matrix_drop_what_one_would():
 def refuse(rank, world):
     """What is refused on every rank alike."""
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, pp=2), device="cpu")
-    with pytest.raises(ValueError, match=r"stage of the ranks \[0\] has nothing to train"):
+    with pytest.raises(ValueError, match=r"stages of the ranks \[0\] have nothing to train"):
         fk.parallelize(build("late"), mesh)
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, tp=2), device="cpu")
     with pytest.raises(ValueError, match=r"experts\.\w+_lora_A' cannot be tensor-parallel"):

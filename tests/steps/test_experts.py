@@ -627,10 +627,8 @@ def long_balance():
     return dict(state.model.named_buffers())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "PP2" else pytest.param(name, marks=pytest.mark.oracle) for name in LONG],
-)
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", LONG)
 def test_after_50_steps_all_ranks_have_the_balance_of_one_process(name, long_balance):
     """In float64; with blocks recomputed on top. A pipeline's rank has the layers of its stages."""
     sizes, seen = LONG[name], set()
