@@ -119,8 +119,8 @@ class LoraLinear(nn.Linear):
         out = F.linear(rows, self.weight, own_bias)
         # One product that adds to what is there: no pass over the output for scale and sum.
         out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
-        if adapter.dora:
-            out = out * self._stretch().to(x.dtype)
+        if self.lora_magnitude_vector is not None:
+            out = out * self._stretch(self.lora_magnitude_vector).to(x.dtype)
             out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], -1)
 
@@ -130,7 +130,8 @@ class LoraLinear(nn.Linear):
         adapted = self.weight + self.adapters["weight"].scale * (high @ low)
         if self.lora_magnitude_vector is None:
             return adapted
-        return adapted * self._stretch().to(adapted.dtype).unsqueeze(-1)
+        stretch = self._stretch(self.lora_magnitude_vector)
+        return adapted * stretch.to(adapted.dtype).unsqueeze(-1)
 
     def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
         """Names of a matrix's ``A``, ``B`` and magnitude."""
@@ -141,15 +142,14 @@ class LoraLinear(nn.Linear):
         """Whole initial values of the adapter's parameters, by name; see ``init_weights``."""
         return _initial(self, restart)
 
-    def _stretch(self) -> Tensor:
+    def _stretch(self, magnitude: Tensor) -> Tensor:
         """What each row is multiplied by, ``[out]``; gradients reach the magnitude alone."""
-        assert self.lora_magnitude_vector is not None
         with torch.no_grad():
             dtype = wide(self.weight.dtype)
             delta = self.lora_B.to(dtype) @ self.lora_A.to(dtype)
             rows = self.weight.to(dtype) + self.adapters["weight"].scale * delta
             lengths = self.add_up(rows.square().sum(-1)).sqrt()
-        return self.lora_magnitude_vector.to(dtype) / lengths
+        return magnitude.to(dtype) / lengths
 
 
 class LoraExperts(Experts):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import QuadMesh
 
-__all__ = ["LOAD", "expert_loads", "plot_expert_loads"]
 
 LOAD = "moe/load/"
 """The metric of a layer is this and the layer's name."""

@@ -12,12 +12,12 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from forgekit.inputs import brief, check_integers
 from forgekit.mesh import process_rank
 from forgekit.model.key_value_cache import CachedAttend, NewPositions, attentions
 from forgekit.parallel.context.context_parallel import with_sockets
+from forgekit.parallel.layout import full
 from forgekit.run.durable_files import write_atomic
 from forgekit.state import Layout, TrainState, layout_of
 from forgekit.steps.forward import evaluating
@@ -98,8 +98,12 @@ def generate(
         )
     text = _Text.of(rows, max_new_tokens)
     if max_new_tokens:
-        with evaluating(model, layout), with_sockets(model, layout.sockets), ExitStack() as caches:
-            caches.enter_context(torch.compiler.set_stance("force_eager"))  # every length is new
+        with (
+            evaluating(model, layout),
+            with_sockets(model, layout.sockets),
+            torch.compiler.set_stance("force_eager"),  # every length is new
+            ExitStack() as caches,
+        ):
             _continue(_Reader.of(model, layout, text, caches), draw, endings, seed)
     ids, likely = text.result(is_list=not isinstance(prompts, Tensor))
     return Generated(ids, likely) if log_probs else ids
@@ -303,10 +307,9 @@ class _Reader:
         logits = self.model(ids, **options)
         if "head" in options:
             return _wide(logits)
-        if isinstance(logits, DTensor) and not isinstance(last, int):
-            logits = logits.full_tensor()
-        logits = logits[each, last]
-        return _wide(logits.full_tensor() if isinstance(logits, DTensor) else logits)
+        if not isinstance(last, int):
+            logits = full(logits)
+        return _wide(full(logits[each, last]))
 
 
 def _wide(logits: Tensor) -> Tensor:

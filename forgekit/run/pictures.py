@@ -13,8 +13,6 @@ from forgekit.run.durable_files import write_atomic
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["new_figure", "write_picture"]
-
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, whose parts find their own room.

@@ -170,7 +170,7 @@ DAMAGED = "is damaged or was not written to the end: "
 FILES = {
     "a file cut short": (
         lambda saved: cut(saved, first(saved).stat().st_size - 3),
-        DAMAGED + r"it has [\d,]+ bytes and its header tells of [\d,]+\. Fetch it again",
+        DAMAGED + r"it has [\d,]+ bytes and its header describes [\d,]+\. Fetch it again",
     ),
     "a header cut short": (lambda saved: cut(saved, 40), DAMAGED + "it has 40 bytes, fewer than"),
     "an empty file": (lambda saved: cut(saved, 0), DAMAGED + "it has 0 bytes, fewer than its"),

@@ -343,3 +343,16 @@ def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
     expected = greedy(model, PROMPT, 15)
     for found in run_again(_laid_out, 2, sizes, 15, PROMPT):
         assert found is None or torch.equal(found, expected)
+
+
+def test_nothing_is_compiled_for_each_length_also_beyond_the_longest_sequence():
+    model, compiled = transformer(), []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    model.layers[0].compile(backend=backend)
+    found = fk.generate(model, PROMPT, max_new_tokens=16, temperature=0)
+    assert torch.equal(found, greedy(transformer(), PROMPT, 16))
+    assert not compiled

@@ -164,7 +164,7 @@ def _entries(path: Path, entries: Any, data: int, size: int) -> Iterator[tuple[s
         end = stop
         yield name, Stored(path, dtype, shape, data + start)
     if data + end != size:
-        raise ValueError(f"it has {size:,} bytes and its header tells of {data + end:,}")
+        raise ValueError(f"it has {size:,} bytes and its header describes {data + end:,}")
 
 
 @contextmanager
