@@ -15,10 +15,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import attrs
+import torch
 
 from forgekit.environment import is_library
 from forgekit.inputs import check_integers
@@ -34,7 +36,7 @@ from forgekit.run.metrics import MetricsLog
 from forgekit.run.recipe_parts import Setup
 from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
-from forgekit.run.run_status import RunLockedError, lock_run, write_status
+from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_back
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
@@ -56,7 +58,8 @@ class Run:
     Attributes:
         out: The directory.
         config: The resolved configuration; ``start`` keeps it as ``config.json``, and what has
-            changed since the run was last started in ``config_changes.jsonl``.
+            changed since the run was last started in ``config_changes.jsonl``. Each start and end
+            is a line of ``history.jsonl``.
         is_writer: Whether this process writes into it: rank 0.
     """
 
@@ -128,6 +131,7 @@ class Run:
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
+        self._remember("started", state, **_started_with(state))
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
         self._say(self._greeting(state))
@@ -197,6 +201,7 @@ class Run:
         if self._log is not None:
             self._log.rewind(state)
         self._say(f"rolled back to step {state.step}")
+        self._remember("rolled_back", state, skips=state.skips)
         self._saved = None  # a checkpoint of this step does not know what is left out
         if save is None:
             self.save(state)
@@ -226,7 +231,9 @@ class Run:
             self.save(state)
             stopped = self._stop.reason if self._stop.requested else None
         wait_for_saves(state)
-        self._note(state, "stopped" if stopped else "finished", reason=stopped)
+        ending = "stopped" if stopped else "finished"
+        self._note(state, ending, reason=stopped)
+        self._remember(ending, state, reason=stopped)
         self._has_ended = True
         after = f"after step {state.step}"
         if stopped:
@@ -259,6 +266,7 @@ class Run:
             write_status(self.out, status, is_writer=self.is_writer, **fields)
         except OSError as error:
             tell(f"status.json could not be written: {error}")
+        append_history(self.out, status, is_writer=self.is_writer, **fields)
 
     def _greeting(self, state: TrainState) -> str:
         seconds = time.monotonic() - self._opened
@@ -272,6 +280,10 @@ class Run:
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
         at = {"step": state.step, "samples": state.samples}
         write_status(self.out, status, is_writer=self.is_writer, **at, **fields)
+
+    def _remember(self, event: str, state: TrainState, **fields: Any) -> None:
+        at = {"step": state.step, "samples": state.samples}
+        append_history(self.out, event, is_writer=self.is_writer, **at, **fields)
 
 
 @contextmanager
@@ -373,6 +385,16 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
     check_integers(every=(steps, 0))
     is_last = last is not None and state.step >= last
     return is_last or (steps > 0 and state.step > 0 and state.step % steps == 0)
+
+
+def _started_with(state: TrainState) -> dict[str, Any]:
+    """What a start ran on, which may differ from one start of a run to the next."""
+    return {
+        "ranks": 1 if state.mesh is None else state.mesh.size(),
+        "device": state.targets.device.type,
+        "forgekit": version_of("forgekit"),
+        "torch": torch.__version__,
+    }
 
 
 def _check_length(state: TrainState, dataset: Any) -> None:

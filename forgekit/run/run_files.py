@@ -16,6 +16,7 @@ KINDS = MappingProxyType(
         "config_changes.jsonl": "file",
         "metrics.jsonl": "file",
         "bad_steps.jsonl": "file",
+        "history.jsonl": "file",
         "status.json": "file",
         "checkpoints": "folder",
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 from forgekit.data.atomic_directory import UNSUPPORTED
 from forgekit.inputs import check_choice
-from forgekit.run.durable_files import overwrite, write_atomic
+from forgekit.run.durable_files import append_lines, overwrite, write_atomic
 
 log = logging.getLogger("forgekit")
 
@@ -100,3 +100,26 @@ def write_status(
             raise
         with path.open("r+b", buffering=0) as file:
             overwrite(file, 0, encoded, file.read())
+
+
+def append_history(
+    out: str | os.PathLike[str], event: str, *, is_writer: bool = True, **fields: Any
+) -> None:
+    """Append to ``history.jsonl``, which keeps each start and end that ``status.json`` forgets.
+
+    A run whose last event is "started" runs or was killed. An event that cannot be written, as on
+    a full disk, is lost with a warning: no run fails because of it.
+
+    Args:
+        out: The run directory.
+        event: "started", "rolled_back", "finished", "stopped" or "failed".
+        is_writer: False on all ranks but the first, which then write nothing.
+        **fields: What else to say. ``time`` (UTC) is added.
+    """
+    if not is_writer:
+        return
+    record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | fields
+    try:
+        append_lines(Path(out) / "history.jsonl", [json.dumps(record, default=str)])
+    except OSError as error:
+        log.warning("%s: %s could not be noted in history.jsonl: %s", out, event, error)

@@ -86,6 +86,13 @@ def test_what_was_left_out_is_in_the_checkpoints(runs):
     assert str([BROKEN, ROWS]) in str(manifest["fields"]["skips"])
 
 
+def test_the_way_back_is_in_the_history(runs):
+    found = map(json.loads, (runs / "breaks" / "history.jsonl").read_text().splitlines())
+    kept = [(event["event"], event["step"], event.get("skips")) for event in found]
+    left_out = [[BROKEN, ROWS]]
+    assert kept == [("started", 0, None), ("rolled_back", 5, left_out), ("finished", STEPS, None)]
+
+
 def test_the_last_bad_step_is_replayed(runs, capsys):
     script = ["--script", str(runs / "breaks.py")]
     assert main(["replay", str(runs / "breaks"), *script]) == 0

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,10 @@ def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file", "link"]
 
 
-KEPT = (".lock", "config.json", "config_changes.jsonl", "metrics.jsonl", "bad_steps.jsonl")
+KEPT = (
+    *(".lock", "config.json", "config_changes.jsonl", "metrics.jsonl", "bad_steps.jsonl"),
+    "history.jsonl",
+)
 WAYS = {
     "a folder": Path.mkdir,
     "a FIFO": os.mkfifo,
@@ -201,6 +205,47 @@ def test_a_configuration_that_cannot_be_read_is_replaced(kept, tmp_path):
         run.start(create(), every=1).close()
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
     assert not (tmp_path / "config_changes.jsonl").exists()
+
+
+def history(out):
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+
+
+def test_each_start_and_end_of_a_run_is_kept(tmp_path):
+    """status.json knows the last one alone: here a stop, a failure in the loop, a kill, the end."""
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(create(), every=1).close()
+        run.end(create(step=5), "SIGTERM")
+    with pytest.raises(RuntimeError), fk.open_run(tmp_path, {}) as run:  # noqa: PT012
+        run.start(create(step=5), every=1).close()
+        raise RuntimeError("oh")
+    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}):
+        raise Unexpected("in set-up")
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(create(step=5), every=1).close()
+        run.end(create(step=9))
+    found = history(tmp_path)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\+00:00", r.pop("time")) for r in found)
+    on = {"ranks": 1, "device": "cpu", "forgekit": version("forgekit"), "torch": torch.__version__}
+    assert found == [
+        {"event": "started", "step": 0, "samples": 0, **on},
+        {"event": "stopped", "step": 5, "samples": 40, "reason": "SIGTERM"},
+        {"event": "started", "step": 5, "samples": 40, **on},
+        {"event": "failed", "step": 5, "samples": 40, "reason": "RuntimeError: oh"},
+        {"event": "failed", "reason": "Unexpected: in set-up"},
+        {"event": "started", "step": 5, "samples": 40, **on},
+        {"event": "finished", "step": 9, "samples": 72, "reason": None},
+    ]
+
+
+def test_a_history_that_cannot_be_written_fails_no_run(tmp_path, caplog):
+    with fk.open_run(tmp_path, {}) as run:
+        run.start(create(), every=1).close()
+        (tmp_path / "history.jsonl").unlink()
+        (tmp_path / "history.jsonl").mkdir()
+        run.end(create(step=5))
+    assert status(tmp_path)["status"] == "finished"
+    assert "finished could not be noted in history.jsonl" in caplog.text
 
 
 def test_each_configuration_can_be_found_again(tmp_path):
