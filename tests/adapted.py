@@ -57,6 +57,7 @@ ADAPTED = {
     "dense": (SPEC, DENSE),
     "deep": (attrs.evolve(SPEC, layers=4), DENSE),
     "experts": (EXPERTS, MIXED),
+    "uneven": (attrs.evolve(EXPERTS, moe=attrs.evolve(EXPERTS.moe, experts=6)), MIXED),
     "late": (SPEC, LATE),
     "plain": (SPEC, (DENSE[0], DENSE[2])),
     "lengths": (SPEC, (DENSE[1],)),
@@ -93,16 +94,18 @@ def scales(kind: str) -> dict[str, float]:
     dense = {"query": 4.0, "key": 4.0, "gate": 7.0, "down": 16 / 3, "output": 4.0}
     with_lengths = {"value": 4.0, "attention.output": 4.0}
     dense |= {**with_lengths, "up": 8 / 2**0.5}
+    experts = {
+        "query": 4.0,
+        "shared.down": 4.0,
+        "experts.gate": 4.0,
+        "experts.up": 4.0,
+        "experts.down": 8 / 6,
+    }
     return {
         "dense": dense,
         "deep": dense,
-        "experts": {
-            "query": 4.0,
-            "shared.down": 4.0,
-            "experts.gate": 4.0,
-            "experts.up": 4.0,
-            "experts.down": 8 / 6,
-        },
+        "experts": experts,
+        "uneven": experts,
         "late": {"value": 4.0},
     }[kind]
 

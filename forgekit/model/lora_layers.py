@@ -159,6 +159,7 @@ class LoraExperts(Experts):
         adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``. Factors are ``<stack>_lora_A``
             ``[e r in]`` and ``<stack>_lora_B`` ``[e out r]``.
         bases: By stack its values before it was merged, this rank's; empty while none is.
+        widths: See ``Experts``; here those of the factors too.
     """
 
     adapters: dict[str, Adapter]
@@ -178,6 +179,10 @@ class LoraExperts(Experts):
         self.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
         self.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
         self.adapters[stack] = adapter
+        # Ranks share one dimension of a stack, which one of its factors has; the other is whole.
+        by_rows = self.widths[stack] == 1
+        own = {f"{stack}_lora_A": None if by_rows else 2, f"{stack}_lora_B": 1 if by_rows else None}
+        self.widths = {**self.widths, **own}
         _fill(self, stack)
 
     def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:

@@ -8,7 +8,7 @@ are replaced by zero where tokens leave the layer and where they come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -32,11 +32,11 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 class Experts(nn.Module):
     """SwiGLU feed-forwards, each applied to the tokens that its count gives it.
 
-    ``widths`` says along which dimension tensor parallelism shards each parameter; each rank then
-    computes a part of the sum.
+    ``widths`` says along which dimension tensor parallelism shards each parameter, None for one
+    that every rank has whole; each rank then computes a part of the sum.
     """
 
-    widths = MappingProxyType({"gate": 1, "up": 1, "down": 2})
+    widths: Mapping[str, int | None] = MappingProxyType({"gate": 1, "up": 1, "down": 2})
 
     def __init__(self, dim: int, ffn_dim: int, experts: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -39,7 +39,8 @@ def with_local_parameters(
     Args:
         modules: The modules; not their children.
         gradient: What the gradients of plain tensors are: shards, parts of a sum, or whole; a
-            function of a parameter's name; or None for what each parameter is.
+            function of a parameter's name; or None: sharded as the parameter is, and parts of a
+            sum where ranks hold it whole.
         forward: Computes with the modules.
         *args: What it is given.
         **keywords: What it is given by name.
@@ -65,4 +66,7 @@ def to_local(parameter: Tensor | None, gradient: Placement | None) -> Tensor | N
     """This rank's part of a parameter, a plain tensor; None and plain tensors stay."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(grad_placements=None if gradient is None else (gradient,))
+    if gradient is not None:
+        return parameter.to_local(grad_placements=(gradient,))
+    own = parameter.placements
+    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in own])

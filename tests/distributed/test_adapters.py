@@ -24,6 +24,7 @@ CASES = {
     "tp2": ("dense", 2, {"dp_shard": 1, "tp": 2}, {}),
     "pp2": ("dense", 2, {"dp_shard": 1, "pp": 2}, {}),
     "ep2": ("experts", 2, {"dp_shard": 2, "ep": 2}, {}),
+    "experts tp2": ("experts", 2, {"dp_shard": 1, "tp": 2}, {}),
 }
 LONG = {
     "hsdp": ("dense", 4, {"dp_replicate": 2, "dp_shard": 2}, {}),
@@ -51,6 +52,19 @@ LONG = {
         {"dp_shard": 2, "ep": 2},
         {"activation_checkpoint": "selective"},
     ),
+    "experts fsdp2 tp2": ("experts", 4, {"dp_shard": 2, "tp": 2}, {}),
+    "experts ep2 tp2": ("experts", 4, {"dp_shard": 2, "ep": 2, "tp": 2}, {}),
+    "experts ep2 tp2 recomputed": (
+        "experts",
+        4,
+        {"dp_shard": 2, "ep": 2, "tp": 2},
+        {"activation_checkpoint": "full"},
+    ),
+    "experts tp2 pp2": ("experts", 4, {"dp_shard": 1, "tp": 2, "pp": 2}, {}),
+    "uneven experts ep4": ("uneven", 4, {"dp_shard": 4, "ep": 4}, {}),
+    "uneven experts ep4 tp2": ("uneven", 8, {"dp_shard": 4, "ep": 4, "tp": 2}, {}),
+    "uneven experts ep4 fsdp2": ("uneven", 8, {"dp_shard": 8, "ep": 4}, {}),
+    "experts ep2 fsdp2 tp2": ("experts", 8, {"dp_shard": 4, "ep": 2, "tp": 2}, {}),
 }
 
 
@@ -228,9 +242,6 @@ def refuse(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, pp=2), device="cpu")
     with pytest.raises(ValueError, match=r"stages of the ranks \[0\] have nothing to train"):
         fk.parallelize(build("late"), mesh)
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, tp=2), device="cpu")
-    with pytest.raises(ValueError, match=r"experts\.\w+_lora_A' cannot be tensor-parallel"):
-        fk.parallelize(build("experts"), mesh)
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
     with pytest.raises(ValueError, match="went through parallelize, and gradients of adapters"):
         fk.add_lora(fk.parallelize(fk.Transformer(adapted.SPEC), mesh))

@@ -250,6 +250,13 @@ def with_experts(**changes):
     return fk.Transformer(fk.TransformerSpec(vocab_size=8, moe=moe, **sizes))
 
 
+def with_bias_of_experts():
+    model = with_experts()
+    experts = model.layers[1].feed_forward.experts
+    experts.register_parameter("bias", nn.Parameter(torch.ones(3, 8)))
+    return model
+
+
 REFUSED: list[tuple[Any, int, Any, str]] = [
     (
         Foreign,
@@ -335,6 +342,13 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         2,
         {"layers.1.feed_forward.router": "rowwise"},
         r"^style 'rowwise' is for nn.Linear; 'layers\.1\.feed_forward\.router' is Router\(",
+    ),
+    (
+        with_bias_of_experts,
+        2,
+        None,
+        r"^'layers\.1\.feed_forward\.experts\.bias' cannot be tensor-parallel: experts say the "
+        r'widths of "gate", "up", "down" only\. Add its own, None if every rank needs it whole, or',
     ),
 ]
 

@@ -224,13 +224,20 @@ LAYOUTS = (
     ("lengths", {"dp_shard": 2}),
     ("experts", {"dp_shard": 2}),
     ("experts", {"dp_shard": 2, "ep": 2}),
+    ("experts", {"dp_shard": 1, "tp": 2}),
+)
+WIDER = (
+    ("uneven", {"dp_shard": 4, "ep": 4}),
+    ("uneven", {"dp_shard": 2, "ep": 2, "tp": 2}),
+    ("experts", {"dp_shard": 4, "ep": 2}),
+    ("experts", {"dp_shard": 1, "tp": 2, "pp": 2}),
 )
 
 
-def move_through(rank, world, folder):
+def move_through(rank, world, folder, layouts):
     """Save and load in each layout; files are those of one process, and values come back."""
     found = []
-    for number, (kind, sizes) in enumerate(LAYOUTS):
+    for number, (kind, sizes) in enumerate(layouts):
         mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
         model = fk.parallelize(move(build(kind)), mesh)
         fk.save_adapter(model, folder / str(number))
@@ -255,10 +262,19 @@ def move_through(rank, world, folder):
     return found
 
 
+def check_files(layouts, world, folder):
+    for kind in {kind for kind, _ in layouts}:
+        fk.save_adapter(move(build(kind)), folder / kind)
+    assert all(all(found) for found in run_ranks(move_through, world, folder, layouts))
+
+
 def test_every_layout_writes_the_files_of_one_process_and_reads_them(tmp_path):
-    for kind in {kind for kind, _ in LAYOUTS}:
-        fk.save_adapter(move(build(kind)), tmp_path / kind)
-    assert all(all(found) for found in run_ranks(move_through, 2, tmp_path))
+    check_files(LAYOUTS, 2, tmp_path)
+
+
+@pytest.mark.oracle
+def test_more_layouts_write_the_files_of_one_process_and_read_them(tmp_path):
+    check_files(WIDER, 4, tmp_path)
 
 
 def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
             experts: Any = module.get_submodule("experts")
             _check_known(f"{name}.experts", experts)
             for leaf, dim in experts.widths.items():
-                width = experts.get_parameter(leaf).shape[dim]
+                width = 0 if dim is None else experts.get_parameter(leaf).shape[dim]
                 _check_divides(f"the width of '{name}.experts.{leaf}'", width, size)
         elif style == "channels":
             for leaf, parameter in module.named_parameters(recurse=False):
@@ -226,12 +226,13 @@ def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size
 
 
 def _check_known(name: str, experts: Any) -> None:
-    """A parameter that says no width would be whole beside parts: an adapter's factor, say."""
+    """A parameter whose width is not stated would be whole beside parts, its gradient unsummed."""
     for leaf, _ in experts.named_parameters(recurse=False):
         if leaf not in experts.widths:
             raise ValueError(
                 f"'{name}.{leaf}' cannot be tensor-parallel: experts say the widths of "
-                f"{quoted(experts.widths)} only. Use tp=1, or give adapters to linear layers alone."
+                f"{quoted(experts.widths)} only. Add its own, None if every rank needs it whole, "
+                "or use tp=1."
             )
 
 

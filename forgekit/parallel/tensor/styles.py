@@ -108,7 +108,8 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
     _place(router, mesh, Replicate())
     wrap_forward(router, partial(_choose_alike, router, mesh))
     for leaf, dim in experts.widths.items():
-        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, Shard(dim)))
+        own = Replicate() if dim is None else Shard(dim)
+        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, own))
     wrap_forward(experts, partial(with_local_parameters, [experts], None))
     module.reduce = partial(_add_up, mesh, POSITIONS if sequence else Replicate())
 
