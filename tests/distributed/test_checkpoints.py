@@ -8,7 +8,7 @@ from covering import first_of, some_of
 from distributed.cells import LaidOut, lay_out, merge, own_batches
 from distributed.matrix import LAYOUTS, Cell
 from distributed.models import logits_loss
-from ranks import run_ranks
+from ranks import run_again
 
 import forgekit as fk
 
@@ -87,12 +87,12 @@ def _pass_on(rank, world, layout, source, target, optimizer):
 )
 def test_a_checkpoint_comes_back_from_other_layouts_bitwise_the_same(tmp_path, way, optimizer):
     directory = tmp_path / "0"
-    saved = merge(run_ranks(_train, LAYOUTS[way[0]].world, way[0], directory, optimizer))
+    saved = merge(run_again(_train, LAYOUTS[way[0]].world, way[0], directory, optimizer))
     assert saved["step"] == 2
     for number, layout in enumerate(way[1:], start=1):
         source, directory = directory, tmp_path / str(number)
         world = LAYOUTS[layout].world
-        found = merge(run_ranks(_pass_on, world, layout, source, directory, optimizer))
+        found = merge(run_again(_pass_on, world, layout, source, directory, optimizer))
         tensors, expected = found.pop("tensors"), saved["tensors"]
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
@@ -114,7 +114,7 @@ def _resume(rank, world, layout, directory):
     "layout", some_of(["fsdp2", "tp2", "pp2-1f1b", "hsdp2x2"], "tp2", "pp2-1f1b", "hsdp2x2")
 )
 def test_a_chain_goes_on_bitwise_the_same_in_each_layout(tmp_path, layout):
-    ranks = run_ranks(_resume, LAYOUTS[layout].world, layout, tmp_path)
+    ranks = run_again(_resume, LAYOUTS[layout].world, layout, tmp_path)
     found, expected = (merge(contents) for contents in zip(*ranks, strict=True))
     tensors, wanted = found.pop("tensors"), expected.pop("tensors")
     assert tensors.keys() == wanted.keys()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle import full, full_tensors, relative_error
-from ranks import run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -134,7 +134,7 @@ def test_what_ranks_hold_whole_may_be_read(name, sizes):
     model = _Model().double()
     rows = [b for rank in range(1 if "tp" in sizes else 2) for b in _batches(rank)]
     expected = _gradients(fk.TrainState.create(model, fk.adamw(model)), rows, READ[name])
-    for found in run_ranks(_read, 2, name, sizes):
+    for found in run_again(_read, 2, name, sizes):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -156,7 +156,7 @@ def _refused(rank, world, name, sizes):
 @pytest.mark.parametrize("name", ["whole", "shard", "before"])
 def test_a_shard_that_a_loss_reads_is_refused(name, sizes):
     """Its gradient would be that of one rank's rows."""
-    assert run_ranks(_refused, 2, name, sizes) == [True, True]
+    assert run_again(_refused, 2, name, sizes) == [True, True]
 
 
 MIXED = {"all squares": _all_squares, "module inside": _module_inside}
@@ -177,14 +177,14 @@ def _mixed(rank, world, name, sizes, kind):
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, REPLICAS], ids=str)
 @pytest.mark.parametrize("name", MIXED)
 def test_shards_that_meet_plain_tensors_are_named(name, sizes):
-    assert run_ranks(_mixed, 2, name, sizes, "") == [True, True]
+    assert run_again(_mixed, 2, name, sizes, "") == [True, True]
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("sizes", [{}, REPLICAS], ids=str)
 @pytest.mark.parametrize("kind", ["namespace", "kept"])
 def test_blocks_that_fsdp_cannot_follow_are_named(kind, sizes):
-    assert run_ranks(_mixed, 2, "", sizes, kind) == [True, True]
+    assert run_again(_mixed, 2, "", sizes, kind) == [True, True]
 
 
 def _skips_the_first(rank, world):
@@ -203,5 +203,5 @@ def test_a_loss_may_skip_the_model_in_the_first_micro_batch():
     model = _Model().double()
     rows = [_batches(rank)[1] for rank in range(2)]
     expected = _gradients(fk.TrainState.create(model, fk.adamw(model)), rows, _loss)
-    for found in run_ranks(_skips_the_first, 2):
+    for found in run_again(_skips_the_first, 2):
         assert relative_error(found, expected) < 1e-12

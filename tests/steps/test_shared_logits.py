@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from oracle import SPEC, full_tensors, relative_error
-from ranks import run_again, run_ranks
+from ranks import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -311,7 +311,7 @@ def _criticised(rank, world, kinds):
 def test_a_plain_output_may_meet_shared_logits(kinds):
     model, batch = Critic(*kinds), draw_batch(0)
     (_actor_critic(model, batch) / (batch["labels"] != -100).sum()).backward()
-    for found in run_ranks(_criticised, 2, kinds):
+    for found in run_again(_criticised, 2, kinds):
         assert relative_error(found, full_tensors(model, gradients=True)) < 1e-10
 
 
@@ -368,7 +368,7 @@ def _gradient_of_shared(rank, world):
 
 
 def test_the_projection_s_loss_may_meet_a_shared_term():
-    run_ranks(_gradient_of_shared, 2)
+    run_again(_gradient_of_shared, 2)
 
 
 # Whatever torch offers
@@ -439,13 +439,13 @@ def _changed(rank, world):
 
 def test_logits_that_are_changed_in_place_are_changed_for_every_loss():
     expected = F.cross_entropy(2 * OTHER.flatten(0, 1), TARGETS.flatten(), reduction="sum")
-    for loss, logits in run_ranks(_changed, 2):
+    for loss, logits in run_again(_changed, 2):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         assert torch.equal(logits, 2 * OTHER)
 
 
 def test_every_function_of_torch_sees_whole_logits():
-    run_ranks(_any, 2, list(ANY))
+    run_again(_any, 2, list(ANY))
 
 
 def _gathered(rank, world):
@@ -459,7 +459,7 @@ def _gathered(rank, world):
 
 
 def test_cross_entropy_gathers_nothing():
-    assert run_ranks(_gathered, 2) == [("SharedLogits", True)] * 2
+    assert run_again(_gathered, 2) == [("SharedLogits", True)] * 2
 
 
 # A projection that is read while FSDP keeps it in shards
@@ -516,5 +516,5 @@ def test_a_projection_that_is_read_before_the_model_is_called_is_refused(layout,
         return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
     expected, _, _ = reference(loss, rows)
-    for found in run_ranks(_read_early, world, layout, names):
+    for found in run_again(_read_early, world, layout, names):
         assert relative_error(found, expected) < 1e-10

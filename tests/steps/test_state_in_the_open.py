@@ -20,7 +20,7 @@ import forgekit as fk
 from forgekit import state as state_module
 
 WIDE = attrs.evolve(SPEC, vocab_size=40, dim=48, dropout=0.1)
-STEPS = 3
+STEPS = 2
 
 RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "fsdp": ({}, {}),

@@ -15,7 +15,7 @@ from oracle import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,18 +208,18 @@ COUNTED = {
 @pytest.mark.parametrize("case", some_of(COUNTED, "fsdp-hsdp_last", "hsdp-last", "hsdp-every"))
 def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(case):
     world, layout, sync = COUNTED[case]
-    for whole, fsdp in run_ranks(_count_collectives, world, layout, sync):
+    for whole, fsdp in run_again(_count_collectives, world, layout, sync):
         assert any("reduce_scatter" in name for name in fsdp)
         assert whole == [*fsdp, "allreduce_"]
 
 
 def test_losses_of_each_source_need_no_further_collective():
-    for whole, fsdp in run_ranks(_count_collectives, 2, {}, "last", ("code", "prose")):
+    for whole, fsdp in run_again(_count_collectives, 2, {}, "last", ("code", "prose")):
         assert whole == [*fsdp, "allreduce_"]
 
 
 def test_limits_on_spikes_need_no_further_collective():
-    for whole, fsdp in run_ranks(_count_collectives, 2, {}, "last", (), fk.SpikeLimit()):
+    for whole, fsdp in run_again(_count_collectives, 2, {}, "last", (), fk.SpikeLimit()):
         assert whole == [*fsdp, "allreduce_"]
 
 
@@ -282,7 +282,7 @@ def _plain_adamw(model):
 )
 def test_a_bad_step_changes_nothing_on_any_rank(world, build, what):
     args = (build, what)
-    results = run_ranks(_bad_step, world, *args) if world > 1 else [_bad_step(0, 1, *args)]
+    results = run_again(_bad_step, world, *args) if world > 1 else [_bad_step(0, 1, *args)]
     targets = sum(int((b["labels"] != -100).sum()) for row in global_batch(world) for b in row)
     for result in results:
         assert result == (True, True, [(1.0, 1), (1.0, 2)], 4, 0, True, targets)
@@ -609,7 +609,7 @@ def _count_ahead(rank, world):
 
 def test_count_ahead_gives_the_global_counts():
     targets = sum(int((b["labels"] != -100).sum()) for row in global_batch(2) for b in row)
-    assert run_ranks(_count_ahead, 2) == [(3, targets, 12)] * 2
+    assert run_again(_count_ahead, 2) == [(3, targets, 12)] * 2
 
 
 def test_dropout_depends_on_seed_and_step_alone():

@@ -220,13 +220,13 @@ def _distilled(rank, world, shares):
 
 def test_a_teacher_that_shares_sequences_too_is_exact():
     expected = _expected(partial(_teacher_loss, _build_teacher()))
-    for found in run_ranks(_distilled, 2, True):
+    for found in run_again(_distilled, 2, True):
         assert relative_error(found, expected) < 1e-10
 
 
 @pytest.mark.bad_input
 def test_a_teacher_that_sees_slices_only_is_refused():
-    assert run_ranks(_distilled, 2, False) == [True, True]
+    assert run_again(_distilled, 2, False) == [True, True]
 
 
 def _with_mean(model, batch):
@@ -252,7 +252,7 @@ def test_a_mean_of_each_slice_enters_by_its_targets():
         loss = fk.cross_entropy(part["logits"], part["labels"])
         total += float(loss.sum + 20.0 * part["logits"].square().mean().sqrt() * loss.count)
     expected = total / int((batch["labels"] != -100).sum())
-    assert run_ranks(_loss_with_mean, 2) == [pytest.approx(expected, rel=1e-10)] * 2
+    assert run_again(_loss_with_mean, 2) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
 def test_losses_keep_apart_what_means_they_got():
@@ -270,4 +270,4 @@ def _left_out(rank, world):
 
 
 def test_the_proof_of_sums_can_be_left_out():
-    assert run_ranks(_left_out, 2) == [0.0, 0.0]
+    assert run_again(_left_out, 2) == [0.0, 0.0]

@@ -148,7 +148,7 @@ def _check_kinds(rank, world):
 
 
 def test_another_mode_and_other_arguments_are_rehearsed_anew():
-    run_ranks(_check_kinds, 2)
+    run_again(_check_kinds, 2)
 
 
 def _penalty(read):
@@ -340,6 +340,6 @@ def _count_compiled(rank, world, kind):
     "kind", ["EmbeddingToAll", pytest.param("ValueResidual", marks=pytest.mark.oracle)]
 )
 def test_compiled_blocks_send_what_they_return(kind):
-    for counts in run_ranks(_count_compiled, 2, kind):
+    for counts in run_again(_count_compiled, 2, kind):
         assert counts[0] > 0
         assert counts[2] == counts[0]

@@ -14,7 +14,7 @@ from oracle import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -43,7 +43,7 @@ def _peek(rank, world):
 def test_a_look_at_the_outputs_between_steps_leaves_no_stale_gradient():
     """A forward without backward leaves FSDP's root gathered; its old shards keep gradients."""
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
-    for found in run_ranks(_peek, 2):
+    for found in run_again(_peek, 2):
         assert relative_error(found, expected) < 1e-10
 
 
@@ -92,7 +92,7 @@ def test_parameters_that_one_rank_does_not_use_get_their_own_gradient():
     model = _TwoHeads().double()
     state = fk.TrainState.create(model, fk.adamw(model))
     expected = _corrected(state, [_head_batch(0), _head_batch(1)], _two_heads_loss)
-    for found in run_ranks(_different_heads, 2):
+    for found in run_again(_different_heads, 2):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -109,7 +109,7 @@ def _seeded_by_rank(rank, world, layout):
 def test_ranks_that_built_different_models_start_from_the_first_ones(layout):
     torch.manual_seed(0)
     first = dict(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).named_parameters())
-    for found, mean in run_ranks(_seeded_by_rank, 2, layout):
+    for found, mean in run_again(_seeded_by_rank, 2, layout):
         assert all(torch.equal(found[name], first[name]) for name in first)
         assert mean.eq(0).all()
 
@@ -304,7 +304,7 @@ def _foreign_bf16(rank, world):
 
 
 def test_foreign_models_train_in_bf16():
-    assert run_ranks(_foreign_bf16, 2) == [0.0, 0.0]
+    assert run_again(_foreign_bf16, 2) == [0.0, 0.0]
 
 
 @attrs.frozen(kw_only=True)
@@ -338,7 +338,7 @@ def _two_optimizers(rank, world, directory):
 
 
 def test_a_second_optimizer_resumes_on_several_ranks(tmp_path):
-    assert run_ranks(_two_optimizers, 2, str(tmp_path)) == [True, True]
+    assert run_again(_two_optimizers, 2, str(tmp_path)) == [True, True]
 
 
 def _unused(rank, world):
@@ -359,7 +359,7 @@ def _unused(rank, world):
 def test_an_unused_parameter_is_treated_alike_in_every_layout():
     """Its gradient is zero, not missing: AdamW decays it and counts its steps everywhere."""
     alone = _unused(0, 1)
-    for found in run_ranks(_unused, 2):
+    for found in run_again(_unused, 2):
         assert relative_error(found, alone) < 1e-5
 
 
@@ -380,7 +380,7 @@ def _half_on_meta(rank, world):
 
 def test_what_is_filled_already_is_copied_from_the_first_rank_beside_what_is_on_meta():
     first = _HalfOnMeta(0)
-    for found, steps in run_ranks(_half_on_meta, 2):
+    for found, steps in run_again(_half_on_meta, 2):
         assert torch.equal(found["b.weight"], first.b.weight)
         assert steps == [0, 0]
 

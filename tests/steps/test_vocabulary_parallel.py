@@ -221,7 +221,7 @@ def _sixteen_bit(rank, world):
 
 def test_sixteen_bit_inputs_have_a_float32_loss():
     wanted = (*expected_by_linear(LABELS, 0.01), *expected_by_logits(LOGITS, LABELS, 0.01))
-    for found in run_ranks(_sixteen_bit, 2):
+    for found in run_again(_sixteen_bit, 2):
         for mine, theirs in zip(found, wanted, strict=True):
             assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max()
 
@@ -269,7 +269,7 @@ def _seen(rank, world, rows, vocab, chunk):
 
 
 def test_one_collective_for_each_chunk_and_never_all_logits():
-    for linear, largest, full, full_largest in run_ranks(_seen, 2, 40, 200, 10):
+    for linear, largest, full, full_largest in run_again(_seen, 2, 40, 200, 10):
         assert len(linear) == 4, linear
         assert largest == 10 * 200 / 2
         assert len(full) == 1, full
@@ -316,4 +316,4 @@ def _partial(rank, world):
 
 
 def test_logits_that_are_parts_of_a_sum_are_summed():
-    assert_alike(run_ranks(_partial, 2), expected_by_logits(LOGITS, LABELS, 0.0)[:1])
+    assert_alike(run_again(_partial, 2), expected_by_logits(LOGITS, LABELS, 0.0)[:1])
