@@ -75,7 +75,7 @@ def test_cp_writes_a_batch_script_that_runs_and_says_where_it_is_from(here, caps
     lines = (here / "train.sh").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     assert re.search(r"# Copied from forgekit .* recipes/train.sh \(sha256 \w{8}\)", lines[1])
-    assert lines[2] == "# To compare: forgekit cp slurm latest.sh && diff latest.sh train.sh"
+    assert lines[2] == "# To compare: forgekit diff train.sh"
     assert lines[3:] == (recipes_folder() / "slurm" / "train.sh").read_text().splitlines()[1:]
     assert main(["ls"]) == 0
     assert re.search(r"^slurm +\w", capsys.readouterr().out, re.MULTILINE)
@@ -116,7 +116,7 @@ def test_cp_writes_the_recipe_and_its_settings(target, written, recipes, here):
     first, second, rest = copy.read_text().split("\n", 2)
     digest = hashlib.sha256(TRAIN.encode()).hexdigest()[:8]
     assert first == f"# Copied from forgekit {VERSION} recipes/train.py (sha256 {digest})."
-    assert second == f"# To compare: forgekit cp train latest.py && diff latest.py {copy.name}"
+    assert second == f"# To compare: forgekit diff {copy.name}"
     assert rest == TRAIN
     assert ast.get_docstring(ast.parse(copy.read_text())).startswith("Train a thing.")
 

@@ -1,4 +1,4 @@
-"""``forgekit ls | cp | run | verify | prepare | replay | export``: recipes and what they make.
+"""``forgekit``: recipes, copies of them, data for them, and what they make.
 
 A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
 one function, beside its arguments; a mistake of the caller is one sentence on stderr and exit code
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from forgekit.cli.diff_command import add_diff
+from forgekit.cli.doctor_command import add_doctor
 from forgekit.cli.export_command import add_export
 from forgekit.cli.prepare_command import add_prepare
 from forgekit.cli.recipe_commands import add_cp, add_ls, add_run, run
@@ -81,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"forgekit {version}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (add_ls, add_cp, add_run, add_verify, add_prepare, add_replay, add_export):
+    recipes = (add_ls, add_cp, add_diff, add_run, add_verify, add_replay)
+    for add in (*recipes, add_prepare, add_export, add_doctor):
         add(commands)
     return parser

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import errno
-import hashlib
-import importlib.metadata
 import os
 import runpy
 import shlex
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forgekit.cli.recipe_files import recipe_file, recipe_files, settings_files
+from forgekit.cli.recipe_origin import keep_origin, origin_of, stamped
 from forgekit.cli.usage import UsageError, exit_code
 from forgekit.terminal import printable
 
@@ -66,17 +65,16 @@ def _copy(options: argparse.Namespace) -> int:
     recipe = recipe or recipe_file(options.recipes, options.name)
     target = _target(recipe, options.target)
     settings = recipe.with_suffix(".toml")
-    first, content = b"", recipe.read_bytes()
-    if content.startswith(b"#!"):  # only a first line counts as one
-        first, content = content[: content.index(b"\n") + 1], content[content.index(b"\n") + 1 :]
-    copies = {target: first + _stamp(recipe, target, options.name) + content}
+    content = recipe.read_bytes()
+    copies = {target: stamped(content, origin_of(content, recipe.name), target.name)}
     if settings.exists() and settings != recipe:
         copies[target.with_suffix(".toml")] = settings.read_bytes()
     there = [str(path) for path in copies if path.exists()]
     if there and not options.force:
         raise UsageError(f"{' and '.join(there)} would be overwritten; --force does it.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    _replace(copies)
+    replace_files(copies)
+    keep_origin(content)
     for path in copies:
         print(f"wrote {printable(path)}")
     if b"load_config" in content:
@@ -84,7 +82,7 @@ def _copy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _replace(copies: Mapping[Path, bytes]) -> None:
+def replace_files(copies: Mapping[Path, bytes]) -> None:
     """Write files, all or none: each is complete under another name before the first is renamed."""
     with ExitStack() as stack:
         complete = {}
@@ -111,16 +109,6 @@ def _target(recipe: Path, target: str | None) -> Path:
     if path.suffix != recipe.suffix:
         raise UsageError(f"{target} is neither a {recipe.suffix} file nor a folder that exists.")
     return path
-
-
-def _stamp(recipe: Path, target: Path, name: str) -> bytes:
-    """Comment lines that say which recipe a copy began as; the docstring below stays one."""
-    version, latest = importlib.metadata.version("forgekit"), f"latest{recipe.suffix}"
-    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
-    return (
-        f"# Copied from forgekit {version} recipes/{recipe.name} (sha256 {digest}).\n"
-        f"# To compare: forgekit cp {name} {latest} && diff {latest} {target.name}\n"
-    ).encode()
 
 
 def add_run(commands: Any) -> None:

@@ -1,0 +1,166 @@
+"""The doctor: what a machine, a folder and ranks can do, and what it says where they cannot."""
+
+import errno
+import fcntl
+import io
+import os
+import re
+import resource
+import signal
+import socket
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from ranks import run_ranks
+
+from forgekit.cli import main
+from forgekit.run.doctor import group, installed
+from forgekit.run.doctor.folder import check_folder
+from forgekit.run.doctor.group import check_group
+
+
+def outcomes(checks):
+    return {check.name: check.outcome for check in checks}
+
+
+def test_a_good_machine_is_ready_and_nothing_is_left_behind(tmp_path, capsys):
+    out = tmp_path / "runs" / "a"
+    assert main(["doctor", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("\nready\n")
+    for name in ("python", "torch", "extra plot", "backends", "rename", "lock", "clock skew"):
+        assert re.search(rf"^  ok    {name} ", said, re.M), name
+    assert f"2 of 2 ranks see {tmp_path}" in said
+    assert [*tmp_path.iterdir()] == []
+
+
+def launched(rank, world, port, out):
+    """``forgekit doctor`` as torchrun starts it on one rank; what it printed and its exit code."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    which = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, where | which), redirect_stdout(said):
+        code = main(["doctor", out])
+    return code, said.getvalue()
+
+
+def test_under_a_launcher_its_ranks_are_checked_and_the_first_one_speaks(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (code, said), *others = run_ranks(launched, 3, port, str(tmp_path), group=False)
+    assert code == 0
+    assert said.endswith("\nready\n")
+    assert "\nranks\n  ok    round trip on cpu  3 ranks, " in said
+    assert f"3 of 3 ranks see {tmp_path}" in said
+    assert others == [(0, ""), (0, "")]
+
+
+def test_extras_and_packages_that_are_missing_say_how_to_install_them(monkeypatch):
+    needs = ["torch>=2", "gone-core>=1", 'gone-extra>=1; extra == "track"', 'x; extra == "dev"']
+    monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: needs)
+    checks = {check.name: check for check in installed.check_installed()}
+    assert checks["torch"].outcome == "good"
+    assert checks["gone-core"].outcome == "bad"
+    assert checks["gone-core"].text.endswith("Install forgekit again: pip install forgekit")
+    assert checks["extra track"].outcome == "note"
+    assert 'no gone-extra; what needs it says so. pip install "forgekit[track]"' in (
+        checks["extra track"].text
+    )
+    assert "extra dev" not in checks
+
+
+def test_a_full_disk_is_named_and_the_rest_is_still_looked_at(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        checks = [*check_folder(tmp_path)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    found = outcomes(checks)
+    assert found.pop("write speed") == "bad"
+    assert set(found.values()) == {"good"}
+    assert [check.text for check in checks if check.outcome == "bad"] == [
+        "[Errno 27] File too large. Make room, or choose another out=."
+    ]
+    assert [*tmp_path.iterdir()] == []
+
+
+def refuse(*arguments, **options):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "outcome", "remedy"),
+    [
+        ((Path, "symlink_to"), "symlink", "note", "Checkpoints are found without it; only"),
+        ((fcntl, "flock"), "lock", "note", "See to it yourself that no second run writes"),
+        ((Path, "replace"), "rename", "bad", "Checkpoints need it: choose an out= on another"),
+        ((Path, "rename"), "rename", "bad", "Checkpoints need it: choose an out= on another"),
+    ],
+)
+def test_what_a_file_system_cannot_do_says_what_that_means(
+    part, name, outcome, remedy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(*part, refuse)
+    checks = {check.name: check for check in check_folder(tmp_path)}
+    assert checks[name].outcome == outcome
+    assert remedy in checks[name].text
+    assert [n for n, check in checks.items() if check.outcome != "good"] == [name]
+
+
+def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+    checks = {check.name: check for check in check_folder(tmp_path)}
+    assert checks["lock"].outcome == "note"
+    assert "a file was locked twice" in checks["lock"].text
+
+
+@pytest.mark.bad_input
+def test_a_folder_where_nothing_can_be_written_ends_with_1(capsys):
+    assert main(["doctor", "/proc/run"]) == 1
+    said = capsys.readouterr().out
+    assert "BAD   writable           No such file or directory: /proc. Make /proc writable" in said
+    assert said.endswith("\n2 to mend before a run\n")
+
+
+def with_clock(rank, world, ahead, out):
+    """The group's checks, where the last rank's clock is ahead by some seconds."""
+    real = time.time
+    if rank == world - 1:
+        group.time.time = lambda: real() + ahead
+    try:
+        return check_group(out, "cpu")
+    finally:
+        group.time.time = real
+
+
+@pytest.mark.parametrize(("ahead", "outcome"), [(0.0, "good"), (0.5, "good"), (-30.0, "bad")])
+def test_clocks_that_are_apart_are_found_on_every_rank(ahead, outcome, tmp_path):
+    ranks = run_ranks(with_clock, 3, ahead, str(tmp_path))
+    for checks in ranks:
+        skew = next(check for check in checks if check.name == "clock skew")
+        assert skew.outcome == outcome, skew
+        apart = float(re.search(r"at most ([\d.]+) ms", skew.text)[1])
+        assert apart == pytest.approx(1000 * abs(ahead), abs=50)
+        assert outcome == "good" or "(rank 2). Let the machines keep time" in skew.text
+        assert outcomes(checks)["round trip on cpu"] == "good"
+
+
+def with_own_folder(rank, world, out):
+    folder = Path(out, str(min(rank, 1)))
+    folder.mkdir(exist_ok=True)
+    return check_group(str(folder), "cpu")
+
+
+def test_ranks_that_do_not_share_a_folder_are_named(tmp_path):
+    for checks in run_ranks(with_own_folder, 3, str(tmp_path)):
+        shared = next(check for check in checks if check.name == "shared folder")
+        assert shared.outcome == "bad"
+        assert shared.text.startswith("ranks 1, 2 do not see a file that rank 0 wrote into ")
+        assert shared.text.endswith("Choose an out= that all machines share.")
