@@ -18,7 +18,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from schedule_clock import timeline
 
 from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.data.mixture.interleave import BLOCK
@@ -31,6 +30,7 @@ from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing
 from forgekit.parallel.context.attention_areas import areas_seen
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
+from forgekit.run.schedule_clock import timeline
 
 HERE = Path(__file__).parent
 RANKS = ("#4878b8", "#e0893b", "#5a9e6f", "#b05a8f")

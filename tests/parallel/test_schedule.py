@@ -6,7 +6,6 @@ import itertools
 from typing import get_args
 
 import pytest
-from schedule_clock import timeline, work_order
 
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
@@ -16,6 +15,7 @@ from forgekit.parallel.pipeline.schedule import (
     stages_of,
     stages_per_rank,
 )
+from forgekit.run.schedule_clock import timeline, work_order
 
 SCHEDULES = get_args(PipelineSchedule)
 
