@@ -21,7 +21,7 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-oracle: .venv/dev ## compare every combination of layout, data and options with one process (long)
+oracle: .venv/dev .venv/lm-eval/done ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
@@ -63,6 +63,13 @@ clean: ## remove builds and caches; data, runs and .venv stay
 .venv/dev: .venv/torch pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/run
+
+# lm-eval brings thirty packages that nothing else needs: they lie over .venv, not in it.
+.venv/lm-eval/done: .venv/dev
+	$(BIN)/python -m venv .venv/lm-eval
+	echo $(CURDIR)/.venv/lib/python*/site-packages > $$(echo .venv/lm-eval/lib/python*/site-packages)/base.pth
+	.venv/lm-eval/bin/pip install -q -c constraints.txt lm-eval
+	@touch $@
 
 .venv/docs: .venv/torch pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"

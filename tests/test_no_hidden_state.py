@@ -302,12 +302,12 @@ def test_the_rule_finds_what_is_planted(source):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_marks_of_our_own_are_read(path):
-    """But the layout, by those that have no state: parallelize leaves it, three read it."""
+    """But the layout, by those that have no state: parallelize leaves it, four read it."""
     tree, name = ast.parse(path.read_text()), str(path.relative_to(PACKAGE))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert not any(text.startswith("_forgekit") for text in texts) or name == "state.py"
-    readers = ("generate.py", "huggingface/check_export.py", "adapters.py")
+    readers = ("generate.py", "lm_eval_harness.py", "huggingface/check_export.py", "adapters.py")
     readers = ("state.py", *(f"run/{reader}" for reader in readers))
     assert "layout_of" not in names or name in readers
     assert "set_layout" not in names or name in ("state.py", "parallel/parallelize.py")

@@ -11,6 +11,7 @@ from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.run.metrics import read_metrics
 from forgekit.run.generate import write_sample
+from forgekit.run.lm_eval_harness import lm_eval_model
 from forgekit.run.expert_map import expert_loads, plot_expert_loads
 from forgekit.run.report import plot_losses
 from forgekit.run.relora import relora
@@ -36,6 +37,7 @@ __all__ = [
     "report_out_of_memory",
     "read_metrics",
     "write_sample",
+    "lm_eval_model",
     "expert_loads",
     "plot_expert_loads",
     "plot_losses",

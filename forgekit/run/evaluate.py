@@ -1,77 +1,169 @@
-"""Token-exact evaluation: one sum over all targets of all ranks, divided once."""
+"""Token-exact evaluation of one set or several: sums over all targets of all ranks, divided once.
+
+The loss of a token depends on what the tokenizer makes a token. So ids of another tokenizer are
+refused by name, and bits per byte are reported beside the loss where the bytes are known.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
+from forgekit.data.corpus.token_files import HELD_OUT
+from forgekit.data.fingerprint import tokenizer_of
 from forgekit.run.stop_signal import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.pipelined import evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
+PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
+
 
 @torch.no_grad()
 def evaluate(
     state: TrainState,
-    batches: Iterable[TensorDictBase],
+    batches: Iterable[TensorDictBase] | Mapping[str, Iterable[TensorDictBase]],
     loss_fn: LossFn,
     *,
     name: str | None = None,
-    bytes_per_token: float | None = None,
+    bytes_per_token: float | Mapping[str, float] | None = None,
     stop: StopSignal | None = None,
+    trained_on: Any = None,
 ) -> TensorDict:
-    """Measure the mean loss over every target of a data set, without dropout.
+    """Measure the mean loss over every target of one data set or of several, without dropout.
 
-    The mean is over targets, not over batches: how the set is split does not matter. Nothing in
+    The mean is over targets, not over batches: how a set is split does not matter. Nothing in
     ``state`` changes, so it is not donated.
 
     Args:
         state: The state.
         batches: This rank's share; every rank brings the same number of micro-batches, filled up
-            with masked ones (``make_loader(..., epochs=1)`` does so).
+            with masked ones (``make_loader(..., epochs=1)`` does so). Of several sets a dict by
+            name, the same names in the same order on every rank.
         loss_fn: ``loss_fn(model, batch) -> Loss``; leave regularisers such as a z-loss out.
-        name: Name of the set, to give the results their full metric names: ``eval/<name>/loss``.
+        name: Name of the one set, to give the results their full metric names:
+            ``eval/<name>/loss``. Those of a dict always have them.
         bytes_per_token: Mean bytes of text behind a target, to report bits per byte: comparable
-            between tokenizers, as the loss per token is not. By default what the dataset of a
-            loader says of itself.
+            between tokenizers, as the loss per token is not. Of several sets a dict by name. By
+            default what the dataset of a loader says of itself.
         stop: Vote before each micro-batch, in a collective of one number, and end the evaluation
             where the run is to stop. The stages of a pipeline are never at the same micro-batch:
             there an evaluation is finished first.
+        trained_on: The dataset that the model is trained on, or its token file, whose tokenizer
+            the sets must share.
 
     Returns:
         TensorDict of ``[]`` float64, the same on every rank: ``loss`` in nats per target,
-        ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is known, and the loss function's
-        own metrics. Empty if it was stopped: partial results are not comparable.
+        ``perplexity``, ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is known, and the
+        loss function's own metrics. Empty if it was stopped: partial results are not comparable.
 
     Raises:
-        ValueError: If there is no micro-batch.
+        ValueError: If a set has no micro-batch, it holds ids that the model does not have, or the
+            sets were tokenized with different tokenizers.
+
+    Examples:
+        Two sets, as ``eval/code/loss`` and ``eval/prose/loss``::
+
+            sets = {name: fk.held_out_loader(state, data, 8) for name, data in datasets.items()}
+            log.event(state, fk.evaluate(state, sets, loss_fn, stop=stop))
     """
+    is_many = isinstance(batches, Mapping) and not isinstance(batches, TensorDictBase)
+    sets: dict[str, Any] = {**batches} if is_many else {name or "": batches}
+    if is_many and (name is not None or not sets):
+        raise ValueError(
+            f"name is {name!r} and batches a dict of the sets {sorted(sets)}; its keys, at least "
+            "one, are the names. Leave name out."
+        )
+    _check_tokenizers(state, sets, trained_on)
+    results = {}
+    for key, each in sets.items():
+        size = bytes_per_token.get(key) if isinstance(bytes_per_token, Mapping) else bytes_per_token
+        found = _evaluate_one(state, each, loss_fn, size, stop, key)
+        if not found:
+            return TensorDict({}, [])
+        results |= {f"eval/{key}/{metric}" if key else metric: v for metric, v in found.items()}
+    return TensorDict(results, [])
+
+
+def _evaluate_one(
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    bytes_per_token: float | None,
+    stop: StopSignal | None,
+    name: str,
+) -> dict[str, torch.Tensor]:
+    """Results of one set by metric; none if the evaluation was stopped."""
     layout = state.layout
     if bytes_per_token is None:
         bytes_per_token = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
-    run = _run_whole if layout.stages is None else evaluate_staged
     if stop is not None and layout.stages is None:
         batches = _until_stopped(batches, state, stop)
     with evaluating(state.model, layout), mixing_tensors(layout):
-        sums = run(state, batches, loss_fn)
+        if layout.stages is None:
+            sums = _run_whole(state, batches, loss_fn, name)
+        else:
+            sums = evaluate_staged(state, batches, loss_fn)
     if stop is not None and stop.requested:
-        return TensorDict({}, [])
+        return {}
     if not sums.rows:
-        raise ValueError("evaluate got no micro-batch; every rank must bring at least one.")
+        of = f" of set {name!r}" if name else ""
+        raise ValueError(f"evaluate got no micro-batch{of}; every rank must bring at least one.")
     totals = reduce_losses(sums.totals(state.loss_scale, samples=0), state)
     loss = totals["loss"] / totals["targets"]
-    result = {"loss": loss, "targets": totals["targets"]}
+    result = {"loss": loss, "perplexity": loss.exp(), "targets": totals["targets"]}
     if bytes_per_token is not None:
         result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
-    result |= mean_metrics(totals)
-    prefix = f"eval/{name}/" if name else ""
-    return TensorDict({prefix + metric: value for metric, value in result.items()}, [])
+    return result | mean_metrics(totals)
+
+
+def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: Any) -> None:
+    """Refuse sets whose ids mean something else than the model's, as far as they say so."""
+    vocabulary = _vocabulary_of(state.model)
+    known: dict[str, str] = {}  # checksum of each tokenizer -> what it was used for
+    datasets = {f"set {name!r}" if name else "the set": one for name, one in sets.items()}
+    for what, one in {"the training data": trained_on, **datasets}.items():
+        dataset = getattr(one, "dataset", one)
+        size = getattr(dataset, "vocab_size", None)
+        where = f"{what}{_at(dataset)}"
+        if vocabulary is not None and size is not None and size > vocabulary:
+            raise ValueError(
+                f"{where} has a vocabulary of {size} and the model one of {vocabulary}: it was "
+                f"tokenized with another tokenizer. Tokenize its text with the model's: {PREPARE}."
+            )
+        if (tokenizer := _tokenizer_of(dataset)) is not None:
+            known.setdefault(tokenizer, where)
+    if len(known) > 1:
+        (first, one), (second, other) = [*known.items()][:2]
+        raise ValueError(
+            f"{one} and {other} were tokenized with different tokenizers (checksums {first} and "
+            f"{second}), and a model reads the ids of one. Tokenize them alike: {PREPARE}."
+        )
+
+
+def _vocabulary_of(model: Any) -> int | None:
+    """Number of token ids of our own models and of those of transformers; None of others."""
+    sizes = getattr(model, "spec", None) or getattr(model, "config", None)
+    return getattr(sizes, "vocab_size", None)
+
+
+def _tokenizer_of(dataset: Any) -> str | None:
+    """Checksum of the tokenizer beside a dataset's token file; None if there is none."""
+    path = getattr(getattr(dataset, "file", dataset), "path", None)
+    if path is None:
+        return None
+    return tokenizer_of(path.parent if path.name == HELD_OUT else path)
+
+
+def _at(dataset: Any) -> str:
+    path = getattr(getattr(dataset, "file", dataset), "path", None)
+    return "" if path is None else f" ({path})"
 
 
 def _until_stopped(
@@ -87,10 +179,29 @@ def _until_stopped(
         yield batch
 
 
-def _run_whole(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> LossSums:
+def _run_whole(
+    state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn, name: str
+) -> LossSums:
     device = state.targets.device
     sums = LossSums(device)
     for batch in batches:
-        loss = compute_loss(state.model, take_part(batch, state.layout, device), loss_fn)
+        part = take_part(batch, state.layout, device)
+        try:
+            loss = compute_loss(state.model, part, loss_fn)
+        except IndexError as error:
+            _explain(error, state, batch, name)
+            raise
         sums.add(loss, rows=batch.batch_size[0])
     return sums
+
+
+def _explain(error: IndexError, state: TrainState, batch: TensorDictBase, name: str) -> None:
+    """Raise with what an index out of range means, if it is an id that the model does not have."""
+    vocabulary = _vocabulary_of(state.model)
+    largest = max(int(batch[key].max()) for key in ("input_ids", "labels") if key in batch)
+    if vocabulary is not None and largest >= vocabulary:
+        of = f"set {name!r}" if name else "the set"
+        raise ValueError(
+            f"{of} holds the token id {largest}, and the model has ids below {vocabulary}: it was "
+            f"tokenized with another tokenizer. Tokenize its text with the model's: {PREPARE}."
+        ) from error

@@ -56,7 +56,7 @@ def test_the_mean_is_over_targets_whatever_the_split(split, loss_fn):
     """Without dropout, and with a micro-batch that has no target."""
     loss, targets = by_hand(held_out())
     found = fk.evaluate(dropout_state(), iter(held_out().split(split)), loss_fn)
-    assert sorted(found.keys()) == ["loss", "targets"]
+    assert sorted(found.keys()) == ["loss", "perplexity", "targets"]
     assert found["loss"].item() == pytest.approx(loss, rel=1e-6)
     assert found["targets"].item() == targets
     assert all(v.dtype == torch.float64 and v.shape == () for v in found.values())
@@ -68,7 +68,8 @@ def _on_ranks(rank, world, layout, options):
     empty = rows[:1].clone()
     empty["labels"][:] = -100
     mine = [rows[i : i + 1] if i < 9 else empty for i in range(rank, 12, world)]
-    found = fk.evaluate(state, mine, logits_loss, name="set", bytes_per_token=4.0)
+    sets, sizes = {"set": mine, "first": mine[:1]}, {"set": 4.0}
+    found = fk.evaluate(state, sets, logits_loss, bytes_per_token=sizes)
     return {name: value.item() for name, value in found.items()}
 
 
@@ -82,12 +83,107 @@ def _on_ranks(rank, world, layout, options):
 )
 def test_ranks_agree_with_one_process(world, layout, options):
     loss, targets = by_hand(held_out())
+    first, few = by_hand(held_out()[:world])
     for found in run_again(_on_ranks, world, layout, options):
         assert found == {
             "eval/set/loss": pytest.approx(loss, rel=1e-6),
+            "eval/set/perplexity": pytest.approx(math.exp(loss), rel=1e-6),
             "eval/set/targets": targets,
             "eval/set/bits_per_byte": pytest.approx(loss / math.log(2) / 4, rel=1e-6),
+            "eval/first/loss": pytest.approx(first, rel=1e-6),
+            "eval/first/perplexity": pytest.approx(math.exp(first), rel=1e-6),
+            "eval/first/targets": few,
         }
+
+
+def tokens(folder, *, vocab_size=SPEC.vocab_size, tokenizer=None, size=40):
+    """A token file of its own ids, with the bytes of text that it was made of."""
+    ids = torch.arange(size) * 7 % vocab_size
+    fk.write_tokens(folder, [ids.numpy()], vocab_size=vocab_size, eos_id=0)
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(tokenizer)
+    return fk.token_dataset(folder, 8)
+
+
+def test_bits_per_byte_of_each_set_are_those_of_its_own_text(tmp_path):
+    state, sets = dropout_state(), {}
+    for name, text_bytes in (("code", 100), ("prose", 300)):
+        ids = [torch.arange(len(name) + 30).numpy() % 37]
+        metadata = {"text_bytes": text_bytes}
+        file = fk.write_tokens(tmp_path / name, ids, vocab_size=37, eos_id=0, metadata=metadata)
+        sets[name] = fk.held_out_loader(state, fk.token_dataset(file, 8), 2)
+    found = fk.evaluate(state, sets, logits_loss)
+    for name, text_bytes in (("code", 100), ("prose", 300)):
+        nats = found[f"eval/{name}/loss"] * (len(name) + 31)  # a token per id and the closing one
+        assert found[f"eval/{name}/bits_per_byte"] == pytest.approx(
+            nats.item() / math.log(2) / text_bytes
+        )
+        alone = fk.evaluate(state, sets[name], logits_loss, name=name)
+        assert all(found[metric] == value for metric, value in alone.items())
+
+
+REFUSED_SETS = {
+    "ids": (
+        lambda at, state: {"code": [held_out().apply(lambda ids: ids * 2)]},
+        r"^set 'code' holds the token id \d+, and the model has ids below 37: it was tokenized "
+        r"with another tokenizer\. Tokenize its text with the model's: forgekit prepare PATH",
+    ),
+    "vocabulary": (
+        lambda at, state: {"code": fk.held_out_loader(state, tokens(at / "a", vocab_size=50), 2)},
+        r"^set 'code' \(.*/a\) has a vocabulary of 50 and the model one of 37: it was tokenized",
+    ),
+    "tokenizers": (
+        lambda at, state: {
+            name: fk.held_out_loader(state, tokens(at / name, tokenizer=name), 2)
+            for name in ("code", "prose")
+        },
+        r"^set 'code' \(.*/code\) and set 'prose' \(.*/prose\) were tokenized with different "
+        r"tokenizers \(checksums \w{8} and \w{8}\), and a model reads the ids of one\.",
+    ),
+    "no sets": (lambda at, state: {}, r"^name is None and batches a dict of the sets \[\]; its"),
+    "an empty one": (
+        lambda at, state: {"full": [held_out()], "empty": []},
+        r"^evaluate got no micro-batch of set 'empty'; every rank must bring at least one\.$",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", REFUSED_SETS)
+def test_a_set_that_the_model_cannot_be_measured_on_is_named(case, tmp_path):
+    build, message = REFUSED_SETS[case]
+    state = dropout_state()
+    sets = build(tmp_path, state)
+    with pytest.raises(ValueError, match=message):
+        fk.evaluate(state, sets, logits_loss)
+
+
+@pytest.mark.bad_input
+def test_a_set_of_another_tokenizer_than_the_training_data_is_named(tmp_path):
+    state = dropout_state()
+    (tmp_path / "mine").mkdir()
+    data = tokens(tmp_path / "mine", tokenizer="mine")
+    fk.write_tokens(tmp_path / "mine" / "heldout", [[1, 2, 3]], vocab_size=37, eos_id=0)
+    own = fk.held_out_loader(state, data.held_out(), 2)
+    other = fk.held_out_loader(state, tokens(tmp_path / "other", tokenizer="other"), 2)
+    fk.evaluate(state, {"own": own}, logits_loss, trained_on=data)
+    found = r"^the training data \(.*/mine\) and set 'other' \(.*/other\) were tokenized with diff"
+    with pytest.raises(ValueError, match=found):
+        fk.evaluate(state, {"own": own, "other": other}, logits_loss, trained_on=data)
+
+
+def test_an_index_error_of_another_cause_stays_what_it_is():
+    def loss_fn(model, batch):
+        return [][1]
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        fk.evaluate(dropout_state(), [held_out()], loss_fn)
+
+
+@pytest.mark.bad_input
+def test_sets_have_their_own_names():
+    with pytest.raises(ValueError, match=r"^name is 'x' and batches a dict of the sets \['a'\]; "):
+        fk.evaluate(dropout_state(), {"a": [held_out()]}, logits_loss, name="x")
 
 
 def test_own_metrics_are_sums_over_counts_under_the_set_s_name():
@@ -170,6 +266,18 @@ def test_an_evaluation_ends_on_all_ranks_after_one_asked_for_a_stop():
     here, there = run_ranks(_stopped, 2, 1)
     assert here == (6, [], "another rank")  # the vote before the fourth is heard two later
     assert there == (6, [], "enough")
+
+
+def test_of_sets_that_were_stopped_none_is_reported():
+    state, stop = dropout_state(), fk.StopSignal(signals=())
+
+    def second():
+        for _ in range(9):
+            stop.request("enough")
+            yield held_out()
+
+    sets = {"first": held_out().split(3), "second": second()}
+    assert not [*fk.evaluate(state, sets, logits_loss, stop=stop).keys()]
 
 
 def test_an_evaluation_that_nobody_stops_is_the_same_with_a_stop_signal():
