@@ -308,7 +308,7 @@ def test_no_marks_of_our_own_are_read(path):
     texts = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert not any(text.startswith("_forgekit") for text in texts) or name == "state.py"
     readers = ("generate.py", "lm_eval_harness.py", "huggingface/check_export.py", "adapters.py")
-    readers = ("state.py", *(f"run/{reader}" for reader in readers))
+    readers = ("state.py", "steps/dpo.py", *(f"run/{reader}" for reader in readers))
     assert "layout_of" not in names or name in readers
     assert "set_layout" not in names or name in ("state.py", "parallel/parallelize.py")
 

@@ -76,7 +76,7 @@ class LoraLinear(nn.Linear):
     """``nn.Linear`` with an adapter; ``of`` makes one that takes the place of a layer.
 
     Attributes:
-        adapters: The adapter under ``"weight"``.
+        adapters: The adapter under ``"weight"``; a socket: without it the base computes alone.
         bases: The weight's values before it was merged, this rank's; empty while it is not.
         lora_A: ``[r in]``.
         lora_B: ``[out r]``.
@@ -107,7 +107,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[... in]`` -> ``[... out]``."""
-        if self.bases:
+        if self.bases or not self.adapters:
             return super().forward(input)
         x, adapter = input, self.adapters["weight"]
         rows = x.reshape(-1, x.shape[-1])
@@ -156,8 +156,8 @@ class LoraExperts(Experts):
     """Experts of which each has adapters of its own; ``of`` makes them of experts.
 
     Attributes:
-        adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``. Factors are ``<stack>_lora_A``
-            ``[e r in]`` and ``<stack>_lora_B`` ``[e out r]``.
+        adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``; a socket, as that of a linear layer.
+            Factors are ``<stack>_lora_A`` ``[e r in]`` and ``<stack>_lora_B`` ``[e out r]``.
         bases: By stack its values before it was merged, this rank's; empty while none is.
         widths: See ``Experts``; here those of the factors too.
     """
@@ -223,7 +223,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 def weight_of(layer: nn.Linear) -> Tensor:
     """The weight that a linear layer computes with, where it is read instead of called."""
-    if isinstance(layer, LoraLinear) and not layer.bases:
+    if isinstance(layer, LoraLinear) and layer.adapters and not layer.bases:
         return layer.adapted_weight()
     return layer.weight
 

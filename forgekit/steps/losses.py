@@ -125,13 +125,21 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     References:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
+    losses = position_losses(logits, labels, z_loss)
+    return loss_of_positions(losses.sum(), losses, labels)
+
+
+def position_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Cross-entropy at each position, ``[n]``, differentiable; 0 where there is no target.
+
+    Arguments and errors are those of ``cross_entropy``.
+    """
     check_shapes("logits", logits, labels)
     check_labels(labels, logits.shape[-1])
     logits, columns = take_logits(logits)
     flat, positions = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     if columns is not None:
-        losses = shared_losses(flat, positions, z_loss, columns)
-        return loss_of_positions(losses.sum(), losses, labels)
+        return shared_losses(flat, positions, z_loss, columns)
     flat = flat.to(wide(logits.dtype))
     if flat.requires_grad:  # a hook costs a third of an autograd function in Python
         flat.register_hook(_without_nan)
@@ -140,7 +148,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
         # `where`, not a product: masked values may be NaN.
         log_z = torch.where(positions != IGNORED, flat.logsumexp(-1), 0.0)
         losses = losses + z_loss * log_z.square()
-    return loss_of_positions(losses.sum(), losses, labels)
+    return losses
 
 
 def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:

@@ -1,0 +1,345 @@
+"""The preference loss: its value, its reference, its gradient in every layout, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+
+import adapted
+import attrs
+import pytest
+import torch
+from oracle import full
+from preferences import SPEC, alone, expected, rows
+from ranks import run_ranks
+from steps import trl_figures
+from torch.func import functional_call
+
+import forgekit as fk
+
+KINDS = ("sigmoid", "hinge", "ipo")
+BETA = 0.7
+
+
+def model_of(seed, dtype=torch.float64):
+    return fk.Transformer(SPEC, seed=seed).to(dtype)
+
+
+def adapted_model(**options):
+    """A model with an adapter on each matrix, which has moved."""
+    model = model_of(0)
+    options = {"rank": 4, "alpha": 16.0, "targets": ("*.query", "*.up", "output")} | options
+    return adapted.move(fk.add_lora(model, seed=3, **options))
+
+
+def means(loss):
+    return {name: float(total) / int(count) for name, (total, count) in loss.metrics.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_that_of_documents_one_by_one(kind):
+    """An answer without a prompt is among them: its first token is neither scored nor counted."""
+    model, frozen, batch = model_of(1), model_of(2), rows()
+    found = fk.dpo_loss(model, batch, reference=frozen, kind=kind, beta=BETA)
+    total, count, metrics = expected(batch, model, frozen, kind, BETA)
+    assert found.sum.item() == pytest.approx(total.item(), rel=1e-12)
+    assert int(found.count) == count == 6
+    assert means(found) == pytest.approx(metrics, rel=1e-11)
+    assert 0 < metrics["dpo/accuracy"] < 1
+    assert found.rows[1].tolist() == [2, 2, 1, 1]
+    assert float(found.rows[0].sum()) == pytest.approx(total.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_pairs_cost_what_padded_ones_do(kind):
+    model, frozen, batch = model_of(1), model_of(2), rows()
+    packed = fk.dpo_loss(model, batch, reference=frozen, kind=kind, beta=BETA)
+    padded = fk.dpo_loss(model, alone(batch), reference=frozen, kind=kind, beta=BETA)
+    assert packed.sum.item() == pytest.approx(padded.sum.item(), rel=1e-12)
+    assert int(packed.count) == int(padded.count)
+    assert means(packed) == pytest.approx(means(padded), rel=1e-11)
+
+
+def test_a_masked_micro_batch_has_no_pair_and_what_is_masked_may_be_nan():
+    model, frozen, batch = model_of(1), model_of(2), rows()
+    batch["labels"][:] = -100
+    found = fk.dpo_loss(model, batch, reference=frozen)
+    assert (found.sum.item(), int(found.count)) == (0, 0)
+    found.sum.backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+    def poisoned(model, batch):
+        logits = model(batch["input_ids"], doc_ids=batch["doc_ids"])
+        return logits.masked_fill((batch["labels"] == -100)[..., None], math.nan)
+
+    whole = rows()
+    clean = fk.dpo_loss(model, whole, reference=frozen)
+    found = fk.dpo_loss(model, whole, reference=frozen, forward=poisoned)
+    assert found.sum.item() == clean.sum.item()
+
+
+def check_figures(figures, beta):
+    """Compare with what trl has found: the loss, and what it reports, means over pairs."""
+    spec = attrs.evolve(SPEC, qk_norm=False)
+    model, frozen = fk.Transformer(spec, seed=1), fk.Transformer(spec, seed=2)
+    named = {
+        "rewards/margins": "dpo/margin",
+        "rewards/accuracies": "dpo/accuracy",
+        "rewards/chosen": "dpo/chosen_reward",
+        "rewards/rejected": "dpo/rejected_reward",
+    }
+    assert figures.keys() == set(KINDS)
+    for kind, theirs in figures.items():
+        loss = fk.dpo_loss(model, rows(), reference=frozen, kind=kind, beta=beta)
+        found = {"loss": loss.sum.item() / int(loss.count)}
+        found |= {ours: means(loss)[name] for ours, name in named.items()}
+        assert found == pytest.approx(theirs, rel=1e-5, abs=1e-6), kind
+
+
+def test_the_loss_is_that_of_trl():
+    """Its figures are stored, with the inputs; the next test computes them anew."""
+    stored = json.loads(trl_figures.STORED.read_text())
+    assert stored["trl"].startswith("1.16.")
+    check_figures(stored["figures"], stored["beta"])
+
+
+@pytest.mark.oracle
+def test_the_stored_figures_are_those_of_trl_today(tmp_path):
+    inputs = trl_figures.write_inputs(tmp_path)
+    assert inputs == json.loads(trl_figures.STORED.read_text())["inputs"]
+    subprocess.run([sys.executable, trl_figures.__file__, str(tmp_path)], check=True)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    check_figures(figures, trl_figures.BETA)
+    stored = json.loads(trl_figures.STORED.read_text())["figures"]
+    for kind, values in figures.items():
+        assert values == pytest.approx(stored[kind], rel=1e-5, abs=1e-6)
+
+
+def test_an_answers_first_token_without_a_prompt_is_neither_scored_nor_counted():
+    """Uniform over 4 tokens: each scored one costs log 4; ids are 3 and 2 long, ends included."""
+    labels = torch.tensor([[1, 2, -100, 3, -100]])
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1]])
+    found = fk.document_log_probs(torch.zeros(1, 5, 4), labels, doc_ids)
+    assert found.counts.tolist() == [[2, 1, 0, 0, 0]]
+    assert found.sums[0, :2].tolist() == pytest.approx([-2 * math.log(4), -math.log(4)], rel=1e-6)
+
+
+def test_the_first_step_has_a_loss_of_ln_2_and_no_margin():
+    """Adapters add nothing yet, dropout of what they take or not."""
+    model = fk.add_lora(model_of(0), rank=4, alpha=16.0, targets="*.query", dropout=0.5)
+    found = fk.dpo_loss(model, rows(), beta=BETA)
+    assert found.sum.item() / int(found.count) == pytest.approx(math.log(2), rel=1e-15)
+    assert means(found)["dpo/margin"] == 0
+    frozen = model_of(0)
+    found = fk.dpo_loss(model_of(0), rows(), reference=frozen, beta=BETA)
+    assert found.sum.item() / int(found.count) == pytest.approx(math.log(2), rel=1e-15)
+    assert means(found)["dpo/margin"] == 0
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"dora": True, "targets": ("*.query",)}])
+def test_the_reference_stays_while_adapters_train(options):
+    """With dropout in the model too, and lengths of rows that are trained."""
+    dropout = 0.3 if "dropout" in options else 0.0
+    model = fk.Transformer(attrs.evolve(SPEC, dropout=dropout), seed=0).double()
+    options = {"rank": 4, "alpha": 16.0, "targets": ("*.query", "*.up")} | options
+    fk.add_lora(model, seed=3, **options)
+    noted = []
+
+    def noting(model, batch):
+        logits = model(batch["input_ids"], doc_ids=batch["doc_ids"])
+        if not torch.is_grad_enabled():
+            noted.append(logits.clone())
+        return logits
+
+    state = fk.TrainState.create(model, fk.adamw(model, weight_decay=0.1), seed=0)
+    loss_fn = partial(fk.dpo_loss, beta=BETA, forward=noting)
+    step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+    for _ in range(4):
+        state, metrics = step(state, [rows()])
+    assert abs(float(metrics["dpo/margin"])) > 0.02
+    assert len(noted) == 4
+    base = model_of(0).eval()
+    batch = rows()
+    with torch.no_grad():
+        wanted = base(batch["input_ids"], doc_ids=batch["doc_ids"])
+    for logits in noted:
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=0)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_reference_of_its_own_gets_no_gradient_and_stays_in_its_mode():
+    model, frozen = model_of(1), model_of(2)
+    frozen.layers[0].eval()
+    fk.dpo_loss(model, rows(), reference=frozen).sum.backward()
+    assert all(parameter.grad is None for parameter in frozen.parameters())
+    assert frozen.training
+    assert not frozen.layers[0].training
+
+
+def reference_gradients(case, kind, batches):
+    """Gradients of the mean over all pairs, float64, one process, plain autograd."""
+    if case in adapted.ADAPTED:
+        start = adapted.move(adapted.build(case))
+        leaves = {n: p.detach().requires_grad_("lora_" in n) for n, p in start.named_parameters()}
+        base, frozen = (fk.Transformer(adapted.ADAPTED[case][0], seed=0).double() for _ in "ab")
+        policy = partial(functional_call, base, adapted.adapted_weights(case, leaves))
+    else:
+        base, frozen = model_of(1), model_of(2)
+        leaves = {n: p.detach().requires_grad_() for n, p in base.named_parameters()}
+        policy = partial(functional_call, base, leaves)
+    sums = [expected(batch, policy, frozen, kind, BETA)[:2] for batch in batches]
+    mean = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    return dict(
+        zip(trained, torch.autograd.grad(mean, [leaves[n] for n in trained]), strict=True)
+    ), float(mean.detach())
+
+
+def micro_batches(seed, world):
+    """``[micro-batch][rank]``: ragged numbers of pairs; the last rank has a micro-batch without."""
+    # Answers lose their ends, and in the second one its partner.
+    whole = [rows(seed, length) for length in (16, 14)]
+    whole[1]["labels"][2:] = -100
+    size = len(whole[0]) // world
+    return [[batch[size * rank : size * (rank + 1)] for rank in range(world)] for batch in whole]
+
+
+def measure(rank, world, case, kind, sizes, options):
+    """The gradient, the loss and the metrics of one step in a layout, on this rank."""
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    if case in adapted.ADAPTED:
+        model, frozen = adapted.move(adapted.build(case)), None
+    else:
+        model = model_of(1)
+        frozen = fk.parallelize(model_of(2).requires_grad_(False), mesh)
+    model = fk.parallelize(model, mesh, **options)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    loss_fn = partial(fk.dpo_loss, reference=frozen, kind=kind, beta=BETA)
+    turn, ranks = fk.data_ranks(mesh)
+    mine = [row[turn] for row in micro_batches(5, ranks)]
+    totals = fk.reduce_totals(fk.accumulate(state, mine, loss_fn), state)
+    found = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    metrics = fk.step_metrics(totals, fk.clip(totals, max_norm=1.0), lr=0.0)
+    return found, {name: float(value) for name, value in metrics.items()}
+
+
+def measure_all(rank, world, cells):
+    return [measure(rank, world, *cell) for cell in cells]
+
+
+FSDP, TP = {"dp_shard": 2}, {"dp_shard": 1, "tp": 2}
+CELLS = [
+    ("dense", "sigmoid", FSDP, {}),
+    ("model", "ipo", FSDP, {}),
+    ("dense", "ipo", TP, {}),
+]
+LONG = [
+    *(("dense", kind, sizes, {}) for kind in KINDS for sizes in (FSDP, TP)),
+    *(("model", kind, sizes, {}) for kind in KINDS for sizes in (FSDP, TP)),
+    ("dense", "hinge", FSDP, {"activation_checkpoint": "full"}),
+    ("model", "sigmoid", {"dp_replicate": 2, "dp_shard": 1}, {}),
+    ("experts", "sigmoid", {"dp_shard": 2, "ep": 2}, {}),
+]
+LONG_4 = [
+    ("dense", "sigmoid", {"dp_shard": 2, "tp": 2}, {}),
+    ("model", "hinge", {"dp_replicate": 2, "dp_shard": 2}, {}),
+]
+
+
+def check_cells(world, cells):
+    found = run_ranks(measure_all, world, cells)
+    for number, (case, kind, sizes, _) in enumerate(cells):
+        data = world // sizes.get("tp", 1)
+        batches = [batch for row in micro_batches(5, data) for batch in row]
+        gradients, loss = reference_gradients(case, kind, batches)
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        for rank in found:
+            mine, metrics = rank[number]
+            assert mine.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                error = float((mine[name] - gradient).abs().max()) / largest
+                assert error < 1e-12, (case, kind, sizes, name)
+                assert float(gradient.abs().max()) > 0
+            assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
+            assert metrics["targets"] == sum(
+                expected(b, model_of(1), model_of(2), kind, BETA)[1] for b in batches
+            )
+
+
+def test_gradients_of_pairs_split_over_micro_batches_and_ranks_are_those_of_one_process():
+    check_cells(2, CELLS)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("world", "cells"), [(2, LONG), (4, LONG_4)])
+def test_gradients_are_those_of_one_process_in_more_layouts(world, cells):
+    check_cells(world, cells)
+
+
+def _merged(model):
+    fk.merge_lora(model)
+
+
+def _with_a_trained_norm(model):
+    model.norm.weight.requires_grad_()
+
+
+REFUSED = {
+    "an unknown kind": ({"kind": "sigmoyd"}, None, "kind is 'sigmoyd'; it is one of"),
+    "no beta": ({"beta": 0.0}, None, "beta is 0, so no margin counts; make it positive"),
+    "a negative beta": ({"beta": -0.1}, None, "beta is -0.1; it must be finite and not negative"),
+    "a merged model": ({}, _merged, r"the adapters of \d+ layers \(first: .*\) are merged into"),
+    "a reference that would move": (
+        {},
+        _with_a_trained_norm,
+        "'norm.weight' is trained besides the adapters, so a reference without them would move",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_preference_is_refused(case):
+    options, change, message = REFUSED[case]
+    model = adapted_model()
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        fk.dpo_loss(model, rows(), **options)
+
+
+@pytest.mark.bad_input
+def test_a_reference_that_is_none_is_refused():
+    model, batch = model_of(1), rows()
+    with pytest.raises(ValueError, match="Transformer has no adapters, so there is no reference"):
+        fk.dpo_loss(model, batch)
+    with pytest.raises(ValueError, match="reference is the model that is trained, so margins"):
+        fk.dpo_loss(model, batch, reference=model)
+    logits, shorter = torch.zeros(4, 24, 40), batch["doc_ids"][:, :-1]
+    with pytest.raises(ValueError, match=r"doc_ids has shape \(4, 23\) and labels \(4, 24\)"):
+        fk.document_log_probs(logits, batch["labels"], shorter)
+
+
+def refuse(rank, world):
+    found = []
+    for sizes in ({"pp": 2}, {"cp": 2}):
+        mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, **sizes), device="cpu")
+        model = fk.parallelize(adapted_model(targets=("*.query",)), mesh)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        try:
+            fk.accumulate(state, [rows(), rows()], fk.dpo_loss)
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.bad_input
+def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
+    for pipelined, sliced in run_ranks(refuse, 2):
+        assert (
+            "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1" in pipelined
+        )
+        assert "ranks that share a sequence (cp 2) hold slices. Use a mesh with cp=1" in sliced
