@@ -207,6 +207,24 @@ def process_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else identity(os.environ)[0]
 
 
+def rank_name(mesh: DeviceMesh | None) -> str:
+    """Name this rank for a file: its number, and its position where a dimension has several.
+
+    Examples:
+        >>> rank_name(None)
+        'rank0'
+    """
+    if mesh is None:
+        return "rank0"
+    names = mesh.mesh_dim_names or ()
+    positions = [
+        f"_{name}{mesh.get_local_rank(name)}"
+        for name, size in zip(names, mesh.shape, strict=True)
+        if size > 1
+    ]
+    return "".join([f"rank{process_rank()}", *positions])
+
+
 def shutdown() -> None:
     """Destroy the process groups, so that the process can end without complaint."""
     if dist.is_initialized():

@@ -73,6 +73,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/optimizers.md",
         "docs/adapters.md",
         "docs/performance.md",
+        "docs/hooks.md",
     ],
 )
 def test_names_of_tests_and_files_in_the_text_exist(name):
@@ -82,3 +83,15 @@ def test_names_of_tests_and_files_in_the_text_exist(name):
     assert all(f"def {test}(" in sources for test in re.findall(r"`(test_\w+)`", text))
     paths = re.findall(r"`((?:tests|docs|recipes|benchmarks)/[\w/]+\.py)`", text)
     assert all((root / path).exists() for path in paths), paths
+
+
+def test_each_event_names_a_line_of_the_recipe():
+    """The code in the last column of the page's table stands in the recipe as it is."""
+    page = (DOCS / "hooks.md").read_text()
+    recipe = (DOCS.parent / "recipes" / "pretrain.py").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    quoted = [code for row in rows for code in re.findall(r"`([^`]+)`", row.split(" | ")[-1])]
+    ours = ("loss_fn", "make_step(..., gradient_hook=...)", "log", "TrainState", "except")
+    lines = [code for code in quoted if code not in ours]
+    assert len(lines) >= 12
+    assert [line for line in lines if line not in recipe] == []

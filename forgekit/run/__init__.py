@@ -13,6 +13,13 @@ from forgekit.run.metrics import read_metrics
 from forgekit.run.generate import write_sample
 from forgekit.run.lm_eval_harness import lm_eval_model
 from forgekit.run.expert_map import expert_loads, plot_expert_loads
+from forgekit.run.hooks import (
+    capture_activations,
+    every_steps,
+    gradient_noise,
+    histograms,
+    layer_norms,
+)
 from forgekit.run.report import plot_losses
 from forgekit.run.relora import relora
 from forgekit.run.adapters import reset_magnitudes
@@ -40,6 +47,11 @@ __all__ = [
     "lm_eval_model",
     "expert_loads",
     "plot_expert_loads",
+    "capture_activations",
+    "every_steps",
+    "gradient_noise",
+    "histograms",
+    "layer_norms",
     "plot_losses",
     "relora",
     "reset_magnitudes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,6 +20,8 @@ from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
 StateT = TypeVar("StateT", bound=TrainState)
+GradientHook = Callable[[TrainState, Totals], Mapping[str, Tensor]]
+"""What ``make_step`` calls between the reduction and the update; returns metrics."""
 
 
 class Vote(Protocol):
@@ -45,12 +47,13 @@ def make_step(
     spikes: SpikeLimit | None = None,
     audit: bool = True,
     total: int | None = None,
+    gradient_hook: GradientHook | None = None,
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
-    The step is ``accumulate``, ``reduce_totals``, ``clip``, ``limit_spikes`` where it is asked
-    for, ``update`` and ``step_metrics`` in that order and nothing else; write them out where
-    something has to happen in between.
+    The step is ``accumulate``, ``reduce_totals``, ``gradient_hook`` where there is one, ``clip``,
+    ``limit_spikes`` where it is asked for, ``update`` and ``step_metrics`` in that order and
+    nothing else; write them out where something has to happen in between.
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
@@ -64,6 +67,9 @@ def make_step(
         audit: Whether the first step compares replicas and options over the ranks, and proves the
             tensor-parallel plan and positions under context parallelism.
         total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
+        gradient_hook: Called on every rank with the state and the reduced totals. It may read
+            gradients, and what it returns, 0-d tensors, joins the metrics. Whoever changes
+            gradients writes the parts out, and does so before ``reduce_totals`` takes their norm.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
@@ -86,13 +92,14 @@ def make_step(
         totals = reduce_totals(totals, state, audit=audit, settings=options)
         for name, voter in voters.items():
             voter.hear(totals[name])
+        looked = {} if gradient_hook is None else gradient_hook(state, totals)
         correction = clip(totals, max_norm=max_norm)
         if spikes is None:
             state = update(state, correction, lr=lr, totals=totals, total=total)
-            return state, step_metrics(totals, correction, lr=lr)
+            return state, step_metrics(totals, correction, lr=lr).update(looked)
         kept, recent = limit_spikes(correction, totals, state.recent, spikes)
         state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
-        metrics = step_metrics(totals, kept, lr=lr)
+        metrics = step_metrics(totals, kept, lr=lr).update(looked)
         metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
         return state, metrics
 
