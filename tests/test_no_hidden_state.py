@@ -140,7 +140,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
     "parallel/activation_checkpoint.py": {"vars(self).update(vars(torch_mode))": OWN},
     "parallel/tensor/styles.py": {
         "module.bias": SETUP,
-        "register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, Shard(dim)))": SETUP,
+        "register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, own))": SETUP,
         "module.reduce": SETUP,
         "module.add_up": "the sockets of an adapter",
         "module.drop": "the sockets of an adapter",
