@@ -10,6 +10,8 @@ import pytest
 from distributed.matrix import LAYOUTS
 from runs import launch
 
+import forgekit as fk
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -48,6 +50,24 @@ def test_the_script_of_the_adapters_page_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_the_script_of_the_page_on_models_of_transformers_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24}
+    model = fk.Transformer(fk.TransformerSpec(**sizes, max_seq_len=32))
+    fk.save_huggingface(model, "base")
+    (script,) = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "foreign.md").read_text(), re.M | re.S
+    )
+    try:
+        exec(compile(script, "foreign.md", "exec"), {"__name__": "__main__"})
+    finally:
+        fk.shutdown()
+    *losses, rows = capsys.readouterr().out.splitlines()
+    assert float(losses[-1]) < float(losses[0]) - 0.1
+    assert rows.count(",") == 4 * 12 - 1
+    fk.load_huggingface(model, "tuned")
+
+
 def test_the_table_of_layouts_is_complete_and_within_the_bounds():
     rows = re.findall(r"^\| `(\S+)` \|(.*)\|$", (DOCS / "layout_errors.md").read_text(), re.M)
     assert [name for name, _ in rows] == list(LAYOUTS)
@@ -70,6 +90,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/data.md",
         "docs/experts.md",
         "docs/huggingface.md",
+        "docs/foreign.md",
         "docs/optimizers.md",
         "docs/adapters.md",
         "docs/performance.md",

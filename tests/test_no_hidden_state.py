@@ -147,6 +147,8 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "register_parameter(name, _shard(parameter, mesh, own))": SETUP,
         "module._parameters": WHILE,
         "module.padding_idx": WHILE,
+        "module.num_experts": WHILE,
+        "module._is_expert_parallel": WHILE,
     },
     "parallel/tensor/tensor_parallel.py": {
         "register_parameter(leaf, model.get_parameter(names[0]))": SETUP

@@ -45,7 +45,12 @@ from forgekit.parallel.pipeline.stages import Stages, split_stages
 from forgekit.parallel.rank_agreement import check_alike
 from forgekit.parallel.tensor.plan import EXPERT, Plan, Style, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
-from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
+from forgekit.parallel.tensor.tensor_parallel import (
+    apply_plan,
+    logit_modules,
+    share_again,
+    shared_parameters,
+)
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
 
 
@@ -93,7 +98,8 @@ def parallelize(
             ``forgekit.parallel.tensor.tensor_parallel``, and ``"expert"`` for modules of
             ``[e ...]`` parameters. The model's own ``plan`` if None, or what the configuration of a
             model of transformers says.
-        blocks: Name of the list of repeated layers; ``"layers"`` where the model has one.
+        blocks: Name of the list of repeated layers; ``"layers"`` where the model has one, or the
+            model in a model of transformers.
         reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
             keep them for the whole step: a backward in two parts needs them in both.
@@ -108,9 +114,10 @@ def parallelize(
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the device or the dtype has no such attention, the plan does
             not fit, the blocks are not found, a buffer is on meta and its module has no
-            ``reset_buffers()``, a parameter on meta is shared by two modules or one is shared by
-            two blocks, or parameters are complex or sparse.
+            ``reset_buffers()``, a parameter is shared by two blocks, or parameters are complex or
+            sparse.
     """
+    blocks = _their_blocks(model) if blocks is None else blocks
     asked = _Options(
         precision=precision,
         activation_checkpoint=activation_checkpoint,
@@ -226,7 +233,6 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     check_dense(model)
     _check_hooks(model)
     _check_buffers(model)
-    _check_shared(model)
     if _is_wrapped(mesh, asked):
         _check_shared_by_blocks(_blocks(model, asked.blocks))
 
@@ -344,7 +350,16 @@ def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
 
 def _materialise(model: nn.Module, device: str, home: str) -> None:
     """Allocate what is on meta at ``home`` and move the rest, which ``to_empty`` would empty."""
+    shared = shared_parameters(model)
     model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
+    for names in shared:  # which became one for each of its names
+        share_again(model, names)
+
+
+def _their_blocks(model: nn.Module) -> str | None:
+    """The list of layers in the body of a model of transformers; None for any other model."""
+    name = f"{getattr(model, 'base_model_prefix', None) or '.'}.layers"
+    return name if any(own == name for own, _ in model.named_modules()) else None
 
 
 def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
@@ -440,17 +455,6 @@ def _check_stages_train(stages: Stages) -> None:
             "nothing to train: all of their parameters are frozen. Add adapters to blocks of every "
             "rank (forgekit.add_lora), or use pp=1."
         )
-
-
-def _check_shared(model: nn.Module) -> None:
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(parameter, name)
-        if known != name and parameter.is_meta:
-            raise ValueError(
-                f"{name!r} is the same parameter as {known!r} and on meta; filling it there would "
-                "make two of one. Build the model on the CPU."
-            )
 
 
 def _check_shared_by_blocks(blocks: list[nn.Module]) -> None:

@@ -63,7 +63,8 @@ def generate(
     alone.
 
     Args:
-        model: Maps ids ``[b s]`` to logits ``[b s v]``, each from the ids up to its own.
+        model: Maps ids ``[b s]`` to logits ``[b s v]``, each from the ids up to its own, or to an
+            object with them as ``logits``, as models of transformers do.
         prompts: ``[b s]`` int, or a list of 1-D tensors (or lists) of any lengths, at least 1.
         max_new_tokens: Tokens to add to each row at most.
         temperature: Divides the logits; 0 takes the most likely token.
@@ -81,7 +82,7 @@ def generate(
         1-D tensors, each up to its end.
 
     Raises:
-        TypeError: If ``max_new_tokens`` is no integer.
+        TypeError: If ``max_new_tokens`` is no integer, or the model returns no logits.
         ValueError: If a prompt or a sequence of ``stop`` is empty, ``temperature``, ``top_k`` or
             ``top_p`` is out of range, or the model is split into pipeline stages.
     """
@@ -304,12 +305,23 @@ class _Reader:
         if has_head and self.layout.tensor == 1:  # logits of all positions may not fit
             options["head"] = lambda hidden, weight: F.linear(hidden[each, last], weight)
         ids = F.pad(ids, (0, self._padded(ids.shape[1]) - ids.shape[1]))
-        logits = self.model(ids, **options)
+        logits = _logits_in(self.model(ids, **options))
         if "head" in options:
             return _wide(logits)
         if not isinstance(last, int):
             logits = full(logits)
         return _wide(full(logits[each, last]))
+
+
+def _logits_in(output: Any) -> Tensor:
+    """What a model returns, or its ``logits``."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the model returned a {type(output).__name__} without logits; generate needs [b s v], "
+            "or an object with them as .logits. Wrap the model in one that returns them."
+        )
+    return logits
 
 
 def _wide(logits: Tensor) -> Tensor:

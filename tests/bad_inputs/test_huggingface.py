@@ -13,6 +13,7 @@ import forgekit as fk
 from forgekit.run.huggingface.names import (
     NameMap,
     cast,
+    join,
     leave_out,
     pad,
     rename,
@@ -439,6 +440,18 @@ RULES = {
     "stacked without a number": (
         lambda: [stack(rename("a.*.w", "x.*.w"))],
         r"^stack: 'x\.\*\.w' needs \{\} once, where the number stands",
+    ),
+    "a stack of halves": (
+        lambda: [stack(join("a.*.w", ["x.*.{}.v", "x.*.{}.w"]))],
+        r"^stack takes the first dimension; give join another one, such as dim=1\.$",
+    ),
+    "thirds of two": (
+        lambda: [BOTH[0], join("b", ["b.0", "b.1", "b.2"])],
+        r"^'b' of shape \(2,\) cannot be 3 tensors of one size on disk along dimension 0\.$",
+    ),
+    "halves along what is not there": (
+        lambda: [BOTH[0], join("b", ["b.0", "b.1"], dim=1)],
+        r"^'b' has shape \(2,\), too few dimensions for its rule",
     ),
     "a vector that is transposed": (
         lambda: [BOTH[0], transpose(BOTH[1])],

@@ -240,6 +240,16 @@ class Norms(nn.Module):
         self.narrow = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 10))
 
 
+class Fused(nn.Module):
+    """Experts as transformers holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.num_experts, self.experts.is_transposed = 3, False
+        self.experts.gate_up_proj = nn.Parameter(torch.ones(3, 4, 2))
+
+
 def transformer(**sizes: Any) -> fk.Transformer:
     return fk.Transformer(attrs.evolve(SPEC, **sizes))
 
@@ -278,8 +288,8 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         2,
         {"body.*.up": "columns"},
         r"^the plan gives 'body.\*.up' the style 'columns'; it is one of 'colwise', 'rowwise', 'emb"
-        r"edding', 'sequence', 'heads', 'channels', 'replicate', 'routed', 'expert', or a ParallelS"
-        r"tyle of torch\.$",
+        r"edding', 'sequence', 'heads', 'channels', 'replicate', 'routed', 'grouped', 'expert', or "
+        r"a ParallelStyle of torch\.$",
     ),
     (Foreign, 2, {"last": "colwise"}, r"^style 'colwise' is for nn.Linear; 'last' is LayerNorm\("),
     (Foreign, 2, {"body": "rowwise"}, r"^style 'rowwise' is for nn.Linear; 'body' is <class"),
@@ -336,6 +346,19 @@ REFUSED: list[tuple[Any, int, Any, str]] = [
         {"layers.0.feed_forward": "routed"},
         r"^style 'routed' is for layers with a router, experts that say their widths, and a "
         r"`reduce` socket; 'layers\.0\.feed_forward' is <class '.*FeedForward'>\. Narrow the patt",
+    ),
+    (
+        with_experts,
+        2,
+        {"layers.1.feed_forward.experts": "grouped"},
+        r"^style 'grouped' is for experts of transformers 5, whose parameters are \[experts \.\.\."
+        r"\]; 'layers\.1\.feed_forward\.experts' is .*\. Narrow the pattern",
+    ),
+    (
+        Fused,
+        2,
+        {"experts": "grouped"},
+        r"^the number of experts of 'experts' is 3, which tp 2 must divide; the nearest are 2",
     ),
     (
         with_experts,

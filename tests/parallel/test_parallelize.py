@@ -300,7 +300,6 @@ def test_options_that_do_not_fit_are_refused(mesh, build, options, message):
     ("build", "message"),
     [
         (_WithBuffer, r"^the buffers \['table'\] are on meta and only their modules know"),
-        (_Tied, r"^'head.weight' is the same parameter as 'embed.weight' and on meta"),
     ],
 )
 def test_what_meta_cannot_keep_is_refused(mesh, build, message):
@@ -317,23 +316,26 @@ def test_a_mesh_without_our_names_is_refused(mesh):
         fk.parallelize(_transformer(), other)
 
 
-def _tied(rank, world):
-    model = _laid_out({}, _filled_tied)
+def _tied(rank, world, device):
+    model = _laid_out({}, partial(_filled_tied, device))
     assert model.head.weight is model.embed.weight
     return gradients(model, TIED_IDS.chunk(world)[rank])[1]
 
 
-def _filled_tied():
-    model = _Tied()
-    fk.init_weights(model, 0)
+def _filled_tied(device="cpu"):
+    with torch.device(device):
+        model = _Tied()
+    if device == "cpu":
+        fk.init_weights(model, 0)
     return model
 
 
 TIED_IDS = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]])
 
 
-def test_shared_parameters_stay_shared_on_ranks():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_shared_parameters_stay_shared_on_ranks(device):
     expected = gradients(_filled_tied(), TIED_IDS)[1]
     assert list(expected) == ["embed.weight"]
-    for found in run_again(_tied, 2):
+    for found in run_again(_tied, 2, device):
         assert relative_error(found, expected) < 1e-6

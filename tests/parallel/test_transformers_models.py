@@ -2,97 +2,183 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from oracle import relative_error
+import torch.nn.functional as F
+from oracle import full_tensors, relative_error
 from ranks import run_ranks
-from run.huggingface_models import MODELS, SIZES, save_model, some_ids
+from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-from forgekit.run.huggingface.names import NameMap, named_tensors, rename
+from forgekit.run.huggingface.transformers_names import transformers_names
 
 EVEN = {"vocab_size": 32}
-LAYOUTS = {"fsdp2": {"dp_shard": 2}, "tp2": {"tp": 2, "dp_shard": 1}}
+LAYOUTS = {
+    "fsdp2": {"dp_shard": 2},
+    "tp2": {"tp": 2, "dp_shard": 1},
+    "pp2": {"pp": 2, "dp_shard": 1},
+    "fsdp2-tp2": {"tp": 2, "dp_shard": 2},
+    "pp2-tp2": {"pp": 2, "tp": 2, "dp_shard": 1},
+}
+STEPS = 2
 
 
 def loss_fn(model, batch):
     return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
 
 
-def a_batch():
-    ids = some_ids(32, (4, 13))
-    return TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, batch_size=[4])
+def micro_batches(step):
+    """Two of four rows, with ragged numbers of targets."""
+    ids = some_ids(32, (8, 13))
+    labels = ids[:, 1:].clone()
+    labels[:, : 3 + step] = -100
+    labels[1, 2:] = -100
+    batch = TensorDict({"input_ids": ids[:, :-1], "labels": labels}, batch_size=[8])
+    return batch.chunk(2)
 
 
-def a_step(model, mesh, batch):
-    optimizer = torch.optim.SGD(model.parameters())  # Adam's first step knows signs alone
-    state = fk.TrainState.create(model, optimizer, mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.1), max_norm=1.0)
-    state, metrics = step(state, [batch])
-    return state.model, float(metrics["loss"])
-
-
-def build(kind, device):
+def build(kind, device, dtype=torch.float64):
     import transformers
 
     name = kind.split()[0]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[kind], **EVEN})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **{**MODELS, **MORE}[kind], **EVEN})
     config.use_cache = False
+    if dtype == torch.float64:  # grouped products know no other
+        config._experts_implementation = "eager"
     with torch.device(device):
-        return getattr(transformers, f"{name}ForCausalLM")(config).train()
+        model = getattr(transformers, f"{name}ForCausalLM")(config).train().to(dtype)
+    for module in model.modules():  # theirs compute in float32, whatever they are given
+        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+    return model
 
 
-def _as_it_is(rank, world, kind, layout, directory):
-    model = build(kind, "meta")
-    names = NameMap([rename(name, name) for name in named_tensors(model)], model)
+def _norm(module, x):
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def train(model, mesh, rank=0, world=1, loss_fn=loss_fn):
+    optimizer = torch.optim.SGD(model.parameters())  # Adam's first step knows signs alone
+    state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.5), max_norm=1.0)
+    losses = []
+    for number in range(STEPS):
+        state, metrics = step(state, [b.chunk(world)[rank] for b in micro_batches(number)])
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def plain_state(model):
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+
+
+def train_plainly(model):
+    """What plain torch makes of all rows in one process."""
+    losses = []
+    for number in range(STEPS):
+        model.zero_grad()
+        batch = torch.cat(micro_batches(number))
+        logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        losses.append(float(loss.detach()))
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def evaluated(state):
+    return float(fk.evaluate(state, micro_batches(5), loss_fn)["loss"])
+
+
+def continued(model):
+    prompts = [torch.tensor([3, 1, 4]), torch.tensor([1, 5]), torch.tensor([9, 2, 6, 5])]
+    return fk.generate(model, prompts, max_new_tokens=5, temperature=0)
+
+
+def _trained(rank, world, kinds, layout, directory, dtype):
+    found = {}
     mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
-    model = fk.parallelize(model, mesh, blocks="model.layers", seed=3)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    fk.load_huggingface(model, directory / "base", names=names)
-    like = directory / "base"
-    fk.save_huggingface(model, directory / "same", names=names, like=like)
-    batch = a_batch()
-    rows = batch.chunk(world)[rank] if layout == "fsdp2" else batch
-    model, loss = a_step(model, mesh, rows)
-    fk.save_huggingface(model, directory / "tuned", names=names, like=like)
-    return loss
+    data_rank, data_world = fk.data_ranks(mesh)
+    for kind in kinds:
+        model = fk.parallelize(build(kind, "meta", dtype), mesh)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        base = directory / kind / "base"
+        fk.load_huggingface(model, base)
+        fk.save_huggingface(model, directory / kind / f"{layout} same", like=base)
+        state, losses = train(model, mesh, data_rank, data_world)
+        fk.save_huggingface(state.model, directory / kind / f"{layout} tuned", like=base)
+        text = None if "pp" in layout else continued(state.model)
+        found[kind] = full_tensors(state.model), losses, evaluated(state), text
+    return found
+
+
+def check(kinds, layout, world, directory, dtype=torch.float64):
+    models = {kind: save_model(kind, directory / kind / "base", **EVEN) for kind in kinds}
+    results = run_ranks(_trained, world, kinds, layout, directory, dtype, timeout_s=120)
+    for kind, model in models.items():
+        # Their routers compute in float32.
+        tolerance = (
+            1e-3 if dtype == torch.float32 else 1e-6 if kind in ("Qwen3Moe", "Mixtral") else 1e-10
+        )
+        folder = directory / kind
+        names = ("base", f"{layout} same", f"{layout} tuned")
+        base, same, tuned = (load_all(folder / name) for name in names)
+        assert base.keys() == same.keys()
+        assert all(torch.equal(tensor, same[name].float()) for name, tensor in base.items())
+        before = {name: p.detach().to(dtype).clone() for name, p in model.named_parameters()}
+        reference = build(kind, "cpu", dtype)
+        reference.load_state_dict(model.state_dict())
+        expected, losses = train_plainly(reference)
+        loss, text = evaluated(plain_state(reference)), continued(reference)
+        found = {}
+        for result in results:
+            found |= result[kind][0]
+            assert result[kind][1] == pytest.approx(losses, rel=tolerance)
+            assert result[kind][2] == pytest.approx(loss, rel=tolerance)
+            assert result[kind][3] is None or all(map(torch.equal, result[kind][3], text))
+        moved = {name: p - before[name] for name, p in expected.items()}
+        assert found.keys() == moved.keys()
+        assert all(float(change.abs().max()) > 1e-4 for change in moved.values())
+        assert relative_error({n: p - before[n] for n, p in found.items()}, moved) < tolerance
+        fk.load_huggingface(reference, folder / f"{layout} tuned")
+        assert relative_error(full_tensors(reference), found) == 0
+        assert tuned.keys() == base.keys()
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kinds", "layout"),
     [
-        ("Llama llama3", "fsdp2"),
-        ("Qwen3 untied", "tp2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.oracle)
-            for case in (
-                ("Llama llama3", "tp2"),
-                ("Llama yarn", "fsdp2"),
-                ("Qwen3 untied", "fsdp2"),
-                ("Mistral", "fsdp2"),
-                ("Mistral", "tp2"),
-            )
-        ),
+        (("Qwen3Moe",), "fsdp2"),
+        (("Llama tied", "Qwen3Moe", "Qwen3 untied"), "tp2"),
+        (("Llama llama3", "Mixtral"), "pp2"),
     ],
 )
-def test_a_model_of_transformers_is_loaded_stepped_and_written_sharded(kind, layout, tmp_path):
-    save_model(kind, tmp_path / "base", **EVEN)
-    losses = run_ranks(_as_it_is, 2, kind, layout, tmp_path)
-    base, same = (load_all(tmp_path / name) for name in ("base", "same"))
-    assert base.keys() == same.keys()
-    assert all(torch.equal(tensor, same[name]) for name, tensor in base.items())
-    model = build(kind, "cpu")
-    names = NameMap([rename(name, name) for name in named_tensors(model)], model)
-    fk.load_huggingface(model, tmp_path / "base", names=names)
-    model, loss = a_step(model, None, a_batch())
-    assert losses == pytest.approx([loss] * 2, rel=1e-5)
-    tuned = load_all(tmp_path / "tuned")
-    expected = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    assert relative_error(tuned, expected) < 1e-4
-    assert relative_error(tuned, base) > 1e-3
+def test_a_model_of_transformers_trains_as_in_one_process(kinds, layout, tmp_path):
+    """From its directory into shards, two steps in float64, and every parameter out again."""
+    check(kinds, layout, 2, tmp_path)
+
+
+ALL = ("Llama llama3", "Llama yarn", "Mistral", "Qwen2", "Qwen3 untied", "Qwen3Moe", "Mixtral")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_kinds_train_as_in_one_process(layout, tmp_path):
+    world = 4 if "-" in layout else 2
+    kinds = ALL if "pp" in layout else (*ALL, "Llama tied", "Qwen3")
+    check(kinds, layout, world, tmp_path)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_grouped_products_of_experts_train_as_in_one_process(layout, tmp_path):
+    check(("Qwen3Moe", "Mixtral"), layout, 2, tmp_path, torch.float32)
 
 
 def load_all(directory):
@@ -111,3 +197,16 @@ def test_a_plan_with_a_style_of_theirs_alone_is_refused():
     message = r"^the plan of LlamaForCausalLM has 'layers\.\*\.mlp\.down_proj: packed_rowwise', and"
     with pytest.raises(ValueError, match=message):
         read_plan(model, 2)
+
+
+@pytest.mark.bad_input
+def test_directories_and_models_without_names_are_refused(tmp_path):
+    save_model("Mistral", tmp_path, **EVEN)
+    message = r"^.* is of another model: its model_type is 'mistral', here 'llama'\. Build"
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.load_huggingface(build("Llama", "cpu"), tmp_path)
+    model = build("Qwen3Moe", "meta")
+    model.config.model_type = "other"
+    message = r"^'model\.layers\.1\.mlp\.experts\.gate_up_proj' holds all experts of a layer, "
+    with pytest.raises(fk.CheckpointError, match=message):
+        transformers_names(model)

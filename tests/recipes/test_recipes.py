@@ -67,6 +67,25 @@ def check_moe(out, output):
     assert f"loads of experts: {out / 'expert_loads.png'}" in output
 
 
+def foreign(out, data):
+    base = out.parent / "base"
+    small = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "max_seq_len": 32}
+    if not base.exists():
+        size = fk.data.open_tokens(data).vocab_size
+        fk.save_huggingface(fk.Transformer(fk.TransformerSpec(vocab_size=size, **small)), base)
+    settings = [f"base={base}", f"export={out.parent / 'tuned'}", f"data.path={data}"]
+    return [f"out={out}", *settings, "steps=12", "lr=0.01", "data.seq_len=16", "log_every=4"]
+
+
+def check_foreign(out, output):
+    losses = [row["train/loss"] for row in rows_of(out)]
+    assert losses[-1] < losses[0] - 0.5
+    assert saved_step(out) == 12
+    spec = fk.huggingface_spec(out.parent / "tuned")
+    assert (spec.dim, spec.layers) == (16, 2)
+    fk.load_huggingface(fk.Transformer(spec), out.parent / "tuned")
+
+
 def check_minimal(out, output):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
     assert len(losses) == 5
@@ -141,6 +160,7 @@ RECIPES = {
     "pipeline": (pipeline, check_pipeline),
     "long_context": (long_context, check_demonstration),
     "curriculum": (curriculum, check_curriculum),
+    "foreign": (foreign, check_foreign),
 }
 
 

@@ -76,13 +76,18 @@ MODELS = {
     "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
 }
 
+MORE = {"Qwen2": {}}
+"""What our transformer cannot be, and runs as it is."""
+
 
 def make_model(kind, dtype=torch.float32, **options):
     """A random model with norms that are not 1 and biases that are not 0."""
     import transformers
 
     name = kind.split()[0]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[kind], **options})
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **{**MODELS, **MORE}[kind], **options}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(2)

@@ -256,6 +256,28 @@ def test_a_model_that_raises_is_back_in_training():
     assert model.training
 
 
+class Answers(Chain):
+    """Logits in an object, under a name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, ids):
+        return type("Answer", (), {self.name: super().forward(ids)})()
+
+
+def test_logits_may_be_in_an_object():
+    found = fk.generate(Answers("logits"), torch.tensor([[7]]), max_new_tokens=3, temperature=0)
+    assert found.tolist() == [[7, 8, 9, 0]]
+
+
+@pytest.mark.bad_input
+def test_a_model_without_logits_is_refused():
+    with pytest.raises(TypeError, match=r"^the model returned a Answer without logits; generate n"):
+        fk.generate(Answers("scores"), PROMPT)
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("ids", "options", "message"),

@@ -275,8 +275,8 @@ class Trace(TorchDispatchMode):
         raise ValueError(
             f"{name} keeps a differentiable tensor of shape {kept[-1]} which it does "
             "not return: in an attribute, or in a list or an object that it was given. Other "
-            "pipeline stages would not see it. Return it, detach it if it is only looked at, or "
-            "use pp=1."
+            "pipeline stages would not see it. Return it, detach it if it is only looked at "
+            "(of transformers: config.use_cache = False), or use pp=1."
         )
 
     def _check_contents(self, name: str) -> None:

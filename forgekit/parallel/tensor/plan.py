@@ -28,9 +28,12 @@ EXPERT = "expert"
 ROUTED = "routed"
 """The style of a layer with a router, experts and shared experts."""
 
+GROUPED = "grouped"
+"""The style of experts of transformers, ``[e ...]``: each rank has some of them."""
+
 STYLES = (
     *("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate"),
-    *(ROUTED, EXPERT),
+    *(ROUTED, GROUPED, EXPERT),
 )
 EXAMPLE = (
     'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
@@ -131,6 +134,10 @@ KINDS: Mapping[str, tuple[str, Callable[[nn.Module], bool]]] = MappingProxyType(
             "layers with a router, experts that say their widths, and a `reduce` socket",
             lambda m: hasattr(m, "reduce") and hasattr(getattr(m, "experts", None), "widths"),
         ),
+        GROUPED: (
+            "experts of transformers 5, whose parameters are [experts ...]",
+            lambda m: hasattr(m, "is_transposed") and _are_experts(m),
+        ),
     }
 )
 
@@ -149,6 +156,10 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             "has none to shard, and each rank would add up the whole product. Bake the weight in "
             "(torch.nn.utils.parametrize.remove_parametrizations), or leave tp at 1."
         )
+
+
+def _are_experts(module: Any) -> bool:
+    return all(len(parameter) == module.num_experts for parameter in module.parameters())
 
 
 def _is_plain(module: nn.Embedding) -> bool:
@@ -195,6 +206,8 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
             for leaf, parameter in module.named_parameters(recurse=False):
                 size_here = parameter.shape[0] if parameter.ndim else 1
                 _check_divides(f"the first dimension of '{name}.{leaf}'", size_here, size)
+        elif style == GROUPED:
+            _check_divides(f"the number of experts of {name!r}", _int(module, "num_experts"), size)
         elif style == "embedding":
             _check_divides(f"the vocabulary of {name!r}", _int(module, "num_embeddings"), size)
 

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from forgekit.parallel.rank_agreement import raise_together
-from forgekit.parallel.tensor.plan import ROUTED
+from forgekit.parallel.tensor.plan import GROUPED, ROUTED
 from forgekit.state import Layout
 
 Kind = Literal["whole", "channels", "positions"]
@@ -124,6 +124,7 @@ class _Walk:
             "embedding": (self.positions, "whole"),
             "sequence": ("whole", "positions"),
             ROUTED: (self.positions, "whole"),
+            GROUPED: ("whole", "whole"),
         }
         return kinds.get(style) if isinstance(style, str) else None
 

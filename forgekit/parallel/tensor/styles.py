@@ -114,6 +114,20 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
     module.reduce = partial(_add_up, mesh, POSITIONS if sequence else Replicate())
 
 
+def apply_grouped(module: Any, mesh: DeviceMesh) -> None:
+    """Let each rank compute some experts of a module of transformers, in place; sums out.
+
+    While it computes, the module counts this rank's experts, and passes over pairs beyond them.
+
+    Args:
+        module: Experts ``[e ...]``, called with ``[n d]`` tokens, and ``[n k]`` numbers of experts
+            and their weights.
+        mesh: The ranks, a mesh of one dimension whose size divides ``e``.
+    """
+    _place(module, mesh, Shard(0))
+    wrap_forward(module, partial(_compute_some, module, mesh))
+
+
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a norm work on this rank's positions, in place, and return those of all ranks.
 
@@ -228,6 +242,25 @@ def _choose_alike(
     # The range of the bias stays: it is divided by the number of calls on all ranks.
     notes.update({name: n.new_zeros(n.shape) for name, n in notes.items() if name != "bias_range"})
     return weights, choice, None
+
+
+def _compute_some(
+    module: Any, mesh: DeviceMesh, forward: Forward, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
+    before = module.num_experts, module._is_expert_parallel
+    count = module.num_experts // mesh.size()
+    chosen = full(chosen) - mesh.get_local_rank() * count
+    is_here = (chosen >= 0) & (chosen < count)
+    chosen = torch.where(is_here, chosen, count)
+    weights = torch.where(is_here, take_whole(weights, mesh), 0.0)
+    x = take_whole(x, mesh)
+    module.num_experts, module._is_expert_parallel = count, True
+    try:
+        parts = with_local_parameters([module], Shard(0), forward, x, chosen, weights)
+    finally:
+        module.num_experts, module._is_expert_parallel = before
+    return _sum_parts(mesh, parts)
 
 
 def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) -> Tensor:

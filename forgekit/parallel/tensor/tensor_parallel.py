@@ -15,6 +15,7 @@ gradients summed | this rank's heads or channels |
 | ``channels`` | a factor or bias for each channel or head | sharded like them | this rank's |
 | ``routed`` | layers of experts | the router on every rank, gradients summed; widths of experts \
 | all positions in, sums out |
+| ``grouped`` | experts of transformers | some experts | all of them, sums out |
 | ``replicate`` | any module | on every rank | all of them, computed alike |
 
 With a ``sequence`` entry the residual stream is sharded over positions: sums over ranks are
@@ -38,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor import styles
-from forgekit.parallel.tensor.plan import ROUTED, Style
+from forgekit.parallel.tensor.plan import GROUPED, ROUTED, Style
 
 
 def apply_plan(
@@ -73,13 +74,13 @@ def apply_plan(
     present = set(model.modules())
     sequence = "sequence" in styles.values()
     heads = logit_modules(styles)
-    shared = _shared_parameters(model)
+    shared = shared_parameters(model)
     # Children first: what torch's styles do to a whole module leaves out what is sharded already.
     for name, style in reversed(list(styles.items())):
         if modules[name] in present:
             _apply(modules[name], mesh, style, sequence=sequence, is_logits=name in heads)
     for names in shared:
-        _share_again(model, names)
+        share_again(model, names)
 
 
 def logit_modules(chosen: Mapping[str, Style]) -> set[str]:
@@ -114,12 +115,13 @@ def _apply(
         "heads": styles.apply_heads,
         "channels": styles.apply_channels,
         ROUTED: partial(styles.apply_routed, sequence=sequence),
+        GROUPED: styles.apply_grouped,
         "replicate": styles.apply_alike,
     }[style]
     apply(module, mesh)
 
 
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
+def shared_parameters(model: nn.Module) -> list[list[str]]:
     """Names of each parameter that several modules hold."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -127,11 +129,11 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     return [known for known in names.values() if len(known) > 1]
 
 
-def _share_again(model: nn.Module, names: list[str]) -> None:
+def share_again(model: nn.Module, names: list[str]) -> None:
     """Make one of the parameters that were one before their modules were sharded."""
     first, *others = [cast("DTensor", model.get_parameter(name)) for name in names]
     for name, other in zip(names[1:], others, strict=True):
-        if first.placements != other.placements:
+        if isinstance(first, DTensor) and first.placements != other.placements:
             raise ValueError(
                 f"{names[0]!r} and {name!r} are one parameter and the plan shards them "
                 f"differently ({first.placements[0]!r}, {other.placements[0]!r}). Give both styles "

@@ -26,6 +26,7 @@ from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.huggingface.families import Family, differences, family_of, rules
 from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
 from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors
+from forgekit.run.huggingface.transformers_names import is_of_transformers, transformers_names
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
@@ -79,16 +80,17 @@ def load_huggingface(
     Args:
         model: What ``parallelize`` returned, or a plain model.
         directory: The directory.
-        names: How a model of your own is named there; a ``Transformer`` knows its names.
+        names: How a model of your own is named there; a ``Transformer`` and the models of
+            transformers know their names.
 
     Raises:
-        TypeError: If ``model`` is no ``Transformer`` and ``names`` is None.
+        TypeError: If ``model`` is neither of them and ``names`` is None.
         ValueError: If parameters are on meta.
         CheckpointError: If the model in the directory is another one, tensors are missing, too
             many, or of other shapes, or a file is damaged. The same on every rank.
     """
     path = path_of("directory", directory)
-    if names is None and not isinstance(model, Transformer):
+    if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
             "whole model before parallelize, to say how its tensors are named on disk."
@@ -209,8 +211,16 @@ def _check(
 
 
 def _names_of(model: nn.Module, path: Path) -> NameMap:
-    spec: TransformerSpec = model.spec  # pyright: ignore[reportAssignmentType]
     config = read_config(path)
+    if not isinstance(model, Transformer):
+        own: Any = model.config
+        if config.get("model_type") != own.model_type:
+            raise CheckpointError(
+                f"{path} is of another model: its model_type is {config.get('model_type')!r}, here "
+                f"{own.model_type!r}. Build the model with transformers.AutoConfig.from_pretrained."
+            )
+        return transformers_names(model)
+    spec = model.spec
     family = family_of(config)
     found = family.read(config, spec.max_seq_len)
     rows = found.vocab_size  # of a padded vocabulary the first ones

@@ -1,11 +1,11 @@
 """Which part of a tensor on disk is which part of a model's: rules that are put together.
 
-A rule maps patterns of names. ``rename`` and ``split`` begin one; ``stack``, ``transpose``,
-``cast`` and ``pad`` take a rule and return one. In a pattern ``*`` is a part of a name without a
-dot, the same one on both sides, in order. A ``NameMap`` applies rules to all tensors of a model and
-checks that each of them is found once, and that no two want the same values on disk. What comes out
-are boxes, ranges of each dimension: a rank reads the part of a box that it holds, and a writer puts
-the boxes together.
+A rule maps patterns of names. ``rename``, ``split`` and ``join`` begin one; ``stack``,
+``transpose``, ``cast`` and ``pad`` take a rule and return one. In a pattern ``*`` is a part of a
+name without a dot, the same one on both sides, in order. A ``NameMap`` applies rules to all tensors
+of a model and checks that each of them is found once, and that no two want the same values on disk.
+What comes out are boxes, ranges of each dimension: a rank reads the part of a box that it holds,
+and a writer puts the boxes together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Rule:
     Attributes:
         ours: Patterns of names in the model; several share one tensor on disk.
         theirs: Pattern of the name on disk; None where the tensor is not there.
-        dim: Dimension of the model's tensors along which several are joined on disk.
+        more: Patterns of tensors on disk that lie behind ``theirs`` in the model's tensor.
+        dim: Dimension of the model's tensors along which several are joined on disk, or here.
         is_stacked: Whether each index of the first dimension is a tensor on disk; its number
             stands for ``{}`` in ``theirs``.
         is_transposed: Whether the last two dimensions are swapped on disk.
@@ -41,6 +42,7 @@ class Rule:
 
     ours: tuple[str, ...]
     theirs: str | None
+    more: tuple[str, ...] = ()
     dim: int = 0
     is_stacked: bool = False
     is_transposed: bool = False
@@ -72,14 +74,32 @@ def split(ours: Iterable[str], theirs: str, *, dim: int = 0) -> Rule:
     return _checked(Rule(tuple(ours), theirs, dim=dim))
 
 
+def join(ours: str, theirs: Iterable[str], *, dim: int = 0) -> Rule:
+    """Find a tensor as several of one size on disk, which lie side by side in the model.
+
+    Args:
+        ours: Its pattern.
+        theirs: Patterns of the names on disk, in their order in the model; all with the same ``*``.
+        dim: Dimension of the model's tensor along which they are joined.
+
+    Examples:
+        >>> rule = join("layers.*.gate_up", ["layers.*.gate.weight", "layers.*.up.weight"])
+    """
+    check_integers(dim=(dim, 0))
+    first, *more = theirs
+    return _checked(Rule((ours,), first, tuple(more), dim=dim))
+
+
 def stack(rule: Rule) -> Rule:
     """Find each index of the first dimension as a tensor; its number is ``{}`` in the name on disk.
 
     Examples:
         >>> rule = stack(rename("layers.*.experts.up", "layers.*.experts.{}.up_proj.weight"))
     """
-    if rule.theirs is None or rule.theirs.count("{}") != 1:
-        raise ValueError(f"stack: {rule.theirs!r} needs {{}} once, where the number stands.")
+    if odd := [name for name in (rule.theirs, *rule.more) if name is None or name.count("{}") != 1]:
+        raise ValueError(f"stack: {odd[0]!r} needs {{}} once, where the number stands.")
+    if rule.more and not rule.dim:
+        raise ValueError("stack takes the first dimension; give join another one, such as dim=1.")
     return attrs.evolve(rule, is_stacked=True)
 
 
@@ -187,7 +207,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _checked(rule: Rule) -> Rule:
     if not rule.ours:
         raise ValueError(f"{rule.theirs!r} is no tensor of the model's; name at least one.")
-    stars = {pattern: pattern.count("*") for pattern in (*rule.ours, rule.theirs or "")}
+    stars = {pattern: pattern.count("*") for pattern in (*rule.ours, rule.theirs or "", *rule.more)}
     if len(set(stars.values())) > 1:
         raise ValueError(f"patterns of a rule must have the same number of *; they have {stars}.")
     return rule
@@ -242,12 +262,37 @@ def _parts_of(
         )
     before = group[: group.index(name)]
     offset = sum(tensors[one].shape[rule.dim] for one in before)
-    yield from _boxes(name, tensors[name], rule, _fill(rule.theirs, stars), offset)
+    shape, count = tensors[name].shape, 1 + len(rule.more)
+    if rule.more and rule.dim < len(shape) and shape[rule.dim] % count:
+        raise ValueError(
+            f"{name!r} of shape {tuple(shape)} cannot be {count} tensors of one size on disk along "
+            f"dimension {rule.dim}."
+        )
+    for number, theirs in enumerate((rule.theirs, *rule.more)):
+        size = shape[rule.dim] // count if rule.more and rule.dim < len(shape) else 0
+        begins = {rule.dim: (number * size, size)} if size else {}
+        yield from _boxes(name, tensors[name], rule, _fill(theirs, stars), offset, begins)
 
 
-def _boxes(name: str, tensor: Tensor, rule: Rule, theirs: str, offset: int) -> Iterator[Part]:
-    """One box, or one for each index of the first dimension."""
-    shape = list(tensor.shape)
+def _boxes(
+    name: str,
+    tensor: Tensor,
+    rule: Rule,
+    theirs: str,
+    offset: int,
+    begins: Mapping[int, tuple[int, int]],
+) -> Iterator[Part]:
+    """One box, or one for each index of the first dimension.
+
+    Args:
+        name: Name of a tensor of the model.
+        tensor: The tensor.
+        rule: How it is found.
+        theirs: Name on disk.
+        offset: Where it begins on disk along the rule's dimension.
+        begins: Where the box begins in the tensor, and its size, by dimension; all of it if empty.
+    """
+    shape = [begins.get(dim, (0, size))[1] for dim, size in enumerate(tensor.shape)]
     first = 1 if rule.is_stacked else 0
     if len(shape) < first + (2 if rule.is_transposed else 0) or (shape and rule.dim >= len(shape)):
         raise ValueError(f"{name!r} has shape {tuple(shape)}, too few dimensions for its rule.")
@@ -261,7 +306,8 @@ def _boxes(name: str, tensor: Tensor, rule: Rule, theirs: str, offset: int) -> I
     starts = {rule.dim: offset}
     theirs_box = tuple((starts.get(d, 0), starts.get(d, 0) + shape[d]) for d in dims)
     axes = tuple(dims.index(d) if d in dims else None for d in range(len(shape)))
-    whole = tuple((0, size) for size in shape)
+    origin = [begins.get(dim, (0, 0))[0] for dim in range(len(shape))]
+    whole = tuple((start, start + size) for start, size in zip(origin, shape, strict=True))
     if not rule.is_stacked:
         yield Part(name, whole, theirs, theirs_box, axes)
         return

@@ -40,6 +40,11 @@ from forgekit.run.huggingface.tokenizer_files import (
     special_ids,
     write_tokenizer,
 )
+from forgekit.run.huggingface.transformers_names import (
+    class_of,
+    is_of_transformers,
+    transformers_names,
+)
 
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""
@@ -75,7 +80,8 @@ def save_huggingface(
         like: Which model it shall look like: a family's name; or a directory, or a configuration,
             whose other keys (token ids, the number of tokens of a padded vocabulary) are kept, and
             a directory's generation settings and tokenizer. If None, the first of llama, mistral,
-            qwen3, mixtral, qwen3_moe, dots1 that computes the same.
+            qwen3, mixtral, qwen3_moe, dots1 that computes the same; a model of transformers
+            looks like itself.
         names: How a model of your own is named on disk; then ``like`` has its configuration.
         dtype: Of the weights on disk; the parameters' own if None. What has to be float32 stays.
         max_shard_size: Bytes of a file at most, one tensor at least.
@@ -91,15 +97,19 @@ def save_huggingface(
     check_integers(max_shard_size=(max_shard_size, 1))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", dtype, "a torch.dtype such as torch.bfloat16")
-    if names is None and not isinstance(model, Transformer):
+    is_theirs = names is None and not isinstance(model, Transformer) and is_of_transformers(model)
+    if names is None and not isinstance(model, Transformer) and not is_theirs:
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
             "whole model before parallelize, and like= with its configuration."
         )
     check_tokenizer(tokenizer)
-    is_ours = names is None
+    is_ours = isinstance(model, Transformer) and names is None
     family, base, source = _resolve(like)
     ranks = _ranks()
+    if is_theirs:
+        names = ranks.together(lambda: transformers_names(model))
+        base = {**base, **_own_config(model)}
     tensors = ranks.together(lambda: _weights(model))
     held = ranks.each(lambda: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     with ExitStack() as stack:
@@ -117,6 +127,10 @@ def save_huggingface(
         if is_ours and isinstance(model, Transformer):
             check_logits(ranks, model, folder)
         ranks.first(stack.close)
+
+
+def _own_config(model: Any) -> dict[str, Any]:
+    return {**model.config.to_dict(), "architectures": [class_of(model).__name__]}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

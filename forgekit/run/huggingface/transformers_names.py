@@ -1,0 +1,85 @@
+"""How tensors of a model of transformers are named in its directories.
+
+They have the names of the model itself, but for experts: transformers 5 holds those of a layer in
+two tensors, gate and up projections side by side, and directories have three for each expert.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
+
+QWEN = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+MIXTRAL = (
+    "block_sparse_moe.experts.{}.w1",
+    "block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+EXPERTS = MappingProxyType(
+    {"mixtral": MIXTRAL, "qwen2_moe": QWEN, "qwen3_moe": QWEN, "dots1": QWEN}
+)
+"""Gate, up and down projection of an expert, by the type of a model."""
+
+GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model has a configuration of transformers, from which it can be built again."""
+    return hasattr(model, "base_model_prefix") and hasattr(
+        getattr(model, "config", None), "model_type"
+    )
+
+
+def class_of(model: nn.Module) -> Any:
+    """The class of a model as it was before FSDP wrapped it."""
+    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+
+
+def transformers_names(model: nn.Module) -> NameMap:
+    """The names of a model of transformers in its directories.
+
+    Args:
+        model: The model, in any layout: the whole one is built again, on meta, from its
+            configuration. What was added to it since, such as adapters, has no name.
+
+    Raises:
+        CheckpointError: If it has experts and is of a kind whose names are not known here.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(config)
+        >>> transformers_names(model).shapes["model.embed_tokens.weight"]
+        (8, 8)
+    """
+    config: Any = model.config
+    with torch.device("meta"):
+        tensors = named_tensors(class_of(model)(config))
+    known = EXPERTS.get(config.model_type)
+    if known is None and (odd := [name for name in tensors if name.endswith(GATE_UP)]):
+        raise CheckpointError(
+            f"{odd[0]!r} holds all experts of a layer, and how a model of the type "
+            f"{config.model_type!r} names them on disk is known of {[*EXPERTS]} only. Pass names=."
+        )
+    return NameMap([_rule(name, known) for name in tensors], tensors)
+
+
+def _rule(name: str, experts: tuple[str, ...] | None) -> Rule:
+    if experts is not None:
+        gate, up, down = (f"{one}.weight" for one in experts)
+        if name.endswith(GATE_UP):
+            prefix = name.removesuffix(GATE_UP)
+            return stack(join(name, [prefix + gate, prefix + up], dim=1))
+        if name.endswith(DOWN):
+            return stack(rename(name, name.removesuffix(DOWN) + down))
+        if name.endswith(ROUTER) and experts is MIXTRAL:
+            return rename(name, name.removesuffix(ROUTER) + "block_sparse_moe.gate.weight")
+    return rename(name, name)

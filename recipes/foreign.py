@@ -1,0 +1,100 @@
+"""Train a model of transformers as it is, from its directory to another, in any layout.
+
+python foreign.py base=DIRECTORY data.path=TOKENS export=TUNED
+torchrun --nproc-per-node 8 foreign.py base=DIRECTORY data.path=TOKENS mesh.tp=2
+"""
+
+from pathlib import Path
+
+import attrs
+import torch
+
+import forgekit as fk
+from forgekit.config import key, load_config, to_dict
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """What to train on, in tokens of the model's own tokenizer."""
+
+    path: Path = key(Path("data/tokens"), "A token file.")
+    seq_len: int = key(256, "Positions in a row.", at_least=1)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """AdamW on all weights."""
+
+    base: Path = key(Path("base"), "A directory with config.json and safetensors.")
+    export: Path | None = key(None, "Where the result is written for transformers.")
+    out: Path = key(Path("runs/foreign"), "Run directory; a run that is there goes on.")
+    steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(4, "Rows per rank and micro-batch.", at_least=1)
+    lr: float = key(2e-5, "Highest learning rate.", at_least=0)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    save_every: int = key(100, "Steps between checkpoints; 0: at the end.", at_least=0)
+    precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    data: Data = Data()
+    mesh: fk.MeshSpec = fk.MeshSpec()
+
+
+def loss_fn(model, batch):
+    """A model of transformers returns an object; its logits are sharded where ranks share them."""
+    return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
+
+
+def setup(config):
+    """Build the model on meta, shard it by its own plan, and read each rank's shards."""
+    mesh = fk.build_mesh(config.mesh)
+    import transformers  # after what can go wrong at once: it takes seconds
+
+    settings = transformers.AutoConfig.from_pretrained(config.base, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    recomputed = config.activation_checkpoint
+    model = fk.parallelize(
+        model, mesh, precision=config.precision, activation_checkpoint=recomputed
+    )
+    fk.load_huggingface(model, config.base)
+    dataset = fk.token_dataset(config.data.path, config.data.seq_len)
+    fk.check_vocabulary(dataset, settings.vocab_size)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+
+    schedule = fk.warmup_cosine(config.lr, warmup=10, total=config.steps)
+    stop = fk.StopSignal()
+    step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
+    loader = fk.train_loader(state, dataset, config.batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop)
+
+
+def train(config, run):
+    """Step, log, save; write the result for transformers."""
+    built = setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+    log = run.start(built, every=config.log_every, total=config.steps)
+    check = fk.bad_step_policy("raise")
+    with log, loader, stop:
+        for batches in groups:
+            if run.is_over(state):
+                break
+            state, metrics = step(state, batches)
+            check(log(state, metrics))
+            if fk.every(config.save_every, state):
+                run.save(state)
+        if run.end(state) and config.export is not None:
+            fk.save_huggingface(state.model, config.export, like=config.base)
+
+
+def main():
+    """Hold the run directory while training; say in it how the run ended."""
+    config = load_config(Config)
+    with fk.open_run(config.out, to_dict(config)) as run:
+        train(config, run)
+
+
+if __name__ == "__main__":
+    main()
