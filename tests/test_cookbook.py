@@ -1,0 +1,107 @@
+"""Each script of the cookbook runs, and prints what its text claims."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import socket
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPTS = DOCS / "cookbook"
+
+
+def is_exact(difference, size):
+    return difference < 1e-12 < size
+
+
+CLAIMS = {
+    "contrastive": lambda _, before, after: before < 0.3 and after > 0.6,
+    "distillation": lambda first, last: 0 < last < first / 2,
+    "ema": lambda weights, average: 0 < average < weights / 2,
+    "frozen_parts": lambda *moved: moved == (0, 1e-4, 1e-3),
+    "images": lambda count, accuracy: count == 64 and accuracy > 0.9,
+    "layer_norms": lambda *n: n[-2] == n[-1] > max(n[:-2]),
+    "other_set": lambda *n: n[0] == n[1] < 1 < n[2] == n[3],
+    "own_attend": lambda change, _, reached: change < 1e-12 and reached == 6,
+    "own_model": lambda difference: difference < 1e-12,
+    "own_optimizer": lambda first, last, skipped, moved: (
+        last < first / 100 and (skipped, moved) == (1, 0)
+    ),
+    "own_source": lambda: True,
+    "own_tracker": lambda *n: n[::3] == (10, 20, 30, 40) and n[-2] < n[1] / 10,
+    "profile_steps": lambda steps, losses, *_: (steps, losses) == (2, 4),
+    "resume": lambda step, sample, loss: (step, sample) == (8, 64) and loss < 3.5,
+    "rollouts": lambda low, high, first, last: (
+        abs(low - 1) < 2e-3 and abs(high - 1) < 2e-3 and first < 0.6 and last > 0.9
+    ),
+    "sources": lambda share, loss, parts: abs(share - 0.75) < 0.05 and loss == parts,
+    "spikes": lambda none, without, one, limited: (none, one) == (0, 1) and limited < without / 5,
+    "sweep": lambda *n: n[1] > n[3] > n[5] and n[-1] == n[4],
+    "two_counts": is_exact,
+    "two_processes": lambda *n: n[::3] == (1, 2, 3, 4, 5) and 3 < n[1] < 4,
+}
+"""By script: whether the numbers that it prints are as the text says."""
+SAID = {"distillation": 1, "ema": 1, "own_source": 1, "profile_steps": 1, "resume": 1}
+"""How often a script says True of something that it compared."""
+
+
+def run(name, folder):
+    """What a script prints, in an empty folder."""
+    os.chdir(folder)
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    return shown.getvalue()
+
+
+def numbers(text):
+    return tuple(map(float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])", text)))
+
+
+def test_every_script_is_on_the_page_and_is_tested():
+    names = {path.stem for path in SCRIPTS.glob("*.py")}
+    page = (DOCS / "cookbook.md").read_text()
+    assert set(re.findall(r"^```\{literalinclude\} cookbook/(\w+)\.py$", page, re.M)) == names
+    assert names == CLAIMS.keys()
+    headings = re.findall(r"^## (.*)$", page, re.M)
+    slugs = [heading.lower().replace(" ", "-") for heading in headings]
+    linked = re.findall(r"\[\]\(#([\w-]+)\)", page)
+    assert sorted(linked) == sorted(slugs)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_script_prints_what_it_claims(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run(name, tmp_path)
+    assert CLAIMS[name](*numbers(shown)), shown
+    assert (shown.count("True"), shown.count("False")) == (SAID.get(name, 0), 0), shown
+
+
+def on_rank(rank, world, port, folder):
+    started = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in (started | address).items():
+            patch.setenv(key, str(value))
+        patch.chdir(folder)
+        return run("two_processes", folder)
+
+
+def test_two_processes_print_what_one_does(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shown, nothing = run_ranks(on_rank, 2, port, tmp_path, group=False)
+    assert nothing == ""
+    monkeypatch.chdir(tmp_path)
+    for found, expected in zip(
+        numbers(shown), numbers(run("two_processes", tmp_path)), strict=True
+    ):
+        assert found == pytest.approx(expected, abs=2e-5)
