@@ -21,7 +21,7 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-oracle: .venv/dev .venv/lm-eval/done ## compare every combination of layout, data and options (long)
+oracle: .venv/dev .venv/lm-eval/done .venv/torchao ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
@@ -54,6 +54,11 @@ clean: ## remove builds and caches; data, runs and .venv stay
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
+	@touch $@
+
+# In a folder of its own: it slows every import of transformers.
+.venv/torchao: .venv/torch constraints.txt
+	$(BIN)/pip install -q -c constraints.txt --no-deps --target $@ torchao
 	@touch $@
 
 .venv/run: .venv/torch pyproject.toml

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forgekit.inputs import check_integers
+from forgekit.model.nf4 import is_packed, pack
 
 
 @torch.no_grad()
@@ -63,8 +64,8 @@ def _initial_values(
     parameters = {leaf: p for leaf, p in own_parameters.items() if leaf not in adapters}
     if std is not None:
         for leaf, parameter in parameters.items():
-            name = prefix + leaf
-            yield name, parameter, lambda p=parameter, n=name, s=std: _draw(p, n, seed, s(n))
+            name, shape = prefix + leaf, _full_shape(module, parameter)
+            yield name, parameter, lambda n=name, s=std, shape=shape: _draw(shape, n, seed, s(n))
     elif parameters:
         yield from _reset_values(module, prefix, seed, parameters, foreign)
     # After the weights: lengths of rows are taken from them.
@@ -73,11 +74,18 @@ def _initial_values(
         yield from _initial_values(child, f"{prefix}{name}.", seed, std, foreign)
 
 
-def _draw(parameter: nn.Parameter, name: str, seed: int, std: float | None) -> Tensor:
+def _full_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
+    """A parameter's shape; of one that is packed that of its matrix."""
+    if is_packed(parameter) and isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return tuple(parameter.shape)
+
+
+def _draw(shape: tuple[int, ...], name: str, seed: int, std: float | None) -> Tensor:
     if std is None:
-        return torch.ones(parameter.shape, device="cpu")
+        return torch.ones(shape, device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
-    return torch.randn(parameter.shape, generator=generator, device="cpu") * std
+    return torch.randn(shape, generator=generator, device="cpu") * std
 
 
 def _reset_values(
@@ -96,9 +104,11 @@ def _reset_values(
             "method, or initial_std(name) to the model."
         )
     twin = copy.copy(module)
+    shapes = {leaf: _full_shape(module, p) for leaf, p in parameters.items()}
+    dtypes = {n: torch.float32 if is_packed(p) else p.dtype for n, p in parameters.items()}
     empty = {
-        leaf: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"))
-        for leaf, p in parameters.items()
+        leaf: nn.Parameter(torch.empty(shape, dtype=dtypes[leaf], device="cpu"))
+        for leaf, shape in shapes.items()
     }
     twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
     with torch.random.fork_rng(devices=[]):
@@ -108,9 +118,9 @@ def _reset_values(
         yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]
 
 
-def copy_full(parameter: nn.Parameter, full: Tensor) -> None:
-    """Fill a parameter, in place, with what this rank holds of a whole tensor."""
-    full = full.to(parameter.dtype)
+def copy_full(parameter: Tensor, full: Tensor) -> None:
+    """Fill a parameter, in place, with what this rank holds of a whole tensor; pack it if due."""
+    full = pack(full) if is_packed(parameter) else full.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         parameter.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))

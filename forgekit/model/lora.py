@@ -6,18 +6,22 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import attrs
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forgekit.inputs import brief, check_integers, check_numbers, is_integer, quoted
+from forgekit.inputs import brief, check_choice, check_integers, check_numbers, is_integer, quoted
 from forgekit.model.lora_layers import Adapter, LoraExperts, LoraLinear, lora_layers
 from forgekit.model.moe import Experts
+from forgekit.model.nf4 import PIECE
 from forgekit.model.transformer import Transformer
 
 NONE = MappingProxyType({})
 STACKS = ("gate", "up", "down")
+Base = Literal["nf4"]
+"""How the matrices that get an adapter are held."""
 
 
 def add_adapters(
@@ -31,10 +35,13 @@ def add_adapters(
     dropout: float = 0.0,
     dora: bool = False,
     rslora: bool = False,
+    base: Base | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Add adapters to the matrices that match, and freeze all else, in place; see ``add_lora``."""
     _check_options(rank, alpha, dropout, seed, rank_pattern, alpha_pattern)
+    if base is not None:
+        check_choice("base", base, get_args(Base))
     check_sharded(model)
     template = Adapter(
         name="", rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora, seed=seed
@@ -42,10 +49,10 @@ def add_adapters(
     names = _match(model, [targets] if isinstance(targets, str) else targets)
     ranks, alphas = _by_name(names, rank_pattern, rank), _by_name(names, alpha_pattern, alpha)
     chosen = [attrs.evolve(template, name=n, rank=ranks[n], alpha=alphas[n]) for n in names]
-    return add_chosen(model, chosen)
+    return add_chosen(model, chosen, base)
 
 
-def add_chosen(model: nn.Module, chosen: list[Adapter]) -> nn.Module:
+def add_chosen(model: nn.Module, chosen: list[Adapter], base: Base | None = None) -> nn.Module:
     """Add adapters to the matrices that they name, and freeze all else, in place."""
     if find_matrices(model).keys() & {"", *STACKS}:
         raise ValueError(
@@ -53,8 +60,10 @@ def add_chosen(model: nn.Module, chosen: list[Adapter]) -> nn.Module:
             "model's layers. Put it into a module: torch.nn.Sequential(model)."
         )
     _check_matrices(model, chosen)
+    if base is not None:
+        _check_packable(model, chosen)
     for adapter in chosen:
-        _add(model, adapter)
+        _add(model, adapter, packs=base is not None)
     trained = set(adapter_names(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -172,9 +181,7 @@ def _by_name(names: list[str], pattern: Mapping[str, float], default: float) -> 
 def _check_matrices(model: nn.Module, chosen: list[Adapter]) -> None:
     matrices = find_matrices(model)
     shared = _shared_weights(model)
-    heads = {
-        _join(name, "output") for name, m in model.named_modules() if isinstance(m, Transformer)
-    }
+    heads = _heads(model)
     for adapter in chosen:
         name, layer = adapter.name, matrices[adapter.name]
         if isinstance(layer, LoraLinear | LoraExperts) and _stack(layer, name) in layer.adapters:
@@ -196,6 +203,30 @@ def _check_matrices(model: nn.Module, chosen: list[Adapter]) -> None:
             )
         if name in heads:
             _check_plain(adapter, "the output projection, whose weight a loss may read", dora=False)
+
+
+def _heads(model: nn.Module) -> set[str]:
+    named = model.named_modules()
+    return {_join(name, "output") for name, m in named if isinstance(m, Transformer)}
+
+
+def _check_packable(model: nn.Module, chosen: list[Adapter]) -> None:
+    matrices, heads = find_matrices(model), _heads(model)
+    for name in (adapter.name for adapter in chosen):
+        layer = matrices[name]
+        if not isinstance(layer, nn.Linear) or name in heads:
+            what = "is the output projection" if name in heads else "is of experts"
+            raise ValueError(
+                f'{name!r} {what}, and base="nf4" packs other linear layers alone. Narrow the '
+                "pattern; add_lora may be called again for it without base."
+            )
+        count = layer.out_features * layer.in_features
+        if count % PIECE:
+            raise ValueError(
+                f"{name!r} is [{layer.out_features}, {layer.in_features}], {count} values; "
+                f'base="nf4" packs {PIECE} together, which must divide them. Narrow the pattern; '
+                "add_lora may be called again for it without base."
+            )
 
 
 def _check_plain(adapter: Adapter, what: str, *, dora: bool) -> None:
@@ -222,14 +253,14 @@ def _shared_weights(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _add(model: nn.Module, adapter: Adapter) -> None:
+def _add(model: nn.Module, adapter: Adapter, *, packs: bool) -> None:
     layer = find_matrices(model)[adapter.name]
     path = adapter.name.rpartition(".")[0] if isinstance(layer, Experts) else adapter.name
     if isinstance(layer, Experts):
         adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
         adapted.add_adapter(_stack(layer, adapter.name), adapter)
     else:
-        adapted = LoraLinear.of(layer, adapter)
+        adapted = LoraLinear.of(layer, adapter, packs=packs)
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, adapted)
 

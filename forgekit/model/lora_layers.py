@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from forgekit.model.attention import wide
 from forgekit.model.initial import seed_of
 from forgekit.model.moe import ALIGNMENT, Experts, Multiply
+from forgekit.model.nf4 import PackedLinear, is_packed, pack, unpack
 
 WHOLE_FACTORS = MappingProxyType({0: ("lora_A",), 1: ("lora_B", "lora_magnitude_vector")})
 """What ranks hold whole, by the dimension along which they share the weight."""
@@ -78,6 +79,8 @@ class LoraLinear(nn.Linear):
     Attributes:
         adapters: The adapter under ``"weight"``; a socket: without it the base computes alone.
         bases: The weight's values before it was merged, this rank's; empty while it is not.
+        merged: Of a packed weight what it is merged to, sharded alike; None while it is not.
+        full_dtype: Of the weight before it was packed.
         lora_A: ``[r in]``.
         lora_B: ``[out r]``.
         lora_magnitude_vector: ``[out]``, lengths of rows (DoRA); None without.
@@ -87,6 +90,8 @@ class LoraLinear(nn.Linear):
 
     adapters: dict[str, Adapter]
     bases: dict[str, Tensor]
+    merged: Tensor | None
+    full_dtype: torch.dtype
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude_vector: nn.Parameter | None
@@ -94,21 +99,32 @@ class LoraLinear(nn.Linear):
     drop: Callable[[Tensor, float], Tensor]
 
     @classmethod
-    def of(cls, layer: nn.Module, adapter: Adapter) -> LoraLinear:
-        """Make a layer of the parameters and hooks of another, with an adapter that adds zero."""
+    def of(cls, layer: nn.Module, adapter: Adapter, *, packs: bool = False) -> LoraLinear:
+        """Make a layer of the parameters and hooks of another, with an adapter that adds zero.
+
+        Args:
+            layer: A linear layer.
+            adapter: The adapter.
+            packs: Whether the weight is packed into NF4.
+        """
         own: Any = _taken_over(layer, cls)
         own.adapters, own.bases, own.add_up, own.drop = {"weight": adapter}, {}, _same, F.dropout
         low, high = (adapter.rank, own.in_features), (own.out_features, adapter.rank)
         own.lora_A, own.lora_B = (_new(own.weight, shape) for shape in (low, high))
         magnitude = _new(own.weight, high[:1]) if adapter.dora else None
         own.register_parameter("lora_magnitude_vector", magnitude)
+        own.full_dtype, own.merged = own.weight.dtype, None
+        if packs:
+            own.weight = nn.Parameter(pack(own.weight), requires_grad=False)
         _fill(own)
         return own
 
     def forward(self, input: Tensor) -> Tensor:
         """``[... in]`` -> ``[... out]``."""
+        if self.merged is not None:
+            return F.linear(input, full_of(self.merged).to(input.dtype), self.bias)
         if self.bases or not self.adapters:
-            return super().forward(input)
+            return self._multiply(input, self.bias)
         x, adapter = input, self.adapters["weight"]
         rows = x.reshape(-1, x.shape[-1])
         is_dropped = self.training and adapter.dropout > 0
@@ -116,7 +132,7 @@ class LoraLinear(nn.Linear):
             self.drop(rows, adapter.dropout) if is_dropped else rows, self.lora_A.to(x.dtype)
         )
         own_bias = None if adapter.dora else self.bias
-        out = F.linear(rows, self.weight, own_bias)
+        out = self._multiply(rows, own_bias)
         # One product that adds to what is there: no pass over the output for scale and sum.
         out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
         if self.lora_magnitude_vector is not None:
@@ -133,6 +149,18 @@ class LoraLinear(nn.Linear):
         stretch = self._stretch(self.lora_magnitude_vector)
         return adapted * stretch.to(adapted.dtype).unsqueeze(-1)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight; of a packed one that which it had."""
+        return self.full_dtype if is_packed(self.weight) else self.weight.dtype
+
+    def whole_weight(self, dtype: torch.dtype) -> Tensor:
+        """The base's weight, unpacked, ``[out in]``; while FSDP has not gathered it, it is here."""
+        weight = full_of(self.weight.detach())
+        if not is_packed(weight):
+            return weight.to(dtype)
+        return unpack(weight, (self.out_features, self.in_features), dtype)
+
     def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
         """Names of a matrix's ``A``, ``B`` and magnitude."""
         magnitude = "lora_magnitude_vector" if self.adapters[matrix].dora else None
@@ -142,12 +170,21 @@ class LoraLinear(nn.Linear):
         """Whole initial values of the adapter's parameters, by name; see ``init_weights``."""
         return _initial(self, restart)
 
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply rows, ``[... in]``, by the base's weight -> ``[... out]``."""
+        if not is_packed(self.weight):
+            return F.linear(rows, self.weight, bias)
+        flat = rows.reshape(-1, self.in_features)
+        out: Tensor = PackedLinear.apply(flat, self.weight, self.out_features)  # pyright: ignore[reportAssignmentType]
+        out = out.view(*rows.shape[:-1], -1)
+        return out if bias is None else out + bias
+
     def _stretch(self, magnitude: Tensor) -> Tensor:
         """What each row is multiplied by, ``[out]``; gradients reach the magnitude alone."""
         with torch.no_grad():
-            dtype = wide(self.weight.dtype)
+            dtype = wide(self.dtype)
             delta = self.lora_B.to(dtype) @ self.lora_A.to(dtype)
-            rows = self.weight.to(dtype) + self.adapters["weight"].scale * delta
+            rows = self.whole_weight(dtype) + self.adapters["weight"].scale * delta
             lengths = self.add_up(rows.square().sum(-1)).sqrt()
         return magnitude.to(dtype) / lengths
 
@@ -248,6 +285,24 @@ def merged_weight(layer: LoraLayer, matrix: str) -> Tensor:
     return merged * stretch.unsqueeze(-1)
 
 
+@torch.no_grad()
+def merged_unpacked(layer: LoraLinear) -> Tensor:
+    """Add an adapter to the values of its packed weight, in the dtype that this had before.
+
+    Each rank computes the whole and keeps its shard.
+    """
+    dtype, adapter, like = wide(layer.dtype), layer.adapters["weight"], layer.weight
+    low, high = (full_of(factor).to(dtype) for factor in (layer.lora_A, layer.lora_B))
+    merged = layer.whole_weight(dtype) + adapter.scale * (high @ low)
+    if layer.lora_magnitude_vector is not None:
+        lengths = torch.linalg.vector_norm(merged, dim=-1)
+        merged *= (full_of(layer.lora_magnitude_vector).to(dtype) / lengths).unsqueeze(-1)
+    merged = merged.to(layer.full_dtype)
+    if not isinstance(like, DTensor):
+        return merged
+    return distribute_tensor(merged, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _piece(factor: Tensor, like: Tensor, whole: int) -> Tensor:
     """What this rank needs of a factor: sharded as ``like`` is, but for dimension ``whole``."""
     if not isinstance(like, DTensor):
@@ -308,11 +363,11 @@ def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:
         values[low] = partial(adapter.draw, getattr(layer, low).shape, restart)
         values[high] = partial(torch.zeros, getattr(layer, high).shape, device="cpu")
         if magnitude is not None:
-            values[magnitude] = partial(_row_lengths, layer, matrix)
+            values[magnitude] = partial(_row_lengths, layer)
     return values
 
 
-def _row_lengths(layer: LoraLayer, matrix: str) -> Tensor:
+def _row_lengths(layer: Any) -> Tensor:
     """Lengths of the rows of a whole weight, which is gathered: the same bits in every layout."""
-    weight = full_of(getattr(layer, matrix).detach())
-    return torch.linalg.vector_norm(weight.to(wide(weight.dtype)), dim=-1).cpu()
+    weight = layer.whole_weight(wide(layer.dtype))
+    return torch.linalg.vector_norm(weight, dim=-1).cpu()

@@ -121,9 +121,10 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the matrices that adapters are for, on all ranks."""
     found = {}
     for name, module in find_matrices(model).items():
-        weight = module.weight if isinstance(module, nn.Linear) else None
-        own = getattr(module, name.rpartition(".")[2]) if weight is None else weight
-        found[name] = tuple(own.shape)
+        if isinstance(module, nn.Linear):  # its weight may be packed
+            found[name] = (module.out_features, module.in_features)
+        else:
+            found[name] = tuple(getattr(module, name.rpartition(".")[2]).shape)
     stems = _stems(model) if _is_known(model) else {}
     return _everywhere(found | {name: tuple(p.shape) for (name, _), p in stems.items()})
 

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 from forgekit.model.initial import init_weights
-from forgekit.model.lora import adapter_names, add_adapters
-from forgekit.model.lora_layers import LoraLayer, LoraLinear, local_of, lora_layers, merged_weight
+from forgekit.model.lora import Base, adapter_names, add_adapters
+from forgekit.model.lora_layers import (
+    LoraLayer,
+    LoraLinear,
+    local_of,
+    lora_layers,
+    merged_unpacked,
+    merged_weight,
+)
+from forgekit.model.nf4 import is_packed
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import layout_of, was_parallelized
 
@@ -28,6 +36,7 @@ def add_lora(
     dropout: float = 0.0,
     dora: bool = False,
     rslora: bool = False,
+    base: Base | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Add low-rank adapters to matrices of a model and freeze all else, in place, and return it.
@@ -49,6 +58,8 @@ def add_lora(
         dropout: Probability on what ``A`` takes, in [0, 1).
         dora: Whether lengths of the rows of each weight are trained besides.
         rslora: See ``alpha``.
+        base: ``"nf4"`` packs the matrices that get an adapter into four bits a value (QLoRA), at
+            once and whenever weights are loaded later; None leaves them as they are.
         seed: Seed of the initial values.
 
     Returns:
@@ -57,7 +68,8 @@ def add_lora(
     Raises:
         ValueError: If the model went through ``parallelize``, a pattern matches nothing, a matrix
             has an adapter already or a weight that another module uses, a number is out of range,
-            or experts are to have dropout or ``dora``.
+            experts are to have dropout or ``dora``, or a matrix that is to be packed is of experts
+            or the output projection, or has a number of values that 16,384 does not divide.
 
     Examples:
         >>> model = add_lora(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rank=2, targets="1")
@@ -80,6 +92,7 @@ def add_lora(
         dropout=dropout,
         dora=dora,
         rslora=rslora,
+        base=base,
         seed=seed,
     )
 
@@ -91,6 +104,10 @@ def merge_lora(model: nn.Module) -> None:
     Every rank calls it, in any layout. The matrices' own values are kept beside them, so that
     ``unmerge_lora`` restores every bit; that costs their memory once more. A merged model computes
     without its adapters: it can be evaluated and exported, not trained or checkpointed.
+
+    Of a packed base (``base="nf4"``) what it holds is unpacked and added to: that is what the
+    adapter was trained beside, not the weights that were packed. The sum is kept beside it, in the
+    dtype that they had, and is not packed again.
 
     Args:
         model: A model with adapters, as ``add_lora`` or ``parallelize`` returned it.
@@ -107,6 +124,9 @@ def merge_lora(model: nn.Module) -> None:
     for layer in layers:
         for matrix in layer.adapters:
             weight = local_of(getattr(layer, matrix))
+            if isinstance(layer, LoraLinear) and is_packed(weight):
+                layer.bases[matrix], layer.merged = weight, merged_unpacked(layer)
+                continue
             merged = merged_weight(layer, matrix)
             layer.bases[matrix] = weight.clone()
             weight.copy_(merged)
@@ -130,6 +150,8 @@ def unmerge_lora(model: nn.Module) -> None:
         )
     let_go(model)
     for layer in layers:
+        if isinstance(layer, LoraLinear):
+            layer.merged = None
         for matrix, base in layer.bases.items():
             local_of(getattr(layer, matrix)).copy_(base)
         layer.bases.clear()

@@ -16,6 +16,7 @@ import torch
 from forgekit.inputs import check_integers
 from forgekit.model.initial import copy_full
 from forgekit.model.lora_layers import LoraLayer, local_of, merged_weight
+from forgekit.model.nf4 import is_packed
 from forgekit.run.adapters import check_unmerged, let_go
 from forgekit.state import TrainState, donate
 
@@ -39,10 +40,16 @@ def relora(state: StateT, *, every: int) -> StateT:
         The state, of the same step.
 
     Raises:
-        ValueError: If ``every`` is below 1, or adapters are merged by ``merge_lora``.
+        ValueError: If ``every`` is below 1, adapters are merged by ``merge_lora``, or the base is
+            packed into four bits, where rounding would erase what was learned.
     """
     check_integers(every=(every, 1))
     layers = check_unmerged(state.model, "they would be added twice")
+    if any(is_packed(getattr(layer, matrix)) for layer in layers for matrix in layer.adapters):
+        raise ValueError(
+            'the base is packed (add_lora(base="nf4")), and a merge into four bits would round '
+            "away what the adapters learned. Train without relora, or leave base out."
+        )
     if state.step and state.step % every == 0:
         let_go(state.model)
         for layer in layers:

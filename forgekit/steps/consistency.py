@@ -233,7 +233,9 @@ def _measure(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
     Of every other one, as all together are 0 where softmax made the gradient, whatever its sign.
     """
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    # Of whole numbers, such as a packed weight's, the sum stands for the norm.
+    real = [t if t.is_floating_point() else t.sum(dtype=torch.float64) for t in tensors]
+    norms = torch._foreach_norm(real, 2, dtype=torch.float64)
     halves = [t.reshape(-1)[::2].sum(dtype=torch.float64) for t in tensors]
     return list(zip(norms, halves, strict=True))
 

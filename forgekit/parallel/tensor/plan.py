@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import divisors, nearest_multiples, quoted
+from forgekit.model.nf4 import is_packed
 from forgekit.parallel.tensor.transformers_plan import transformers_plan
 
 Style = str | ParallelStyle
@@ -149,6 +150,12 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
         raise ValueError(
             f"style {style!r} is for {kind}; {name!r} is {module if is_leaf else type(module)}. "
             "Narrow the pattern or choose another style."
+        )
+    weight = module._parameters.get("weight")
+    if style != "replicate" and weight is not None and is_packed(weight):
+        raise ValueError(
+            f'{name!r} is packed (add_lora(base="nf4")), and a packed matrix is sharded by FSDP '
+            f"alone, not by style {style!r}. Use tp=1, or leave base out."
         )
     if style in ("colwise", "rowwise", "embedding") and "weight" not in module._parameters:
         raise ValueError(

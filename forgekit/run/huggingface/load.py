@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forgekit.inputs import check_integers, path_of
+from forgekit.model.initial import copy_full
+from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.ranks import Ranks
@@ -253,8 +255,10 @@ def _is_same(one: Stored, other: Stored) -> bool:
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
     """Read what a rank holds, in place, in the order of the files."""
+    packed = {name: t for name, t in tensors.items() if is_packed(t) and name in names.parts}
     wanted: list[tuple[Stored, Box, Tensor]] = []
-    for name in names.parts.keys() & tensors.keys():  # adapters have no name on disk
+    # Adapters have no name on disk.
+    for name in (names.parts.keys() & tensors.keys()) - packed.keys():
         local, box = local_part(tensors[name])
         if name in names.padded and box:
             local[max(names.padded[name] - box[0][0], 0) :].zero_()
@@ -266,6 +270,14 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
         with reading(path) as file:
             for source, box, target in boxes:
                 fill(target, file, source, box)
+    for name, tensor in packed.items():
+        # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
+        parts = names.parts[name]
+        stops = [[stop for _, stop in part.ours_box] for part in parts]
+        shape = [max(axis) for axis in zip(*stops, strict=True)]
+        whole = torch.empty(shape, dtype=stored[parts[0].theirs].dtype)
+        read_into({name: whole}, names, stored)
+        copy_full(tensor, whole)
 
 
 def _some(what: str, names: list[str]) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from forgekit.data.atomic_directory import atomic_directory
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.model.lora import adapter_names
-from forgekit.model.lora_layers import lora_layers
+from forgekit.model.lora_layers import LoraLinear, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.ranks import Ranks
@@ -141,7 +141,11 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
             f"{apart[0]!r} has an adapter that is not merged into its weight. Call "
             "forgekit.merge_lora(model) first, or write the adapter: forgekit.save_adapter."
         )
-    return {name: t for name, t in named_tensors(model).items() if name not in factors}
+    tensors = {name: t for name, t in named_tensors(model).items() if name not in factors}
+    for name, layer in layers.items():
+        if isinstance(layer, LoraLinear) and layer.merged is not None:
+            tensors[f"{name}.weight"] = layer.merged
+    return tensors
 
 
 @attrs.frozen

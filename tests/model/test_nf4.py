@@ -1,0 +1,241 @@
+"""A base in four bits: torchao's values, gradients of what they unpack to, merging, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import packed
+import pytest
+import torch
+from adapted import batches_of, loss_fn, move
+from torch import nn
+
+import forgekit as fk
+from forgekit.model.nf4 import BYTES, CODES, pack, unpack
+from forgekit.parallel.tensor.plan import read_plan
+from forgekit.run import relora
+from forgekit.run.checkpoints.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+TORCHAO = """
+import torch
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+from forgekit.model.nf4 import CODES, pack, unpack
+generator = torch.Generator().manual_seed(0)
+for shape in ((128, 128), (256, 192), (64, 768), (1000, 2048)):
+    for scale, zeros in ((1.0, 0), (0.02, 100), (1e-4, 30_000)):
+        weight = torch.randn(shape, generator=generator) * scale
+        weight.view(-1)[:zeros] = 0
+        theirs, ours = to_nf4(weight, 64, 256), pack(weight)
+        assert torch.equal(theirs.quantized_data, ours[:, :CODES].flatten())
+        assert torch.equal(theirs.get_original_weight(), unpack(ours, shape, torch.float32))
+        half = weight.bfloat16()
+        theirs, ours = to_nf4(half.float(), 64, 256), pack(half)
+        assert torch.equal(theirs.get_original_weight(), unpack(ours, shape, torch.float32))
+print("equal")
+"""
+
+
+@pytest.mark.oracle
+def test_packed_values_are_those_of_torchao():
+    path = os.pathsep.join([str(ROOT), str(ROOT / ".venv" / "torchao")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHAO],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "scale", "digest"),
+    [
+        (128, 128, 1.0, "bfd4996acad48d11"),
+        (256, 192, 0.02, "e12a613693c0a741"),
+        (64, 768, 3.0, "f08436ed5c6b0123"),
+    ],
+)
+def test_codes_are_those_that_torchao_made(rows, columns, scale, digest):
+    generator = torch.Generator().manual_seed(rows * columns)
+    weight = torch.randn(rows, columns, generator=generator) * scale
+    weight[3, :100] = 0
+    made = pack(weight)
+    assert made.shape == (rows * columns / 16_384, BYTES)
+    codes = made[:, :CODES].contiguous().numpy().tobytes()
+    assert hashlib.blake2b(codes, digest_size=8).hexdigest() == digest
+
+
+def test_a_matrix_is_rounded_to_sixteen_levels_of_its_blocks():
+    weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1))
+    found = unpack(pack(weight), (96, 512), torch.float32)
+    assert torch.allclose(found, packed.rounded(weight), rtol=0, atol=1e-6)
+    assert 0.05 < float((found - weight).norm() / weight.norm()) < 0.12
+    assert len(found[0, :64].unique()) <= 16
+    assert pack(weight.to("meta")).shape == pack(weight).shape
+
+
+def gradients_of(model, batches):
+    state = fk.TrainState.create(model, fk.adamw(model, weight_decay=0.5))
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    return state, fk.gradients(state, totals)
+
+
+def test_gradients_are_those_of_the_unpacked_base_and_the_base_stays():
+    model = move(packed.build())
+    before = {name: value.clone() for name, value in packed.packed_of(model).items()}
+    assert len(before) == 10
+    batches = [row[0] for row in batches_of(1)]
+    state, found = gradients_of(model, batches)
+    for name, wanted in packed.reference(1).items():
+        assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < 1e-6, name
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.1), max_norm=1.0)
+    state, _ = step(state, batches)
+    names = {p: n for n, p in model.named_parameters()}
+    assert {names[p] for p in state.optimizer.state} == {n for n in found if "lora_" in n}
+    assert all(p.grad is None for n, p in model.named_parameters() if n in before)
+    after = packed.packed_of(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight():
+    model = fk.Transformer(packed.SPEC).bfloat16()
+    fk.add_lora(model, rank=1, targets=("*.attention.*", "*.gate", "*.up", "*.down"), base="nf4")
+    held = packed.packed_of(model).values()
+    values = sum(16_384 * len(p) for p in held)
+    assert values == 2 * (4 * 128 * 128 + 3 * 384 * 128)
+    assert 0.25 < sum(p.nbytes for p in held) / (2 * values) < 0.261
+    floats = []
+
+    def note(tensor):
+        if tensor.is_floating_point() and tensor.shape in ((384, 128), (128, 384), (128, 128)):
+            floats.append(tensor.shape)
+        return tensor
+
+    layer = model.layers[0].feed_forward.gate
+    x = torch.randn(5, 128, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(x).sum().backward()
+    assert floats == []
+    assert x.grad is not None
+
+
+def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
+    model = move(packed.build(torch.bfloat16))
+    ids = torch.arange(12).view(1, 12)
+    before, bits = model(ids), {n: p.clone() for n, p in packed.packed_of(model).items()}
+    factors = {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    weights = packed.adapted_weights(
+        {n: p.float() for n, p in unpacked_of_16_bits().items()}, factors
+    )
+    fk.merge_lora(model)
+    assert "layers.0.attention.query.weight" in bits
+    for name in bits:
+        merged = model.get_submodule(name.removesuffix(".weight")).merged
+        assert merged.dtype == torch.bfloat16
+        error = (merged.float() - weights[name]).abs().max() / weights[name].abs().max()
+        assert error < 2**-8, name
+    fk.unmerge_lora(model)
+    assert torch.equal(model(ids), before)
+    assert all(torch.equal(p, bits[n]) for n, p in packed.packed_of(model).items())
+
+
+def unpacked_of_16_bits():
+    model = fk.Transformer(packed.SPEC, seed=0).bfloat16()
+    known = packed.packed_of(packed.build(device="meta"))
+    return {n: packed.rounded(p) if n in known else p for n, p in model.named_parameters()}
+
+
+def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exported(tmp_path):
+    source = fk.Transformer(packed.SPEC, seed=9)
+    fk.save_huggingface(source, tmp_path / "base")
+    model = move(packed.build(torch.float32))
+    fk.load_huggingface(model, tmp_path / "base")
+    weights = dict(source.named_parameters())
+    for name, found in packed.packed_of(model).items():
+        assert torch.equal(found, pack(weights[name])), name
+    assert torch.equal(model.embedding.weight, source.embedding.weight)
+    with pytest.raises(CheckpointError, match="has an adapter that is not merged"):
+        fk.save_huggingface(model, tmp_path / "merged")
+    fk.merge_lora(model)
+    fk.save_huggingface(model, tmp_path / "merged")
+    again = fk.Transformer(packed.SPEC)
+    fk.load_huggingface(again, tmp_path / "merged")
+    ids = torch.arange(12).view(1, 12)
+    assert torch.allclose(again(ids), model(ids), rtol=0, atol=1e-5)
+    assert not torch.equal(
+        again.layers[0].attention.query.weight, weights["layers.0.attention.query.weight"]
+    )
+
+
+def test_an_adapter_trained_beside_a_packed_base_is_saved_and_loaded(tmp_path):
+    plain = fk.Transformer(packed.SPEC, seed=0)
+    fk.add_lora(plain, base="nf4", **packed.ADAPTERS[0])
+    move(plain)
+    fk.save_adapter(plain, tmp_path / "adapter")
+    other = fk.Transformer(packed.SPEC, seed=0)
+    fk.add_lora(other, base="nf4", **packed.ADAPTERS[0])
+    fk.load_adapter(other, tmp_path / "adapter")
+    for name, value in plain.named_parameters():
+        assert torch.equal(value, other.get_parameter(name)), name
+
+
+def small(**changes):
+    moe = changes.pop("moe", None)
+    sizes = {"vocab_size": 128, "dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 128}
+    return fk.Transformer(fk.TransformerSpec(**{**sizes, "max_seq_len": 8, "moe": moe, **changes}))
+
+
+MOE = fk.MoESpec(experts=2, top_k=1, ffn_dim=128)
+REFUSED = [
+    (
+        lambda: fk.add_lora(small(), targets=("*.query", "*.value"), base="nf4"),
+        r"'layers\.0\.attention\.value' is \[64, 128\], 8192 values; base=\"nf4\" packs 16384",
+    ),
+    (
+        lambda: fk.add_lora(small(), targets=("*.query", "output"), base="nf4"),
+        r"'output' is the output projection, and base=\"nf4\" packs other linear layers alone",
+    ),
+    (
+        lambda: fk.add_lora(small(moe=MOE), targets=("*.query", "*.experts.up"), base="nf4"),
+        r"'layers\.0\.feed_forward\.experts\.up' is of experts, and base=\"nf4\" packs other line",
+    ),
+    (lambda: fk.add_lora(small(), base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
+    (
+        lambda: read_plan(fk.add_lora(small(), targets="*.query", base="nf4"), 2),
+        r"'layers\.0\.attention\.query' is packed \(add_lora\(base=\"nf4\"\)\), and a packed "
+        r"matrix is sharded by FSDP alone, not by style 'colwise'\. Use tp=1, or leave base out\.",
+    ),
+    (
+        lambda: relora(_after_a_step(fk.add_lora(small(), targets="*.query", base="nf4")), every=1),
+        r"the base is packed \(add_lora\(base=\"nf4\"\)\), and a merge into four bits would round",
+    ),
+]
+
+
+def _after_a_step(model):
+    return fk.TrainState.create(model, fk.adamw(model))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_cannot_be_packed_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_foreign_model_is_filled_as_it_would_be_unpacked():
+    with torch.device("meta"):
+        model = fk.add_lora(nn.Sequential(nn.Linear(128, 128)), targets="0", base="nf4")
+    model.to_empty(device="cpu")
+    fk.init_weights(model, 4)
+    plain = nn.Sequential(nn.Linear(128, 128))
+    fk.init_weights(plain, 4)
+    assert torch.equal(model[0].weight, pack(plain[0].weight))
+    assert torch.equal(model[0].bias, plain[0].bias)
