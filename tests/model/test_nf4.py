@@ -126,6 +126,17 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
     assert x.grad is not None
 
 
+def test_without_its_adapter_a_layer_computes_with_the_unpacked_weight():
+    layer = move(packed.build()).layers[1].feed_forward.down
+    x = torch.randn(2, 3, 384, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    layer.adapters = {}
+    weight = packed.unpacked_base()["layers.1.feed_forward.down.weight"]
+    assert torch.allclose(layer(x), x @ weight.T, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        layer.lora_B.fill_(5.0)
+    assert torch.allclose(layer(x), x @ weight.T, rtol=0, atol=1e-5)
+
+
 def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
     model = move(packed.build(torch.bfloat16))
     ids = torch.arange(12).view(1, 12)
