@@ -1,13 +1,17 @@
 """Sphinx configuration."""
 
+import sys
 from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "forgekit"
 author = "The forgekit authors"
 copyright = "2026, the forgekit authors"
 release = version = version_of("forgekit")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "entries"]
 html_theme = "furo"
 exclude_patterns = ["_build", "layout_errors.md"]
 myst_heading_anchors = 3

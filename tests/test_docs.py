@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from distributed.matrix import LAYOUTS
 from runs import launch
 
 import forgekit as fk
+from forgekit.cli.program import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -116,3 +118,26 @@ def test_each_event_names_a_line_of_the_recipe():
     lines = [code for code in quoted if code not in ours]
     assert len(lines) >= 12
     assert [line for line in lines if line not in recipe] == []
+
+
+def test_every_public_name_is_on_exactly_one_page_of_the_reference():
+    listed = []
+    for page in (DOCS / "api").glob("*.md"):
+        for block in re.findall(r"^\.\. entries::\n\n(.*?)^```$", page.read_text(), re.M | re.S):
+            listed += block.split()
+    modules = ("data", "model", "optim", "steps", "run", "config")
+    public = {f"{m}.{name}" for m in modules for name in _public(f"forgekit.{m}")}
+    assert sorted(listed) == sorted(public | _public("forgekit"))
+
+
+def _public(module):
+    return set(importlib.import_module(module).__all__)
+
+
+def test_every_command_is_on_its_page(capsys):
+    page = (DOCS / "api" / "command_line.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M)
+    assert len(commands) > 8
+    assert re.findall(r"^\| `forgekit (\w+)` \|", page, re.M) == commands
