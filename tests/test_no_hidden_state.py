@@ -32,6 +32,8 @@ CONSTANT_CALLS = {
     "slice",
     "Shard",
     "_Rule",
+    "Machine",
+    "_peaks",
 }
 """Calls whose results cannot change, or that are the process's own (loggers)."""
 

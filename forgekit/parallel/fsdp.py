@@ -185,6 +185,14 @@ def fsdp_modules(*roots: nn.Module) -> FsdpModules:
     return FsdpModules(m for m in _modules(list(roots)) if isinstance(m, FSDPModule))
 
 
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's products: what FSDP casts parameters to, or their own."""
+    for module in fsdp_modules(model):
+        if (dtype := module._get_fsdp_state()._mp_policy.param_dtype) is not None:
+            return dtype
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
     """Say whether the coming backward reduces gradients, and over what.
 

@@ -16,18 +16,23 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, Self, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import check_integers, parse_json
+from forgekit.optim.shards import local
+from forgekit.parallel.layout import world_of
 from forgekit.run.bad_step_records import BadStepRecords
 from forgekit.run.durable_files import overwrite, write_atomic
+from forgekit.run.flops import Utilization
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable
@@ -63,8 +68,12 @@ class MetricsLog:
     - ``train/spikes``: of the bad steps those that were spikes, where ``make_step`` limits them;
     - the loss function's own metrics: ``train/<name>``, or ``<name>`` if it has a slash in it;
     - ``perf/tokens_per_second`` (targets), ``perf/step_seconds``, ``perf/data_wait_seconds``: means
-      by the clock since the last row, without an evaluation whose result followed that row;
-    - ``memory/peak_gib`` of this process: of the device on CUDA, else resident.
+      by the clock since the last row, without evaluations and what ``outside`` held;
+    - of several ranks ``perf/step_seconds_min``, ``_mean`` and ``_max`` over them, and those of
+      ``perf/data_wait_seconds``: of the row before, so that one copy brings them with the rest;
+    - ``perf/mfu`` and ``perf/mfu_palm``, where the peak of the devices is known;
+    - ``memory/peak_gib`` of this process: of the device on CUDA, else resident; and this rank's
+      ``memory/parameters_gib`` and ``memory/optimizer_gib``.
 
     Attributes:
         step: The last step that was logged.
@@ -78,6 +87,7 @@ class MetricsLog:
         is_writer: False on all ranks but the first: they get the same rows and write nothing.
         loader: Measures ``perf/data_wait_seconds``, and knows the rows of bad steps.
         start_samples: Rows consumed before ``start_step``, ``state.samples``.
+        utilization: What ``perf/mfu`` is computed from; None leaves it out.
 
     Raises:
         ValueError: If ``every`` is less than 1, or the file there has a broken line.
@@ -103,8 +113,11 @@ class MetricsLog:
         is_writer: bool = True,
         loader: Waits | None = None,
         start_samples: int | None = None,
+        utilization: Utilization | None = None,
     ) -> None:
         check_integers(every=(every, 1))
+        self._utilization = utilization
+        self._times: tuple[float, float] | None = None  # of the row before
         self._every, self._start, self._total = every, start_step, total
         self.step, self.samples = start_step, start_samples
         self._loader = loader
@@ -160,6 +173,7 @@ class MetricsLog:
             self._restart()
         if self._display is not None:
             self._display.step(state.step, row)
+        self._called = time.perf_counter()
         return row
 
     def rewind(self, state: TrainState) -> None:
@@ -199,6 +213,22 @@ class MetricsLog:
             self.message(f"step {state.step}  {text}")
         if self._steps == 0:  # nothing but this evaluation has run since the last row
             self._restart()
+        elif any(name.startswith("eval/") for name in numbers):
+            self._clock += time.perf_counter() - self._called
+        self._called = time.perf_counter()
+
+    @contextmanager
+    def outside(self, device: torch.device) -> Iterator[None]:
+        """Leave what happens within, such as a save, out of the times of the present row.
+
+        Args:
+            device: What the steps ran on; they end first, so that their time counts.
+        """
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        started = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - started
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one; the writing rank only.
@@ -213,7 +243,7 @@ class MetricsLog:
         sums = {f"train/{name}": self._sums[name] for name in metrics.keys() & SUMMED}
         sums["targets"] = sums.pop("train/targets")
         sums["train/skipped_in_a_row"] = state.skipped.to(metrics["skipped"].device)
-        numbers = _to_host(named | sums)
+        numbers = _to_host(named | sums | self._over_ranks(state, metrics["loss"]))
         # Only now: the copy has waited for the device, so the clock has seen the steps end.
         seconds = time.perf_counter() - self._clock
         targets = numbers.pop("targets")
@@ -225,11 +255,36 @@ class MetricsLog:
             "perf/tokens_per_second": targets / seconds,
             "perf/step_seconds": seconds / self._steps,
             "memory/peak_gib": _peak_gib(metrics["loss"].device),
+            **_memory_of(state),
         }
+        waited = 0.0
         if self._loader is not None:
-            waited = self._loader.wait_seconds - self._waited
-            row["perf/data_wait_seconds"] = waited / self._steps
+            waited = (self._loader.wait_seconds - self._waited) / self._steps
+            row["perf/data_wait_seconds"] = waited
+        if self._utilization is not None and self._first is not None:
+            row |= self._utilization.metrics(state.samples - self._first, seconds)
+        self._times = seconds / self._steps, waited
         return row
+
+    def _over_ranks(self, state: TrainState, like: Tensor) -> dict[str, Tensor]:
+        """Least, mean and most of the ranks' times up to the row before, in one reduction.
+
+        They go to the device as arguments of operations, for which the host does not wait.
+        """
+        ranks = world_of(state.mesh)
+        if ranks == 1 or self._times is None:
+            return {}
+        names = ("step_seconds", "data_wait_seconds")[: 1 if self._loader is None else 2]
+        table = torch.zeros(len(names), ranks, dtype=torch.float64, device=like.device)
+        for row, seconds in zip(table, self._times, strict=False):
+            row[dist.get_rank()].fill_(seconds)
+        dist.all_reduce(table)
+        columns = {"min": table.amin(1), "mean": table.mean(1), "max": table.amax(1)}
+        return {
+            f"perf/{name}_{what}": value
+            for what, column in columns.items()
+            for name, value in zip(names, column.unbind(), strict=True)
+        }
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
@@ -250,8 +305,9 @@ class MetricsLog:
         """Begin the sums of the next row."""
         self._steps = 0
         self._sums: dict[str, Any] = dict.fromkeys(SUMMED, 0.0)
+        self._first = self.samples
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
-        self._clock = time.perf_counter()
+        self._clock = self._called = time.perf_counter()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -403,6 +459,21 @@ def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(finite(row), allow_nan=False)}\n".encode()
+
+
+def _memory_of(state: TrainState) -> dict[str, float]:
+    """What this rank's parameters and the optimizer's state take."""
+    moments = [
+        value
+        for values in state.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
+    named = {"parameters": state.model.parameters(), "optimizer": moments}
+    return {
+        f"memory/{name}_gib": sum(local(tensor).nbytes for tensor in tensors) / GIB
+        for name, tensors in named.items()
+    }
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +31,7 @@ from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
 from forgekit.run.checkpoints.storage import committed, storage_of
+from forgekit.run.flops import Flops, Utilization
 from forgekit.run.health.rendezvous import barrier
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.recipe_parts import Setup
@@ -91,6 +92,7 @@ class Run:
         keep: int | Keep | None = 3,
         fingerprint: Any = None,
         version: int = 1,
+        peak_flops: float | None = None,
     ) -> MetricsLog:
         """End set-up and open the run's log, which continues that of a resumed run.
 
@@ -106,6 +108,8 @@ class Run:
             keep: As for ``checkpoint_save``.
             fingerprint: As for ``checkpoint_save``; None is that of the loader's dataset.
             version: As for ``checkpoint_save``.
+            peak_flops: Floating-point operations per second that one device can do, for
+                ``perf/mfu``; None is that of ``forgekit.run.machines``, or no such metric.
 
         Returns:
             The log, to be used in ``with``.
@@ -120,6 +124,7 @@ class Run:
         dataset = getattr(loader, "dataset", None)
         _check_length(state, dataset)
         barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
+        flops = Flops.of(state.model).over_stages(state)
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -128,6 +133,7 @@ class Run:
             is_writer=self.is_writer,
             loader=loader if hasattr(loader, "wait_seconds") else None,
             start_samples=state.samples,
+            utilization=Utilization.of(flops, state, dataset, peak_flops),
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
@@ -158,9 +164,12 @@ class Run:
         Raises:
             CheckpointError: If the save before this one failed.
         """
-        if self._saved != state.step:
+        if self._saved == state.step:
+            return
+        log = self._log
+        with nullcontext() if log is None else log.outside(state.targets.device):
             checkpoint_save(state, self.checkpoints, **self._options)
-            self._saved = state.step
+        self._saved = state.step
 
     def roll_back(
         self,

@@ -153,7 +153,14 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path, tokens):
 
 def test_a_run_directory_holds_what_happened(undisturbed):
     names = {path.name for path in undisturbed.iterdir()} - {".lock"}
-    assert names == {"config.json", "metrics.jsonl", "status.json", "checkpoints", "loss.png"}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "status.json",
+        "history.jsonl",
+        "checkpoints",
+        "loss.png",
+    }
     saved = {path.name for path in (undisturbed / "checkpoints").iterdir()}
     assert saved == {f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)} | {"latest"}
     assert (undisturbed / "checkpoints" / "latest").readlink().name == f"step_{STEPS:08d}"

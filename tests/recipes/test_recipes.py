@@ -51,8 +51,8 @@ def moe(out, data):
 def check_moe(out, output):
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
-        *("config.json", "metrics.jsonl", "status.json", "checkpoints", "samples"),
-        *("loss.png", "expert_loads.png"),
+        *("config.json", "metrics.jsonl", "status.json", "history.jsonl", "checkpoints"),
+        *("samples", "loss.png", "expert_loads.png"),
     }
     assert status_of(out)["status"] == "finished"
     rows = rows_of(out)
@@ -96,7 +96,8 @@ def check_minimal(out, output):
 def check_pretrain(out, output):
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
-        *("config.json", "metrics.jsonl", "status.json", "checkpoints", "samples", "loss.png")
+        *("config.json", "metrics.jsonl", "status.json", "history.jsonl"),
+        *("checkpoints", "samples", "loss.png"),
     }
     assert status_of(out)["status"] == "finished"
     assert rows_of(out)[-1]["eval/heldout/bits_per_byte"] > 0

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forgekit as fk
 from forgekit.run.bad_step_records import read_bad_steps
 from forgekit.run.durable_files import append_lines
+from forgekit.run.flops import Utilization
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.state import TrainState, donate
 
@@ -221,6 +224,23 @@ def test_an_evaluation_after_a_row_does_not_count_as_step_time(tmp_path, state):
         _, rows = train(log, state, [2])
         longest = time.perf_counter() - evaluated
     assert rows[-1]["perf/step_seconds"] <= longest
+
+
+@pytest.mark.parametrize("what", ["an evaluation", "a save"])
+def test_what_is_no_training_is_outside_the_window_between_rows_too(tmp_path, state, what):
+    with MetricsLog(tmp_path, every=3) as log:
+        started = time.perf_counter()
+        state, _ = train(log, state, [1])
+        if what == "a save":
+            with log.outside(torch.device("cpu")):
+                time.sleep(0.3)
+        else:
+            time.sleep(0.3)
+            log.event(state, {"eval/held_out/loss": 1.0})
+        time.sleep(0.05)
+        _, rows = train(log, state, [2, 3])
+        took = time.perf_counter() - started
+    assert 0.05 <= 3 * rows[-1]["perf/step_seconds"] <= took - 0.3
 
 
 def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
@@ -465,3 +485,57 @@ def test_targets_of_a_source_are_whole_numbers_unless_they_are_weighted(tmp_path
     assert repr(row["source/a/targets"]) == "7"
     assert row["source/b/targets"] == 2.5
     assert math.isnan(row["source/c/targets"])
+
+
+def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state):
+    use = Utilization(per_sample=2e9, per_sample_palm=5e9, peak=1e12)
+    with MetricsLog(tmp_path, every=2, start_samples=0, utilization=use) as log:
+        state, first = train(log, state, [1, 2])
+        time.sleep(0.1)
+        log.event(state, {"eval/held_out/loss": 1.0})  # an evaluation is outside of the window
+        _, second = train(log, state, [3, 4])
+    for row in (first[-1], second[-1]):
+        seconds = 2 * row["perf/step_seconds"]
+        assert row["perf/mfu"] == pytest.approx(16 * 2e9 / seconds / 1e12)
+        assert row["perf/mfu_palm"] == pytest.approx(16 * 5e9 / seconds / 1e12)
+
+
+def test_memory_is_that_of_parameters_and_moments(tmp_path):
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = TrainState.create(model, optimizer)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with MetricsLog(tmp_path, every=1) as log:
+        _, rows = train(log, state, [1])
+    size = (64 * 32 + 32) * 4
+    assert rows[-1]["memory/parameters_gib"] == size / 2**30
+    assert rows[-1]["memory/optimizer_gib"] == (2 * size + 2 * 4) / 2**30
+
+
+def _times(rank, world, out):
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    model = fk.parallelize(torch.nn.Linear(4, 4), mesh)
+    state = TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    loader = Loader()
+    rows = []
+    with MetricsLog(out, every=1, is_writer=rank == 0, loader=loader) as log:
+        for step in (1, 2):
+            time.sleep(0.05 * (rank + 1))
+            loader.wait_seconds = step * (0.25 + 0.5 * rank)
+            state = at(state, step)
+            rows.append(log(state, metrics_of(step)))
+    return rows
+
+
+def test_a_row_has_the_least_the_mean_and_the_most_of_the_ranks_times(tmp_path):
+    here, there = run_ranks(_times, 2, tmp_path)
+    assert not any(name.endswith("_max") for name in here[0])
+    for name in ("step_seconds", "data_wait_seconds"):
+        before = [rows[0][f"perf/{name}"] for rows in (here, there)]
+        expected = min(before), sum(before) / 2, max(before)
+        for row in (here[1], there[1]):
+            found = [row[f"perf/{name}_{what}"] for what in ("min", "mean", "max")]
+            assert found == pytest.approx(expected)
+    assert here[1]["perf/data_wait_seconds_max"] == 0.75
+    assert here[1]["perf/step_seconds_max"] > here[1]["perf/step_seconds_min"] + 0.02

@@ -1,0 +1,233 @@
+"""Operations of training against torch's own count, and sizes against published ones."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import forgekit as fk
+from forgekit.model import moe
+from forgekit.run.flops import Flops, Utilization, mean_row
+from forgekit.run.machines import MACHINES, machine_named
+
+ROWS, LENGTH = 2, 8
+DENSE = fk.TransformerSpec(
+    vocab_size=48, dim=16, layers=2, heads=4, kv_heads=4, ffn_dim=24, max_seq_len=LENGTH
+)
+MOE = fk.MoESpec(experts=8, top_k=3, ffn_dim=8, shared=2, first=1)
+SPECS = {
+    "dense": {},
+    "gqa": {"kv_heads": 2},
+    "wide heads": {"head_dim": 8, "kv_heads": 1},
+    "tied": {"tied": True, "qk_norm": True},
+    "moe": {"moe": MOE},
+}
+
+
+def counted(model, monkeypatch):
+    """Torch's count of one forward and backward pass: in matrices, in attention, in experts.
+
+    The kernels that a CPU takes by itself are counted as nothing, without a word: so attention is
+    computed by torch's plain formulas, and experts one after another.
+    """
+    monkeypatch.setattr(moe, "_fits_grouped", lambda tokens, weight: False)
+    ids = torch.randint(0, 48, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        logits = model(ids)
+        fk.cross_entropy(logits, labels).sum.backward()
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    attention = counts.get("aten.bmm", 0)
+    return sum(counts.values()) - attention, attention
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_operations_are_those_that_torch_counts(case, monkeypatch):
+    spec = attrs.evolve(DENSE, **SPECS[case])
+    matrices, attention = counted(fk.Transformer(spec), monkeypatch)
+    flops = Flops.of(fk.Transformer(spec))
+    assert attention > 0
+    assert matrices > 0
+    assert flops.per_token * ROWS * LENGTH == matrices
+    # torch's plain formula computes each pair of a row, also those that the mask takes out
+    assert flops.per_pair * ROWS * LENGTH**2 == attention
+
+
+def test_experts_are_counted_by_torch_at_all(monkeypatch):
+    """Else the comparison above would be one of the other matrices alone."""
+    spec = attrs.evolve(DENSE, moe=MOE)
+    dense = attrs.evolve(DENSE, layers=1)
+    with_experts, _ = counted(fk.Transformer(spec), monkeypatch)
+    without, _ = counted(fk.Transformer(dense), monkeypatch)
+    attention = 4 * 16 * 16
+    experts = (MOE.top_k + MOE.shared) * 3 * 16 * 8
+    assert with_experts - without == 6 * ROWS * LENGTH * (attention + experts + 16 * 8)
+
+
+@pytest.mark.parametrize(
+    ("targets", "moe_spec"),
+    [
+        (("*.attention.query", "*.attention.value"), None),
+        (("*.gate", "*.up", "*.down", "*.attention.*"), None),
+        (("*.experts.*", "*.attention.query"), attrs.evolve(MOE, first=0)),
+    ],
+)
+def test_a_frozen_base_takes_four_and_its_adapters_six(targets, moe_spec, monkeypatch):
+    """Of the first layers nothing before the first adapter needs gradients: compare two more."""
+
+    def build(layers):
+        torch.manual_seed(0)
+        model = fk.Transformer(attrs.evolve(DENSE, layers=layers, moe=moe_spec))
+        return fk.add_lora(model, rank=4, targets=targets)
+
+    few, many = (counted(build(layers), monkeypatch) for layers in (2, 4))
+    one, other = (Flops.of(build(layers)) for layers in (2, 4))
+    tokens = ROWS * LENGTH
+    assert (other.per_token - one.per_token) * tokens == many[0] - few[0]
+    assert (other.per_pair - one.per_pair) * ROWS * LENGTH**2 == many[1] - few[1]
+
+
+def test_recomputation_is_no_work(monkeypatch):
+    plain = Flops.of(fk.Transformer(DENSE))
+    again = fk.parallelize(
+        fk.Transformer(DENSE), fk.build_mesh(fk.MeshSpec(), device="cpu"),
+        activation_checkpoint="full",
+    )  # fmt: skip
+    assert Flops.of(again) == plain
+    matrices, _ = counted(again, monkeypatch)
+    assert matrices > plain.per_token * ROWS * LENGTH
+
+
+QWEN3_30B_A3B = fk.TransformerSpec(
+    vocab_size=151_936, dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn_dim=6144,
+    max_seq_len=4096, qk_norm=True,
+    moe=fk.MoESpec(experts=128, top_k=8, ffn_dim=768, shared=0),
+)  # fmt: skip
+MIXTRAL = fk.TransformerSpec(
+    vocab_size=32_000, dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14_336, max_seq_len=4096,
+    moe=fk.MoESpec(experts=8, top_k=2, ffn_dim=14_336, shared=0),
+)  # fmt: skip
+DEEPSEEK_V3 = fk.TransformerSpec(
+    vocab_size=129_280, dim=7168, layers=61, heads=128, kv_heads=128, ffn_dim=18_432,
+    max_seq_len=4096, moe=fk.MoESpec(experts=256, top_k=8, ffn_dim=2048, shared=1, first=3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "total", "active"),
+    [(QWEN3_30B_A3B, 30.5e9, 3.3e9), (MIXTRAL, 46.7e9, 12.9e9)],
+)
+def test_sizes_are_the_published_ones(spec, total, active):
+    with torch.device("meta"):
+        flops = Flops.of(fk.Transformer(spec))
+    assert flops.parameters == pytest.approx(total, rel=0.005)
+    assert flops.active_parameters == pytest.approx(active, rel=0.02)
+    # and the operations are six for each that is multiplied: all but the embedding
+    multiplied = flops.active_parameters - spec.vocab_size * spec.dim
+    assert flops.per_token == pytest.approx(6 * multiplied, rel=1e-3)
+
+
+def test_deepseek_v3_is_the_published_size_but_for_its_attention():
+    """Latent attention is none of ours: its size by hand, in place of that of as many heads."""
+    with torch.device("meta"):
+        flops = Flops.of(fk.Transformer(DEEPSEEK_V3))
+    ours = 61 * 4 * 7168 * 7168
+    query = 7168 * 1536 + 1536 * 128 * 192
+    latent = query + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert flops.active_parameters - ours + 61 * latent == pytest.approx(37e9, rel=0.02)
+    assert flops.parameters - ours + 61 * latent == pytest.approx(671e9, rel=0.002)
+
+
+def by_hand(batch):
+    """Tokens that are no padding, and pairs of one and those up to it in its document."""
+    if "doc_ids" not in batch:
+        lengths = (batch["labels"] != -100).sum(1).tolist()
+        return sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    pairs = tokens = 0
+    for row in batch["doc_ids"].tolist():
+        for at, document in enumerate(row):
+            tokens += document >= 0
+            pairs += (document >= 0) * sum(other == document for other in row[: at + 1])
+    return tokens, pairs
+
+
+@pytest.mark.parametrize("kind", ["windows", "documents", "packed"])
+def test_pairs_of_a_mean_row_are_those_within_documents(kind, tmp_path):
+    sizes = [3, 11, 1, 7, 20, 2, 5]
+    documents = [np.arange(size) + 1 for size in sizes]
+    file = fk.write_tokens(tmp_path / "a", documents, vocab_size=48, eos_id=0)
+    if kind == "packed":
+        dataset = fk.packed_dataset(documents, fk.pack(sizes, 8))
+    else:
+        dataset = fk.token_dataset(file, 8, doc_ids=kind == "documents")
+    rows = dataset.__getitems__(range(len(dataset)))
+    tokens, pairs = by_hand(rows)
+    assert mean_row(dataset) == pytest.approx((tokens / len(dataset), pairs / len(dataset), 8))
+
+
+def test_a_mixture_s_mean_row_is_weighed_by_its_samples(tmp_path):
+    datasets = {
+        name: fk.packed_dataset([np.ones(n, int)] * 8, fk.pack([n] * 8, 8))
+        for name, n in (("a", 4), ("b", 8))
+    }
+    order = fk.make_order({"a": 4, "b": 8}, weights={"a": 3, "b": 1})
+    tokens, pairs, length = mean_row(fk.mixture_dataset(datasets, order))
+    assert (tokens, length) == (8, 8)
+    assert pairs == pytest.approx(0.75 * 20 + 0.25 * 36, rel=1e-3)
+
+
+def test_utilization_is_work_over_the_peak_of_all_devices():
+    model = fk.Transformer(DENSE)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    flops = Flops.of(model)
+    rows = fk.packed_dataset([np.ones(3, int), np.ones(5, int)], fk.pack([3, 5], 8))
+    found = Utilization.of(flops, state, rows, peak=1e9)
+    assert found is not None
+    metrics = found.metrics(samples=10, seconds=2.0)
+    work = 10 * (8 * flops.per_token + (6 + 15) * flops.per_pair)
+    palm = 10 * (8 * flops.per_token + 8 * 8 * flops.per_pair)
+    assert metrics == {
+        "perf/mfu": pytest.approx(work / 2.0 / 1e9),
+        "perf/mfu_palm": pytest.approx(palm / 2.0 / 1e9),
+    }
+    assert Utilization.of(flops, state, rows) is None, "a CPU has no peak in the table"
+    assert Utilization.of(flops, state, [1, 2], peak=1e9) is None, "rows of an unknown length"
+
+
+def _flops(rank, world, layout):
+    spec = attrs.evolve(DENSE, layers=4, moe=attrs.evolve(MOE, experts=8))
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    model = fk.parallelize(fk.Transformer(spec), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return attrs.astuple(Flops.of(state.model).over_stages(state))
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}])
+def test_every_rank_of_a_layout_counts_the_whole_model(layout):
+    spec = attrs.evolve(DENSE, layers=4, moe=attrs.evolve(MOE, experts=8))
+    expected = attrs.astuple(Flops.of(fk.Transformer(spec)))
+    assert run_ranks(_flops, 2, layout) == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_device_is_found_by_the_name_that_its_driver_gives(name, found):
+    machine = machine_named(name)
+    assert machine is (None if found is None else MACHINES[found])
+    if machine is not None:
+        assert machine.peaks["bf16"] > machine.peaks["tf32"] > machine.peaks["fp32"] > 1e13
