@@ -34,6 +34,7 @@ CONSTANT_CALLS = {
     "_Rule",
     "Machine",
     "_peaks",
+    "Topic",
 }
 """Calls whose results cannot change, or that are the process's own (loggers)."""
 

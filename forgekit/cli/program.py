@@ -23,6 +23,7 @@ from forgekit.cli.prepare_command import add_prepare
 from forgekit.cli.recipe_commands import add_cp, add_ls, add_run, run
 from forgekit.cli.recipe_files import recipes_folder
 from forgekit.cli.replay_command import add_replay
+from forgekit.cli.report_command import add_report
 from forgekit.cli.usage import UsageError
 from forgekit.cli.verify_command import add_verify
 from forgekit.terminal import printable, steady_streams, tell
@@ -84,6 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     recipes = (add_ls, add_cp, add_diff, add_run, add_verify, add_replay)
-    for add in (*recipes, add_prepare, add_export, add_doctor):
+    for add in (*recipes, add_prepare, add_export, add_report, add_doctor):
         add(commands)
     return parser

@@ -1,0 +1,1 @@
+"""``forgekit report``: what a run leaves behind, as one page that opens anywhere."""
