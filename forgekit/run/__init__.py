@@ -23,6 +23,7 @@ from forgekit.run.hooks import (
 from forgekit.run.report import plot_losses
 from forgekit.run.relora import relora
 from forgekit.run.adapters import reset_magnitudes
+from forgekit.run.tuned_model import check_new_directory, export_tuned
 from forgekit.run.verification.verify import VerifyReport
 
 __all__ = [
@@ -55,5 +56,7 @@ __all__ = [
     "plot_losses",
     "relora",
     "reset_magnitudes",
+    "check_new_directory",
+    "export_tuned",
     "VerifyReport",
 ]
