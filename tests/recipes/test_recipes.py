@@ -301,7 +301,7 @@ def check_printed(out, output):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", some_of(RECIPES, "tiny_llama", "dpo"))
+@pytest.mark.parametrize("name", some_of(RECIPES, "tiny_llama", "finetune", "dpo"))
 def test_a_copy_runs_from_another_folder(name, tmp_path, prepared, request):
     command_line, check = RECIPES[name]
     if name in ("finetune", "dpo"):
