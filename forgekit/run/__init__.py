@@ -20,6 +20,7 @@ from forgekit.run.hooks import (
     histograms,
     layer_norms,
 )
+from forgekit.run.profile import Profile
 from forgekit.run.report import plot_losses
 from forgekit.run.relora import relora
 from forgekit.run.adapters import reset_magnitudes
@@ -53,6 +54,7 @@ __all__ = [
     "gradient_noise",
     "histograms",
     "layer_norms",
+    "Profile",
     "plot_losses",
     "relora",
     "reset_magnitudes",
