@@ -61,7 +61,6 @@ class Config:
     spikes: float | None = key(None, "Deviations above recent steps of a bad one.", at_least=0)
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
     patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
-    profile: int = key(0, "First of three steps to trace; 0: none.", at_least=0)
     device: str | None = key(None, "Left out: an accelerator if there is one.")
     prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
     data: Data = Data()
@@ -124,8 +123,7 @@ def train(config, run):
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
     log = run.start(built, every=config.log_every, total=config.steps, keep=config.keep)
     must_roll_back = fk.bad_step_policy(config.bad_steps, patience=config.patience)
-    profile = fk.run.Profile(run.out, first=config.profile, loader=loader)
-    with log, loader, stop, health, profile:
+    with log, loader, stop, health:
         for batches in groups:
             if held_out and fk.every(config.eval_every, state, last=config.steps):
                 log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout", stop=stop))
@@ -135,8 +133,6 @@ def train(config, run):
             if must_roll_back(log(state, metrics)):
                 state = run.roll_back(state)
             log.event(state, health(state), show=False)
-            if table := profile(state):
-                log.message(table)
             if fk.every(config.save_every, state):
                 run.save(state)
         if run.end(state):

@@ -22,14 +22,14 @@ from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
 from forgekit.steps.ranges import PREFIX
 
-PARTS = ("step", "data wait", "communication", "compute", "host", "hidden communication")
-WHAT = {
-    "data wait": "the loop waited for the loader",
-    "communication": "collectives, while nothing was computed",
-    "compute": "kernels of the device; on a CPU operators of torch",
-    "host": "neither: Python, launches, logging",
-    "hidden communication": "collectives behind compute; it costs no time of its own",
-}
+PARTS = (
+    ("step", "the sum of the next four"),
+    ("data wait", "the loop waited for the loader"),
+    ("communication", "collectives, while nothing was computed"),
+    ("compute", "kernels of the device; on a CPU operators of torch"),
+    ("host", "neither: Python, launches, logging"),
+    ("hidden communication", "collectives behind compute; it costs no time of its own"),
+)
 COMMUNICATION = ("nccl", "gloo:", "c10d::", "_c10d_functional::", "record_param_comms")
 NO_WORK = ("autograd::", "profiler::", "torch::")
 """Ranges around operators, which are no work of their own."""
@@ -224,11 +224,9 @@ def _over_ranks(times: list[float], state: TrainState) -> np.ndarray:
 def _table(times: np.ndarray, title: str) -> str:
     lines = [f"{title}: milliseconds per step      least      mean      most   share"]
     whole = times[0, 1]
-    for name, (least, mean, most) in zip(PARTS, times.tolist(), strict=True):
-        share = f"{mean / whole:7.1%}"
-        note = f"   {WHAT[name]}" if name in WHAT else ""
+    for (name, note), (least, mean, most) in zip(PARTS, times.tolist(), strict=True):
         numbers = "".join(f"{1e3 * number:10.2f}" for number in (least, mean, most))
-        lines.append(f"{name:<35}{numbers} {share}{note}")
+        lines.append(f"{name:<35}{numbers} {mean / whole:7.1%}   {note}")
     return "\n".join(lines)
 
 
