@@ -21,7 +21,6 @@ FILES = [
 CONSTANT_CALLS = {
     "MappingProxyType",
     "frozenset",
-    "ParamSpec",
     "TypeVar",
     "timedelta",
     "torch.device",

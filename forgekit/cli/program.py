@@ -19,6 +19,7 @@ from pathlib import Path
 from forgekit.cli.diff_command import add_diff
 from forgekit.cli.doctor_command import add_doctor
 from forgekit.cli.export_command import add_export
+from forgekit.cli.plan_command import add_plan
 from forgekit.cli.prepare_command import add_prepare
 from forgekit.cli.recipe_commands import add_cp, add_ls, add_run, run
 from forgekit.cli.recipe_files import recipes_folder
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"forgekit {version}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    recipes = (add_ls, add_cp, add_diff, add_run, add_verify, add_replay)
+    recipes = (add_ls, add_cp, add_diff, add_run, add_plan, add_verify, add_replay)
     for add in (*recipes, add_prepare, add_export, add_report, add_doctor):
         add(commands)
     return parser

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forgekit.inputs import check_integers
@@ -44,7 +45,7 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
     names = {name for name, _ in model.named_parameters() if only is None or name in only}
     foreign: Reset | None = getattr(model, "_init_weights", None)  # as transformers calls it
     for name, parameter, full in _initial_values(model, "", seed, None, foreign):
-        if name in names:
+        if name in names and not _is_stand_in(parameter):
             copy_full(parameter, full())
 
 
@@ -116,6 +117,12 @@ def _reset_values(
         reset(twin)
     for leaf, parameter in parameters.items():
         yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]
+
+
+def _is_stand_in(parameter: Tensor) -> bool:
+    """Whether a parameter has a shape and no values, as in a dry run."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return isinstance(local, FakeTensor)
 
 
 def copy_full(parameter: Tensor, full: Tensor) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals
 
 EPS = 1e-6
@@ -29,7 +28,6 @@ class Correction(NamedTuple):
     finite: Tensor
 
 
-@ranged
 def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """Turn a step's totals into the one factor that normalises and clips its gradients.
 

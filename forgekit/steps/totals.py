@@ -22,7 +22,6 @@ from forgekit.steps.consistency import (
     digest_rows,
 )
 from forgekit.steps.losses import Loss, pair_of
-from forgekit.steps.ranges import ranged
 
 
 @attrs.frozen
@@ -148,7 +147,6 @@ class LossSums:
         return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
-@ranged
 def reduce_totals(
     totals: Totals,
     state: TrainState,

@@ -118,7 +118,9 @@ def ranks_of(state: TrainState) -> Ranks:
     if state.saves.group is None or state.saves.group[0] != key:
         # A save runs in a thread beside the collectives of training. On the group of training
         # both would take each other's messages, which aborts the process.
-        options = {"backend": "gloo", "use_local_synchronization": True, "group_desc": GROUP_NAME}
+        # In a plan the other ranks are not there, and its group can reach none.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        options = {"backend": backend, "use_local_synchronization": True, "group_desc": GROUP_NAME}
         state.saves.group = key, dist.new_group(list(members), **options)
     group = state.saves.group[1]
     return Ranks(group, dist.get_rank(group), len(members))
