@@ -14,7 +14,7 @@ import forgekit as fk
 
 PEFT, AGAIN, OURS = "peft", "peft again", "add_lora"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ROUNDS = 40
+ROUNDS = 20
 RANK, ALPHA = 8, 32.0
 
 

@@ -288,6 +288,7 @@ class TrainState:
                 "others round the gradients that they scale. Use for example 2.0**-12."
             )
         check_dense(model)
+        _check_blocks(optimizer)
         _check_parameters(model, optimizer, mesh)
         device = _device_of(model, mesh)
         return cls(
@@ -438,6 +439,17 @@ def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
                     "it wraps."
                 )
     return layout_of(model)
+
+
+def _check_blocks(optimizer: Optimizer) -> None:
+    """Raise for torchao's optimizers with states of 8 bits or fewer."""
+    if any(kind.__module__ == "torchao.optim.adam" for kind in type(optimizer).__mro__):
+        raise ValueError(
+            f"{type(optimizer).__name__} of torchao keeps its state in blocks that begin with each "
+            "rank's shard, so what a run learns would depend on its layout, and checkpoints could "
+            "not keep the state. forgekit.lion keeps half of AdamW's state; "
+            "forgekit.adamw(model, stochastic_rounding=True) needs no float32 parameters."
+        )
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None) -> None:

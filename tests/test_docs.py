@@ -95,6 +95,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/foreign.md",
         "docs/optimizers.md",
         "docs/adapters.md",
+        "docs/finetuning.md",
         "docs/performance.md",
         "docs/hooks.md",
     ],

@@ -21,6 +21,7 @@ FILES = [
 CONSTANT_CALLS = {
     "MappingProxyType",
     "frozenset",
+    "ParamSpec",
     "TypeVar",
     "timedelta",
     "torch.device",

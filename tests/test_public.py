@@ -192,8 +192,10 @@ def test_the_wheel_carries_recipes_and_types(tmp_path):
     subprocess.run(command, cwd=ROOT.parent, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("forgekit-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    recipes = {f"forgekit/recipes/{path.name}" for path in (ROOT.parent / "recipes").glob("*.py")}
-    assert recipes
+    folder = ROOT.parent / "recipes"
+    shipped = [*folder.glob("*.*"), *folder.glob("examples/*")]
+    assert {path.suffix for path in shipped if path.is_file()} == {".py", ".toml", ".jsonl"}
+    recipes = {f"forgekit/recipes/{p.relative_to(folder)}" for p in shipped if p.is_file()}
     assert recipes | {"forgekit/py.typed", "forgekit/steps/accumulate.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "recipes/", "benchmarks/"))]
 

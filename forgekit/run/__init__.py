@@ -20,9 +20,11 @@ from forgekit.run.hooks import (
     histograms,
     layer_norms,
 )
+from forgekit.run.profile import Profile
 from forgekit.run.report import plot_losses
 from forgekit.run.relora import relora
 from forgekit.run.adapters import reset_magnitudes
+from forgekit.run.tuned_model import check_new_directory, export_tuned
 from forgekit.run.verification.verify import VerifyReport
 
 __all__ = [
@@ -52,8 +54,11 @@ __all__ = [
     "gradient_noise",
     "histograms",
     "layer_norms",
+    "Profile",
     "plot_losses",
     "relora",
     "reset_magnitudes",
+    "check_new_directory",
+    "export_tuned",
     "VerifyReport",
 ]

@@ -53,9 +53,11 @@ from forgekit.steps.forward import (
 )
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.position_proof import check_positions
+from forgekit.steps.ranges import named, ranged
 from forgekit.steps.totals import LossSums, Totals
 
 
+@ranged
 def accumulate(
     state: TrainState,
     batches: Iterable[TensorDictBase],
@@ -167,14 +169,14 @@ def _run_whole(
                 check_positions(state, part, loss_fn)
             if is_first and index == 0 and state.layout.tensor > 1 and runs_compiled(state.model):
                 pass_eagerly(state, part, loss_fn)
-            with routers.noting():
+            with named("forward"), routers.noting():
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             if index == 0:
                 gather_skipped(sharded)
             if is_last and index:
                 widen_accumulators(sharded)
-            with explaining():
+            with named("backward"), explaining():
                 loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             sums.add(loss, rows=batch.batch_size[0])
             del loss  # its metrics may hold what its graph holds

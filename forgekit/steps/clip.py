@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals
 
 EPS = 1e-6
@@ -28,6 +29,7 @@ class Correction(NamedTuple):
     finite: Tensor
 
 
+@ranged
 def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """Turn a step's totals into the one factor that normalises and clips its gradients.
 

@@ -44,6 +44,7 @@ from forgekit.steps.position_proof import (
     halves_of,
     take_positions,
 )
+from forgekit.steps.ranges import named
 from forgekit.steps.recorded_call import Call, note_call, once
 from forgekit.steps.totals import LossSums
 
@@ -234,7 +235,8 @@ class _Work:
                 f"step {tuple(self._shape)}; in a pipeline they must all have the same. Pad rows "
                 "to one length, or pack them."
             )
-        out = self.compute(stage, micro_batch, received)
+        with named(f"forward of stage {stage}"):
+            out = self.compute(stage, micro_batch, received)
         if self._size is not None and 0 < micro_batch == self._size - 1:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1

@@ -22,6 +22,7 @@ from forgekit.steps.consistency import (
     digest_rows,
 )
 from forgekit.steps.losses import Loss, pair_of
+from forgekit.steps.ranges import ranged
 
 
 @attrs.frozen
@@ -147,6 +148,7 @@ class LossSums:
         return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
+@ranged
 def reduce_totals(
     totals: Totals,
     state: TrainState,

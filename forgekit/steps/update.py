@@ -17,6 +17,7 @@ from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_good
 from forgekit.steps.experts import rebalance
+from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals
 
 StateT = TypeVar("StateT", bound=TrainState)
@@ -28,6 +29,7 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**24
 """Bounds of a dynamic loss scale. What overflows below is no matter of range."""
 
 
+@ranged
 def update(
     state: StateT,
     correction: Correction,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,3 +176,40 @@ REFUSED = {
 def test_numbers_out_of_range_are_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(build_model(), **options)
+
+
+REFUSED = r"^Adam\w+ of torchao keeps its state in blocks that begin with each rank"
+ROOT = Path(__file__).parents[2]
+TORCHAO = """
+import re, sys
+import torch, forgekit as fk
+import torchao.optim
+for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"):
+    model = torch.nn.Linear(64, 64)
+    try:
+        fk.TrainState.create(model, getattr(torchao.optim, name)(model.parameters()))
+    except ValueError as error:
+        assert re.match(sys.argv[1], str(error)), error
+    else:
+        raise AssertionError(name)
+print("refused")
+"""
+
+
+@pytest.mark.oracle
+def test_optimizers_of_torchao_are_refused():
+    path = os.pathsep.join([str(ROOT), str(ROOT / ".venv" / "torchao")])
+    command = [sys.executable, "-c", TORCHAO, REFUSED]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "refused", done.stderr
+
+
+@pytest.mark.bad_input
+def test_an_optimizer_made_from_one_of_torchao_is_refused():
+    """By the module that the class is from: torchao itself takes seconds to import."""
+    theirs = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    own = type("AdamW8bit", (theirs,), {})
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=REFUSED):
+        fk.TrainState.create(model, own(model.parameters()))

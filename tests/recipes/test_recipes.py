@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def prepared(tmp_path_factory):
     path = folder / "tokens"
     fk.data.prepare([folder], path, vocab_size=300, held_out_every=4)
     return path
+
+
+@pytest.fixture(scope="module")
+def base(prepared):
+    """A tiny model to fine-tune, beside the token files."""
+    run_here("tiny_llama", tiny_llama(prepared.parent / "base", prepared))
 
 
 def minimal(out, data):
@@ -154,6 +161,50 @@ def check_curriculum(out, output):
         assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
 
 
+def tiny_llama(out, data):
+    texts = recipes_folder() / "examples" / "chats.jsonl"
+    small = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 32}
+    return [f"out={out}", f"texts={texts}", *(f"model.{name}={n}" for name, n in small.items())]
+
+
+def check_tiny_llama(out, output):
+    assert re.search(r"out: a Llama of [\d,]+ parameters", output)
+    assert fk.huggingface_spec(out).dim == 16
+    assert (out / "chat_template.jinja").exists() or "chat_template" in (
+        out / "tokenizer_config.json"
+    ).read_text()
+
+
+def tuned(out, base, data):
+    sizes = ("steps=4", "seq_len=128", "global_batch_size=4", "batch_size=4", "log_every=1")
+    lines = recipes_folder() / "examples" / data
+    return [f"base={base}", f"data.path={lines}", f"out={out}", *sizes, "device=cpu"]
+
+
+def finetune(out, data):
+    return [*tuned(out, data.parent / "base", "chats.jsonl"), f"export={out / 'tuned'}"]
+
+
+def dpo(out, data):
+    return tuned(out, data.parent / "base", "preferences.jsonl")
+
+
+def check_finetune(out, output):
+    check_tuned(out, output)
+    assert "38 examples of 38 lines" in output
+    assert f"exported to {out / 'tuned'}" in output
+    config = json.loads((out / "config.json").read_text())
+    assert fk.huggingface_spec(config["export"]) == fk.huggingface_spec(config["base"])
+
+
+def check_tuned(out, output):
+    assert status_of(out)["status"] == "finished"
+    assert saved_step(out) == 4
+    rows = rows_of(out)
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+    assert rows[-1]["eval/heldout/loss"] > 0
+
+
 RECIPES = {
     "minimal": (minimal, check_minimal),
     "pretrain": (pretrain, check_pretrain),
@@ -162,6 +213,9 @@ RECIPES = {
     "long_context": (long_context, check_demonstration),
     "curriculum": (curriculum, check_curriculum),
     "foreign": (foreign, check_foreign),
+    "tiny_llama": (tiny_llama, check_tiny_llama),
+    "finetune": (finetune, check_finetune),
+    "dpo": (dpo, check_tuned),
 }
 
 
@@ -169,7 +223,7 @@ def test_each_recipe_has_a_row():
     assert {path.stem for path in recipes_folder().glob("*.py")} == RECIPES.keys()
 
 
-LOOPS = [name for name in RECIPES if name != "minimal"]
+LOOPS = [name for name in RECIPES if name not in ("minimal", "tiny_llama")]
 LOOP = [
     "groups = fk.groups(loader, ",
     "log = run.start(built, ",  # from here on nothing is a usage error
@@ -247,9 +301,11 @@ def check_printed(out, output):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_copy_runs_from_another_folder(name, tmp_path, prepared):
+@pytest.mark.parametrize("name", some_of(RECIPES, "tiny_llama", "finetune", "dpo"))
+def test_a_copy_runs_from_another_folder(name, tmp_path, prepared, request):
     command_line, check = RECIPES[name]
+    if name in ("finetune", "dpo"):
+        request.getfixturevalue("base")
     home, elsewhere, out = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "out"
     home.mkdir()
     elsewhere.mkdir()

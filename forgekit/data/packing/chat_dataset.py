@@ -202,7 +202,14 @@ class ChatDataset:
 def _tokenizer(tokenizer: Any) -> Any:
     if isinstance(tokenizer, str | os.PathLike):
         folder = path_of("the tokenizer's directory", tokenizer)
-        return require("transformers", extra="hf").AutoTokenizer.from_pretrained(folder)
+        loaded = require("transformers", extra="hf").AutoTokenizer
+        try:
+            return loaded.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{folder} has no tokenizer that transformers can load: {error} Name a directory "
+                "with a tokenizer.json, or pass a tokenizer."
+            ) from error
     return tokenizer
 
 

@@ -1,0 +1,150 @@
+"""Train a model to prefer one answer to another (DPO), against a frozen reference; resumes.
+
+A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. The
+reference is the model without its adapters, or a frozen copy of the base. With the log-ratio
+r = log p(answer) - log p_reference(answer), summed over the n scored tokens of an answer, and the
+margin m = beta * (r_chosen - r_rejected), a pair costs
+
+    sigmoid   -log(sigmoid(m))
+    hinge     max(0, 1 - m)
+    ipo       (r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 * beta))^2
+
+and a step trains the mean over the pairs of the global batch.
+
+python dpo.py base=path/to/model data.path=preferences.jsonl export=preferred
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+import forgekit as fk
+from forgekit.config import key, load_config, to_dict
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """Pairs of answers; both of a pair are in one row."""
+
+    path: Path = key(Path("recipes/examples/preferences.jsonl"), "A .jsonl file.")
+    held_out_every: int = key(10, "One pair in so many is held out.", at_least=2)
+    long: Literal["error", "drop"] = key("error", "What becomes of longer pairs.")
+
+
+@attrs.frozen(kw_only=True)
+class Lora:
+    """Adapters; of the base nothing moves then."""
+
+    rank: int = key(16, "Rank of the adapters; 0, with reference=model: all is trained.")
+    alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
+    targets: tuple[str, ...] = key(("*.query", "*.value"), "Patterns of names of matrices.")
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """A few passes over a small set of pairs."""
+
+    base: Path = key(Path("runs/tuned"), "A Hugging Face directory, with its tokenizer.")
+    out: Path = key(Path("runs/dpo"), "Run directory; a run that is there goes on.")
+    export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
+    reference: Literal["adapter", "model"] = key("adapter", "adapters off, or a frozen copy.")
+    kind: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "The loss of a pair; see above.")
+    beta: float = key(0.1, "Scale of the log-ratios.", at_least=0)
+    seed: int = key(0, "Seed of the data order.", at_least=0)
+    steps: int = key(50, "Optimizer steps of the whole run.", at_least=0)
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    seq_len: int = key(256, "Positions in a row; pairs are packed.", at_least=1)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    eval_every: int = key(25, "Steps between evaluations; 0: only at the end.", at_least=0)
+    save_every: int = key(25, "Steps between checkpoints; 0: only at the end.", at_least=0)
+    lr: float = key(5e-5, "Highest learning rate; it falls along a cosine.", at_least=0)
+    warmup: int = key(10, "Steps until the highest rate.", at_least=0)
+    precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    device: str | None = key(None, "Left out: an accelerator if there is one.")
+    data: Data = Data()
+    lora: Lora = Lora()
+    mesh: fk.MeshSpec = fk.MeshSpec()
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class State(fk.TrainState):
+    """A state with a frozen model, which is the base's and so in no checkpoint."""
+
+    reference: Any = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
+
+
+def load(config, spec, mesh, has_adapters):
+    """The base, with adapters that add nothing yet."""
+    with torch.device("meta"):
+        model, lora = fk.Transformer(spec), config.lora
+    if has_adapters:
+        fk.add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    model = fk.parallelize(model, mesh, precision=config.precision)
+    fk.load_huggingface(model, config.base)
+    return model
+
+
+def loss_fn(model, batch, config, reference):
+    """The preference loss; its count is the number of pairs."""
+    return fk.dpo_loss(model, batch, reference=reference, kind=config.kind, beta=config.beta)
+
+
+def setup(config):
+    """Build the state, the step and the data; no step is taken."""
+    mesh, data = fk.build_mesh(config.mesh, device=config.device), config.data
+    spec, is_copy = fk.huggingface_spec(config.base), config.reference == "model"
+    dataset = fk.data.preference_dataset(
+        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
+    )
+    fk.check_vocabulary(dataset, spec.vocab_size)
+    reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
+    model = load(config, spec, mesh, config.lora.rank > 0 or not is_copy)
+    optimizer = fk.adamw(model, weight_decay=0.0)
+    state = State.create(model, optimizer, mesh=mesh, seed=config.seed, reference=reference)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+    schedule = fk.warmup_cosine(config.lr, warmup=config.warmup, total=config.steps)
+    stop, loss = fk.StopSignal(), partial(loss_fn, config=config, reference=reference)
+    step = fk.make_step(loss, schedule=schedule, max_norm=1.0, stop=stop)
+    loader = fk.train_loader(state, dataset, config.batch_size)
+    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(
+        state=state, step=step, loader=loader, loss_fn=loss, stop=stop, held_out=held_out
+    )
+
+
+def train(config, run):
+    """Evaluate, step, log, save, export; stop cleanly when asked to."""
+    fk.run.check_new_directory(export=config.export)
+    built = setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+    log = run.start(built, every=config.log_every, total=config.steps)
+    check = fk.bad_step_policy("raise")
+    with log, loader, stop:
+        for batches in groups:
+            if built.held_out and fk.every(config.eval_every, state, last=config.steps):
+                found = fk.evaluate(state, built.held_out, built.loss_fn, name="heldout", stop=stop)
+                log.event(state, found)
+            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+                break
+            state, metrics = step(state, batches)
+            check(log(state, metrics))
+            if fk.every(config.save_every, state):
+                run.save(state)
+        if run.end(state) and config.export:
+            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+
+
+def main():
+    """Hold the run directory while training; say in it how the run ended."""
+    config = load_config(Config)
+    with fk.open_run(config.out, to_dict(config)) as run:
+        train(config, run)
+
+
+if __name__ == "__main__":
+    main()

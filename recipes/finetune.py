@@ -1,0 +1,149 @@
+"""Fine-tune published weights on conversations, whole or through adapters; resumes by itself.
+
+The base is a Hugging Face directory with a tokenizer and, for messages, a chat template. A line of
+the data is {"messages": [...]} or {"prompt": ..., "completion": ...}; answers alone are trained. At
+the end the model is exported, its adapters merged; peft reads them from the run directory.
+
+python finetune.py base=path/to/model data.path=chats.jsonl lora.rank=16 export=tuned
+torchrun --nproc-per-node 8 finetune.py base=path/to/model data.path=chats.jsonl precision=bf16
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+
+import forgekit as fk
+from forgekit.config import key, load_config, to_dict
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """Conversations, or prompts and completions."""
+
+    path: Path = key(Path("recipes/examples/chats.jsonl"), "A .jsonl file.")
+    held_out_every: int = key(20, "One line in so many is held out.", at_least=2)
+    long: Literal["error", "truncate", "drop"] = key("error", "What becomes of longer examples.")
+
+
+@attrs.frozen(kw_only=True)
+class Lora:
+    """Adapters; of the base nothing moves then."""
+
+    rank: int = key(0, "Rank of the adapters; 0: all weights are trained.", at_least=0)
+    alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
+    targets: tuple[str, ...] = key(("*.query", "*.value"), "Patterns of names of matrices.")
+    dropout: float = key(0.0, "Probability on what an adapter takes.", at_least=0)
+    base: Literal["nf4"] | None = key(None, "nf4: adapted matrices of the base in four bits.")
+
+
+@attrs.frozen(kw_only=True)
+class Optim:
+    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
+
+    lr: float = key(2e-5, "Highest learning rate; ten times as much for adapters.", at_least=0)
+    weight_decay: float = key(0.0, "Decay of the matrices, per unit of rate.", at_least=0)
+    warmup: int = key(10, "Steps until the highest rate.", at_least=0)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """A few passes over a small set of conversations."""
+
+    base: Path = key(Path("runs/tiny_llama"), "A Hugging Face directory, with its tokenizer.")
+    out: Path = key(Path("runs/finetune"), "Run directory; a run that is there goes on.")
+    export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
+    seed: int = key(0, "Seed of data order and dropout.", at_least=0)
+    steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
+    global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
+    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    seq_len: int = key(256, "Positions in a row; examples are packed.", at_least=1)
+    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    eval_every: int = key(50, "Steps between evaluations; 0: only at the end.", at_least=0)
+    save_every: int = key(50, "Steps between checkpoints; 0: only at the end.", at_least=0)
+    precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    device: str | None = key(None, "Left out: an accelerator if there is one.")
+    data: Data = Data()
+    lora: Lora = Lora()
+    mesh: fk.MeshSpec = fk.MeshSpec()
+    optim: Optim = Optim()
+
+
+def loss_fn(model, batch):
+    """Cross-entropy of the assistant's tokens; conversations that share a row stay apart."""
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        doc_ids=batch["doc_ids"],
+        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
+    )
+
+
+def setup(config):
+    """Build the state, the step and the data; no step is taken."""
+    mesh = fk.build_mesh(config.mesh, device=config.device)
+    spec, data, lora = fk.huggingface_spec(config.base), config.data, config.lora
+    dataset = fk.data.chat_dataset(
+        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
+    )
+    fk.check_vocabulary(dataset, spec.vocab_size)
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
+    if lora.rank:
+        rank, targets, base = lora.rank, lora.targets, lora.base
+        fk.add_lora(
+            model, rank=rank, alpha=lora.alpha, targets=targets, dropout=lora.dropout, base=base
+        )
+    recompute = config.activation_checkpoint
+    model = fk.parallelize(model, mesh, precision=config.precision, activation_checkpoint=recompute)
+    fk.load_huggingface(model, config.base)
+    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+    lr, warmup = config.optim.lr, config.optim.warmup
+    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    stop = fk.StopSignal()
+    step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
+    loader = fk.train_loader(state, dataset, config.batch_size)
+    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(
+        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
+    )
+
+
+def train(config, run):
+    """Evaluate, step, log, save, export; stop cleanly when asked to."""
+    fk.run.check_new_directory(export=config.export)
+    built = setup(config)
+    state, step, loader, stop = built.state, built.step, built.loader, built.stop
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
+    log = run.start(built, every=config.log_every, total=config.steps)
+    check = fk.bad_step_policy("raise")
+    with log, loader, stop:
+        log.message(f"{config.data.path}: {loader.dataset.counts}")
+        for batches in groups:
+            if built.held_out and fk.every(config.eval_every, state, last=config.steps):
+                found = fk.evaluate(state, built.held_out, loss_fn, name="heldout", stop=stop)
+                log.event(state, found)
+            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+                break
+            state, metrics = step(state, batches)
+            check(log(state, metrics))
+            if fk.every(config.save_every, state):
+                run.save(state)
+        if run.end(state) and config.export:
+            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+
+
+def main():
+    """Hold the run directory while training; say in it how the run ended."""
+    config = load_config(Config)
+    with fk.open_run(config.out, to_dict(config)) as run:
+        train(config, run)
+
+
+if __name__ == "__main__":
+    main()

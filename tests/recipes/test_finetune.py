@@ -1,0 +1,302 @@
+"""Fine-tuning by recipe: from a base to an export, stopped and moved on the way; refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from runs import (
+    assert_same_run,
+    launch,
+    results,
+    rows_of,
+    run_here,
+    saved_step,
+    status_of,
+    tensors_of,
+)
+
+import forgekit as fk
+from forgekit.cli import main, recipes_folder
+
+README = Path(__file__).parents[2] / "README.md"
+CHATS, PAIRS = (recipes_folder() / "examples" / f"{n}.jsonl" for n in ("chats", "preferences"))
+SMALL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "vocab_size": 300}
+RECIPES = {"finetune": CHATS, "dpo": PAIRS}
+LORA = {"lora.rank": 2, "lora.alpha": 8.0, "lora.dropout": 0.2}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base") / "tiny"
+    run_here(
+        "tiny_llama",
+        [f"out={path}", f"texts={CHATS}", *(f"model.{k}={v}" for k, v in SMALL.items())],
+    )
+    return path
+
+
+def command_line(recipe, base, out, /, **settings):
+    rate = "optim.lr" if recipe == "finetune" else "lr"
+    given = {
+        "base": base,
+        "out": out,
+        "data.path": RECIPES[recipe],
+        "device": "cpu",
+        "steps": 6,
+        "seq_len": 256,
+        "global_batch_size": 4,
+        "batch_size": 2,
+        "log_every": 1,
+        rate: 1e-2,
+        "save_every": 2,
+        "eval_every": 3,
+        **{name.replace("__", "."): value for name, value in settings.items()},
+    }
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def test_the_path_of_the_readme_leads_to_a_model_that_answers(tmp_path, monkeypatch, capsys):
+    """As it is written there, offline: a base, a run, and transformers with what was exported."""
+    section = re.search(r"## Fine-tune\n(.*?)\n## ", README.read_text(), re.S)[1]
+    console, script = (
+        re.search(rf"```{kind}\n(.*?)```", section, re.S)[1] for kind in ("console", "python")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(recipes_folder())
+    commands = [shlex.split(c) for c in console.replace("\\\n", " ").split("\n") if c[:2] == "$ "]
+    assert [command[1] for command in commands] == ["pip", "python", "python"]
+    for _, _, recipe, *given in commands[1:]:
+        assert Path(recipe).is_file()
+        run_here(Path(recipe).stem, given)
+    shown = capsys.readouterr().err
+    assert "exported to runs/tuned" in shown
+    exec(compile(script, "README.md", "exec"), {})
+    answer = capsys.readouterr().out.strip()
+    lines = [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()]
+    (question,) = re.findall(r'"content": "(.*?)"', script)
+    assert [m[1]["content"] for m in lines if m[0]["content"] == question] == [answer]
+    assert f"# {answer}\n" in script
+    assert str(len(lines)) in section
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("finetune", LORA),
+        pytest.param("finetune", {}, marks=pytest.mark.oracle),
+        ("dpo", {}),
+        pytest.param("dpo", {"reference": "model", "lora.rank": 0}, marks=pytest.mark.oracle),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(recipe, settings, base, tmp_path, monkeypatch):
+    run_here(recipe, command_line(recipe, base, tmp_path / "whole", **settings))
+    steps = fk.make_step
+
+    def stopping(*arguments, stop, **options):
+        step = steps(*arguments, stop=stop, **options)
+
+        def counted(state, batches):
+            if state.step == 1:
+                stop.request("enough")
+            return step(state, batches)
+
+        return counted
+
+    parts = command_line(recipe, base, tmp_path / "parts", **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(fk, "make_step", stopping)
+        run_here(recipe, parts)
+    assert status_of(tmp_path / "parts")["status"] == "stopped"
+    assert 0 < saved_step(tmp_path / "parts") < 6
+    run_here(recipe, parts)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    losses = [row["train/loss"] for row in rows_of(tmp_path / "whole") if "train/loss" in row]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.oracle
+def test_a_killed_run_goes_on_bit_for_bit(base, tmp_path):
+    given = command_line("finetune", base, tmp_path / "whole", steps=30)
+    run_here("finetune", given)
+    killed = [word.replace("whole", "killed") for word in given]
+    with launch("finetune", killed, log=tmp_path / "log") as job:
+        job.wait_for(lambda: saved_step(tmp_path / "killed") >= 4, "checkpoint")
+        job.kill()
+    assert saved_step(tmp_path / "killed") < 30
+    run_here("finetune", killed)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft and transformers
+def test_an_export_is_the_model_with_its_adapters_and_peft_reads_them_apart(base, tmp_path):
+    import peft
+    import transformers
+
+    out, tuned = tmp_path / "run", tmp_path / "tuned"
+    run_here("finetune", command_line("finetune", base, out, export=tuned, steps=2, **LORA))
+    model = fk.Transformer(fk.huggingface_spec(base))
+    fk.add_lora(model, rank=2, alpha=8.0, targets=("*.query", "*.value"))
+    state = fk.TrainState.create(model, fk.adamw(model))
+    state = fk.checkpoint_load(state, out / "checkpoints", allow_other_data=True)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        wanted = state.model(ids)
+        start = fk.Transformer(fk.huggingface_spec(base))
+        fk.load_huggingface(start, base)
+        assert (start(ids) - wanted).abs().max() > 1e-3
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tuned)
+        torch.testing.assert_close(opened(ids).logits, wanted, rtol=0, atol=1e-5)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+        theirs = peft.PeftModel.from_pretrained(theirs, out / "adapter").eval()
+        torch.testing.assert_close(theirs(ids).logits, wanted, rtol=0, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(base).chat_template
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(base)
+
+
+def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
+    model = fk.Transformer(fk.huggingface_spec(base))
+    fk.load_huggingface(model, base)
+    half = tmp_path / "half"
+    fk.save_huggingface(model, half, like=base, dtype=torch.bfloat16)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    fk.load_huggingface(model, half)
+    said = fk.run.export_tuned(state, tmp_path, tmp_path / "again", base=half)
+    assert said == f"exported to {tmp_path / 'again'}"
+    one, other = (path / "model.safetensors" for path in (half, tmp_path / "again"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+REFUSED = {
+    "no base": ({"base": "nowhere"}, "error: nowhere is no directory; name one with a config.json"),
+    "no data": ({"data.path": "nowhere.jsonl"}, "error: nowhere.jsonl does not exist; name a"),
+    "an export that is there": (
+        {"export": "there"},
+        "error: export is there, which exists already; the model would be written there after the",
+    ),
+    "a wrong key": ({"learning_rate": 1}, "learning_rate: "),
+    "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
+    "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
+    "no pattern": (
+        {"lora.rank": 2, "lora.targets": '["*.querry"]'},
+        "error: the pattern '.*querry' matches no linear layer",
+    ),
+    "a base without a tokenizer": (
+        {"base": "bare"},
+        "error: bare has no tokenizer that transformers can load: ",
+    ),
+    "a layout of other ranks": ({"mesh.tp": 2}, "error: "),
+}
+OF_DPO = {
+    "nothing to train": ({"lora.rank": 0}, "error: rank is 0; it must be an integer of at least 1"),
+    "an unknown loss": ({"kind": "sigmoyd"}, "kind: "),
+}
+CASES = [
+    *(("finetune", case) for case in REFUSED),
+    *(("dpo", case) for case in (*REFUSED, *OF_DPO)),
+]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("recipe", "case"), CASES)
+def test_a_run_that_cannot_be_is_refused_before_it_starts(
+    recipe, case, base, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((base / name).read_bytes())
+    settings, sentence = (REFUSED | OF_DPO)[case]
+    with pytest.raises(SystemExit) as stop:
+        run_here(recipe, command_line(recipe, base, "run", **settings))
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2, shown
+    assert any(re.match(sentence, line.strip()) for line in shown.splitlines()), shown
+    assert not Path("run", "checkpoints").exists()
+
+
+def _train(rank, world, folder, recipe, given):
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    run_here(recipe, given)
+
+
+LAYOUTS = {
+    "finetune fsdp": ("finetune", 2, LORA),
+    "finetune tp": ("finetune", 2, {"mesh.tp": 2, "batch_size": 4}),
+    "finetune pp": ("finetune", 2, {"mesh.pp": 2, **LORA, "lora.dropout": 0.0}),
+    "finetune ring": ("finetune", 2, {"mesh.cp": 2, "batch_size": 4}),
+    "dpo fsdp": ("dpo", 2, {}),
+    "dpo tp": ("dpo", 2, {"mesh.tp": 2, "batch_size": 4}),
+    "dpo copy": ("dpo", 2, {"reference": "model", "lora.rank": 0}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.oracle] * (n != "finetune fsdp")) for n in LAYOUTS],
+)
+def test_a_run_moves_to_another_layout(name, base, tmp_path):
+    """Begun by one process, ended and exported by several ranks: the losses of one process."""
+    recipe, world, settings = LAYOUTS[name]
+    settings = {**settings, "lora.dropout": 0.0} if "lora.dropout" in settings else settings
+    alone = {k: v for k, v in settings.items() if not k.startswith("mesh")}
+    one, moved = tmp_path / "one", tmp_path / "moved"
+    run_here(recipe, command_line(recipe, base, one, export=tmp_path / "a", **alone))
+    # As long, so that the rate is the same, but stopped by its directory: nothing more to do.
+    run_here(recipe, command_line(recipe, base, moved, **alone, eval_every=0))
+    last = saved_step(moved)
+    assert last == 6
+    for path in (moved / "checkpoints").glob("step_*"):
+        assert path.name in ("step_00000002", "step_00000004", "step_00000006")
+    _forget_after(moved, 2)
+    given = command_line(recipe, base, moved, export=tmp_path / "b", **settings)
+    run_ranks(_train, world, tmp_path, recipe, given, group=False)
+    assert status_of(moved)["status"] == "finished"
+    losses = {row["step"]: row["train/loss"] for row in results(one) if "train/loss" in row}
+    found = {row["step"]: row["train/loss"] for row in results(moved) if "train/loss" in row}
+    assert found == pytest.approx(losses, rel=1e-4)
+    wanted, saved = tensors_of(one), tensors_of(moved)
+    assert saved.keys() == wanted.keys()
+    for key in (key for key in wanted if key.startswith("model.")):
+        assert (saved[key] - wanted[key]).abs().max() < 2e-3, key
+    start = fk.Transformer(fk.huggingface_spec(tmp_path / "b"))
+    fk.load_huggingface(start, tmp_path / "b")
+
+
+def _forget_after(out, step):
+    """Take a run back to a checkpoint, as if it had been killed after it."""
+    for path in (out / "checkpoints").glob("step_*"):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("finetune", ["mesh.dp_shard=2", "lora.rank=2"]),
+        ("finetune", ["mesh.tp=2"]),
+        ("dpo", ["mesh.dp_shard=2"]),
+        ("dpo", ["mesh.tp=2", "reference=model", "lora.rank=0", "kind=ipo"]),
+    ],
+)
+def test_the_fine_tuning_recipes_are_exact(recipe, settings, base, tmp_path, capsys):
+    given = [f"base={base}", f"data.path={RECIPES[recipe]}", "seq_len=256", f"out={tmp_path}"]
+    code = main(["verify", recipe, *given, "global_batch_size=4", "batch_size=1", *settings])
+    shown = capsys.readouterr()
+    assert code == 0, shown
+    (worst,) = re.findall(r"^equal: .* worst (\S+) \(\S+\)$", shown.out, re.M)
+    assert 0 < float(worst) < 1e-11, shown.out
