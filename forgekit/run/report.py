@@ -16,6 +16,7 @@ from forgekit.run.expert_map import LOAD, plot_expert_loads
 from forgekit.run.generate import write_sample
 from forgekit.run.metrics import read_metrics
 from forgekit.run.pictures import new_figure, write_picture
+from forgekit.run.reporting.curves import smoothed
 from forgekit.state import TrainState
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     steps, losses = _column(rows, "train/loss", gaps=True)
     raw = {"color": BLUE, "alpha": 0.35, "linewidth": 0.8, "marker": ".", "markersize": 3}
     axes.plot(steps, losses, label="train, each logged step", **raw)
-    smooth = _smoothed(losses)
+    half = max(1, len(losses) // (2 * WINDOWS))
+    smooth = smoothed(np.array(losses), half).tolist()
     axes.plot(steps, smooth, color=BLUE, linewidth=2, label=f"train, mean{_last(smooth)}")
     for index, name in enumerate(_evaluations(rows)):
         steps, losses = _column(rows, name)
@@ -180,24 +182,3 @@ def _column(
         if name in row and (gaps or row[name] is not None)
     ]
     return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Centred moving mean that passes over NaN.
-
-    Centred, because an exponential mean lags behind a falling loss by far more than the noise that
-    it removes. Towards the start, where the loss falls fastest, the window narrows to stay centred.
-
-    Examples:
-        >>> _smoothed([4.0, 2.0, float("nan"), 2.0])
-        [4.0, 3.0, nan, 2.0]
-    """
-    array = np.asarray(values, dtype=np.float64)
-    finite = np.isfinite(array)
-    position = np.arange(len(array))
-    half = np.minimum(position, max(1, len(array) // (2 * WINDOWS)))
-    first, end = position - half, np.minimum(position + half + 1, len(array))
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    means = (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1)
-    return np.where(finite, means, np.nan).tolist()

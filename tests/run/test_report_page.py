@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from report_runs import lines, rows_of, write_long, write_run
 from torch import nn
 
 import forgekit as fk
@@ -81,66 +81,9 @@ def page_of(*runs, out=None):
     return Page(write_report(runs, out, pictures=False).page.read_text())
 
 
-def rows_of(count, scale=1.0):
-    return [
-        {
-            "step": step,
-            "samples": 8 * step,
-            "train/loss": scale * (2 + 5 / step),
-            "train/grad_norm": 1 / step,
-            "train/lr": 1e-3 / step,
-            "train/skipped": 0,
-            "perf/tokens_per_second": 1000.0 + step,
-            "perf/step_seconds": 0.5,
-            "perf/data_wait_seconds": 0.125,
-            "memory/peak_gib": 1.5,
-        }
-        for step in range(1, count + 1)
-    ]
-
-
-def lines(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
-
-
-CONFIG = {
-    "steps": 60,
-    "global_batch_size": 32,
-    "batch_size": 2,
-    "phases": [{"step": 20}, {"start": 320}],
-    "pipeline_schedule": "interleaved_1f1b",
-    "data": {"doc_ids": True},
-    "mesh": {"pp": 2, "cp": 2},
-    "model": {"dim": 64},
-}
-
-
 @pytest.fixture
 def run(tmp_path):
-    """A run that had all that a run can have."""
-    out = tmp_path / "a run"
-    rows = rows_of(40)
-    rows[9] |= {"train/loss": None, "train/skipped": 1}
-    for row in rows[4::5]:
-        row["moe/load/layers.1.feed_forward"] = [0.0, 1.0, 3.0]
-        row["moe/load_max"] = 3.0
-        row["eval/held_out/loss"] = 2.5 + 1 / row["step"]
-    for row in rows:
-        row |= {f"source/{name}/loss": 2.0 + len(name) for name in ("code", "prose")}
-        row |= {"source/code/targets": 30, "source/prose/targets": 10}
-        row["own/metric"] = row["step"] ** 2.0
-    lines(out / "metrics.jsonl", rows)
-    (out / "config.json").write_text(json.dumps(CONFIG))
-    (out / "status.json").write_text('{"status": "failed", "reason": "OSError: <oh>", "step": 40}')
-    started = {"event": "started", "ranks": 8, "time": "2026-01-02T03:04:05+00:00"}
-    history = [started | {"step": 0}, started | {"step": 25}, {"event": "failed", "step": 40}]
-    lines(out / "history.jsonl", history)
-    lines(out / "bad_steps.jsonl", [{"step": 10, "loss": None, "rows": [7], "spike": False}])
-    (out / "samples").mkdir()
-    (out / "samples" / "step_00000040.txt").write_text("def <b>f</b>(): \x1b[31m")
-    return out
+    return write_run(tmp_path / "a run")
 
 
 def test_every_part_of_a_run_is_on_its_page(run):
@@ -197,6 +140,18 @@ def test_lines_are_where_the_numbers_are(run):
     np.testing.assert_allclose(values, 0.75, atol=1e-3)
     (path,) = [f["d"] for _, f in page.figures["loss"] if f.get("data-label") == "each row"]
     assert path.count("M") == 2
+
+
+def test_metrics_of_hooks_and_ranks_have_charts_of_their_own(tmp_path):
+    rows = rows_of(2)
+    rows[1] |= {f"grad_norm/layers.{layer}": 1.0 + layer for layer in range(9)}
+    rows[1] |= {f"perf/step_seconds_{what}": 1.0 for what in ("min", "mean", "max")}
+    lines(tmp_path / "metrics.jsonl", rows)
+    page = page_of(tmp_path)
+    assert page.points("layer_norm", "layers.7")[1] == pytest.approx([8.0], rel=1e-2)
+    assert "Not drawn: layers.8." in page.text
+    assert page.points("rank_times", "step_seconds_max")[1] == pytest.approx([1.0])
+    assert "other" not in page.text.lower()
 
 
 def test_marks_are_at_the_steps_of_what_happened(run):
@@ -505,23 +460,6 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     assert code == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.html"))
-
-
-def write_long(path, count=100_000):
-    generator = random.Random(0)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        for step in range(1, count + 1):
-            x = generator.random()
-            loss = "null" if step == 70_000 else 1e6 if step == 50_000 else 2 + 9 / step**0.3 + x
-            file.write(
-                f'{{"step": {step}, "samples": {8 * step}, "train/loss": {loss}, "train/grad_norm":'
-                f' {0.5 + x}, "train/lr": {3e-4 * (1 - step / 2e5)}, "train/targets": 4096, '
-                f'"train/skipped": {int(step == 70_000)}, "train/skipped_in_a_row": 0, '
-                f'"perf/tokens_per_second": {1e5 + 1e4 * x}, "perf/step_seconds": {0.04 + x / 99}, '
-                f'"source/a/loss": {2 + x}, "source/a/targets": 4000, "moe/load_max": {1 + x}, '
-                f'"memory/peak_gib": 12.5, "perf/data_wait_seconds": {x / 999}}}\n'
-            )
 
 
 def test_a_hundred_thousand_steps_take_seconds_and_keep_their_spike(tmp_path):

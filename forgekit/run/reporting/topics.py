@@ -67,6 +67,12 @@ TOPICS = (
         has_marks=True,
     ),
     Topic(
+        *("Training", "layer_norm", "Gradient norm by layer", "L2, before clipping"),
+        pattern="grad_norm/(.+)",
+        is_noisy=True,
+        is_log=True,
+    ),
+    Topic(
         *("Training", "evaluation", "Evaluation", "loss, nats per target", "eval/(.+)/loss"),
         caption="Lower is better.",
     ),
@@ -81,6 +87,13 @@ TOPICS = (
         *("Speed", "times", "Step time and wait for data", "seconds per step"),
         pattern="perf/(step|data_wait)_seconds",
         caption="A wait near the step time: the data are too slow.",
+        is_noisy=True,
+        is_log=True,
+    ),
+    Topic(
+        *("Speed", "rank_times", "Times over ranks", "seconds per step"),
+        pattern="perf/(.+_seconds_(?:min|mean|max))",
+        caption="Least, mean and most: far apart, one rank is slow.",
         is_noisy=True,
         is_log=True,
     ),

@@ -1,0 +1,82 @@
+"""Run directories for reports, written by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+
+CONFIG = {
+    "steps": 60,
+    "global_batch_size": 32,
+    "batch_size": 2,
+    "phases": [{"step": 20}, {"start": 320}],
+    "pipeline_schedule": "interleaved_1f1b",
+    "data": {"doc_ids": True},
+    "mesh": {"pp": 2, "cp": 2},
+    "model": {"dim": 64},
+}
+
+
+def rows_of(count, scale=1.0):
+    return [
+        {
+            "step": step,
+            "samples": 8 * step,
+            "train/loss": scale * (2 + 5 / step),
+            "train/grad_norm": 1 / step,
+            "train/lr": 1e-3 / step,
+            "train/skipped": 0,
+            "perf/tokens_per_second": 1000.0 + step,
+            "perf/step_seconds": 0.5,
+            "perf/data_wait_seconds": 0.125,
+            "memory/peak_gib": 1.5,
+        }
+        for step in range(1, count + 1)
+    ]
+
+
+def lines(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def write_run(out):
+    """Write a run that had all that a run can have."""
+    rows = rows_of(40)
+    rows[9] |= {"train/loss": None, "train/skipped": 1}
+    for row in rows[4::5]:
+        row["moe/load/layers.1.feed_forward"] = [0.0, 1.0, 3.0]
+        row["moe/load_max"] = 3.0
+        row["eval/held_out/loss"] = 2.5 + 1 / row["step"]
+    for row in rows:
+        row |= {f"source/{name}/loss": 2.0 + len(name) for name in ("code", "prose")}
+        row |= {"source/code/targets": 30, "source/prose/targets": 10}
+        row["own/metric"] = row["step"] ** 2.0
+    lines(out / "metrics.jsonl", rows)
+    (out / "config.json").write_text(json.dumps(CONFIG))
+    (out / "status.json").write_text('{"status": "failed", "reason": "OSError: <oh>", "step": 40}')
+    started = {"event": "started", "ranks": 8, "time": "2026-01-02T03:04:05+00:00"}
+    history = [started | {"step": 0}, started | {"step": 25}, {"event": "failed", "step": 40}]
+    lines(out / "history.jsonl", history)
+    lines(out / "bad_steps.jsonl", [{"step": 10, "loss": None, "rows": [7], "spike": False}])
+    (out / "samples").mkdir()
+    (out / "samples" / "step_00000040.txt").write_text("def <b>f</b>(): \x1b[31m")
+    return out
+
+
+def write_long(path, count=100_000):
+    generator = random.Random(0)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        for step in range(1, count + 1):
+            x = generator.random()
+            loss = "null" if step == 70_000 else 1e6 if step == 50_000 else 2 + 9 / step**0.3 + x
+            file.write(
+                f'{{"step": {step}, "samples": {8 * step}, "train/loss": {loss}, "train/grad_norm":'
+                f' {0.5 + x}, "train/lr": {3e-4 * (1 - step / 2e5)}, "train/targets": 4096, '
+                f'"train/skipped": {int(step == 70_000)}, "train/skipped_in_a_row": 0, '
+                f'"perf/tokens_per_second": {1e5 + 1e4 * x}, "perf/step_seconds": {0.04 + x / 99}, '
+                f'"source/a/loss": {2 + x}, "source/a/targets": 4000, "moe/load_max": {1 + x}, '
+                f'"memory/peak_gib": 12.5, "perf/data_wait_seconds": {x / 999}}}\n'
+            )
