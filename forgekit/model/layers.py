@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from forgekit.model.attention import Attend, attend_causal
@@ -36,21 +35,32 @@ def rotary_angles(
     return position_ids.double()[..., None] * frequencies
 
 
+def rotary_turns(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``rotate`` multiplies both channels of each pair by.
+
+    Args:
+        angles: ``[s c/2]`` or ``[b s c/2]``.
+
+    Returns:
+        ``[s 1 c]`` or ``[b s 1 c]``: cosines, and sines, those of the first half negative.
+    """
+    cos, sin = angles.cos(), angles.sin()
+    turns = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return turns[0].unsqueeze(-2), turns[1].unsqueeze(-2)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair ``(i, i + c/2)`` of channels by its angle.
 
     Args:
         x: ``[b s h c]``.
-        cos: ``[s c/2]`` or ``[b s c/2]``, cosine of the angles.
-        sin: The same, sine.
+        cos: What ``rotary_turns`` returned.
+        sin: The same, its second.
 
     Returns:
         ``[b s h c]`` in the dtype of ``x``.
     """
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -83,14 +93,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """``[b s d]`` -> ``[b s d]``."""
         q, k, v = (
-            rearrange(project(x), "b s (h c) -> b s h c", c=self.channels)
+            project(x).unflatten(-1, (-1, self.channels))  # [b s h c]
             for project in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = self.attend(q, k, v, doc_ids=doc_ids)
-        return self.output(rearrange(attended, "b s h c -> b s (h c)"))
+        return self.output(attended.flatten(2))
 
 
 class FeedForward(nn.Module):

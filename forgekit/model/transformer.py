@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forgekit.inputs import brief, check_integers, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
-from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles
+from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
 from forgekit.model.lora_layers import weight_of
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
@@ -332,7 +332,7 @@ class Transformer(nn.Module):
         spec, scaling = self.spec, self.spec.rope_scaling
         angles = rotary_angles(position_ids, spec.channels, spec.rope_theta, scaling)
         wide = torch.promote_types(dtype, torch.float32)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = rotary_turns(angles)
         if scaling is not None:
             cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
         return cos.to(wide), sin.to(wide)

@@ -87,7 +87,7 @@ def generate(
             ``top_p`` is out of range, or the model is split into pipeline stages.
     """
     check_integers(max_new_tokens=(max_new_tokens, 0))
-    draw = _Draw(temperature, top_k, top_p, eos_id)
+    draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
     prompts = input_ids if prompts is None else prompts
     rows = _rows(prompts)
     endings = [_ending(ids, rows[0].device) for ids in stop]
@@ -203,6 +203,7 @@ class _Draw:
     top_k: int | None
     top_p: float | None
     eos_id: int | None
+    log_probs: bool
 
     def __attrs_post_init__(self) -> None:
         if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
@@ -213,10 +214,10 @@ class _Draw:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1.")
 
-    def __call__(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row, ``[b v]`` -> ``[b]``, and its log-probability."""
-        scaled = logits / (self.temperature or 1.0)
-        likely = scaled.log_softmax(-1)
+    def __call__(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Draw a token of each row, ``[b v]`` -> ``[b]``, and its log-probability if asked for."""
+        scaled = logits / self.temperature if self.temperature else logits
+        likely = scaled.log_softmax(-1) if self.log_probs else None
         if self.temperature == 0:
             chosen = logits.argmax(-1, keepdim=True)
         else:
@@ -226,7 +227,7 @@ class _Draw:
             if self.top_p is not None:
                 scaled = _keep_likely(scaled, self.top_p)
             chosen = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
-        return chosen[:, 0], likely.gather(1, chosen)[:, 0]
+        return chosen[:, 0], None if likely is None else likely.gather(1, chosen)[:, 0]
 
 
 def _keep_likely(logits: Tensor, share: float) -> Tensor:
@@ -339,9 +340,9 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], seed: int) -> N
         if can_end:
             fill = text.last()[:, 0] if draw.eos_id is None else draw.eos_id
             chosen = torch.where(ended, fill, chosen)
-            likely = likely.masked_fill(ended, 0.0)
         text.append(chosen)
-        text.log_probs[:, number] = likely
+        if likely is not None:
+            text.log_probs[:, number] = likely.masked_fill(ended, 0.0) if can_end else likely
         if can_end:
             is_end = _is_end(text, chosen, draw.eos_id, endings)
             text.ends = torch.where(is_end & ~ended, number + 1, text.ends)

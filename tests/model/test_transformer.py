@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.model import attention
-from forgekit.model.layers import rotary_angles, rotate
+from forgekit.model.layers import rotary_angles, rotary_turns, rotate
 
 IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 DOC_IDS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [4] * 2 + [7] * 9 + [-1]])
@@ -194,9 +194,10 @@ def test_a_rotation_equals_a_complex_product_and_keeps_the_dtype():
     x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
     positions = torch.arange(14).view(2, 7)
     angles = rotary_angles(positions, 8, 100.0)
-    found = rotate(x, angles.cos(), angles.sin())
+    turns = rotary_turns(angles)
+    found = rotate(x, *turns)
     torch.testing.assert_close(found, _turned(x, positions, 100.0), rtol=0, atol=1e-13)
-    assert rotate(x.bfloat16(), angles.cos(), angles.sin()).dtype == torch.bfloat16
+    assert rotate(x.bfloat16(), *turns).dtype == torch.bfloat16
 
 
 # Options
