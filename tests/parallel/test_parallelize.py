@@ -330,6 +330,13 @@ def _filled_tied(device="cpu"):
     return model
 
 
+def test_shared_parameters_of_meta_stay_shared_on_one_rank(mesh):
+    """Without FSDP, which makes one of them again."""
+    model = fk.parallelize(_filled_tied("meta"), mesh)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, _filled_tied().head.weight)
+
+
 TIED_IDS = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 
 import attrs
 import pytest
 import torch
-from oracle import relative_error
+from oracle import full_tensors, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, logits_of, make_model, save_model, some_ids
 from safetensors import safe_open
@@ -387,6 +388,37 @@ def test_a_disk_that_refuses_fails_on_all_ranks_and_leaves_nothing(tmp_path):
     save_model("Llama", tmp_path / "theirs")
     run_ranks(_fail_on_disk, 2, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def _die_during_an_export(rank, world, directory):
+    """In a fork of the pooled worker: killed when all is written and before it is compared."""
+    child = os.fork()
+    if child:
+        return os.WTERMSIG(os.waitpid(child, 0)[1])
+    try:
+        save.check_values = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        fk.save_huggingface(fk.Transformer(SMALL), directory / "ours")
+    finally:
+        os._exit(1)
+
+
+SMALL = fk.TransformerSpec(
+    vocab_size=16, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=32
+)
+
+
+def test_being_killed_during_an_export_leaves_nothing_under_its_name(tmp_path):
+    killed = run_ranks(_die_during_an_export, 1, tmp_path, group=False)
+    assert killed == [signal.SIGKILL]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".ours.")
+    assert (left / "model.safetensors").exists()
+    model = fk.Transformer(SMALL, seed=3)
+    fk.save_huggingface(model, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    other = fk.Transformer(SMALL)
+    fk.load_huggingface(other, tmp_path / "ours")
+    assert relative_error(full_tensors(other), full_tensors(model)) == 0
 
 
 def _refuse(rank, world, directory, sizes):
