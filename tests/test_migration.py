@@ -1,0 +1,114 @@
+"""The pages for users of other trainers: what they name on our side exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import attrs
+import pytest
+
+from forgekit.cli.program import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "migration").glob("*.md")}
+TRAINERS = sorted(PAGES.keys() - {"index"})
+
+
+def ours(page):
+    """What stands in code in the right column of a page's table."""
+    rows = re.findall(r"^\|(?!---)(.*)\|(.*)\|$", PAGES[page], re.M)[1:]
+    return [code for _, cell in rows for code in re.findall(r"(?<!\})`([^`]+)`", cell)]
+
+
+@functools.cache
+def words():
+    sources = (path for folder in ("forgekit", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    return set(re.findall(r"\w+", "".join(path.read_text() for path in sources)))
+
+
+@functools.cache
+def keys(kind, prefix=""):
+    """All keys of a recipe's configuration, those of its sections included."""
+    found = set()
+    for name, of in get_type_hints(kind).items():
+        found |= keys(of, f"{prefix}{name}.") if attrs.has(of) else {prefix + name}
+    return found
+
+
+@functools.cache
+def pretrain_keys():
+    path = ROOT / "recipes" / "pretrain.py"
+    spec = importlib.util.spec_from_file_location("pretrain_of_the_migration_pages", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return keys(recipe.Config)
+
+
+def find(path):
+    module, *names = path.replace("fk.", "forgekit.", 1).split(".")
+    thing = importlib.import_module(module)
+    for name in names:
+        thing = getattr(thing, name)
+    return thing
+
+
+def check(code):
+    """Raise unless a name, call, key, command or file of ours exists."""
+    if re.match(r"(fk|forgekit)\.", code):
+        tree = ast.parse(code, mode="eval").body
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            options = {option.arg: None for option in call.keywords}
+            inspect.signature(find(ast.unparse(call.func))).bind_partial(*call.args, **options)
+        if not isinstance(tree, ast.Call):
+            find(code)
+    elif code.startswith("forgekit "):
+        with pytest.raises(SystemExit) as ended:
+            main([code.split()[1], "--help"])
+        assert ended.value.code == 0, code
+    elif code.startswith("recipes/"):
+        assert (ROOT / code).exists(), code
+    elif key := re.match(r"([\w.]+)=", code):
+        assert key[1] in pretrain_keys(), code
+    else:
+        assert set(re.findall(r"[A-Za-z_]\w*", code)) <= words(), code
+
+
+@pytest.mark.parametrize("page", TRAINERS)
+def test_what_a_page_names_on_our_side_exists(page, capsys):
+    codes = ours(page)
+    assert len(codes) > 30
+    for code in codes:
+        check(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "fk.no_such_name",
+        "fk.clip(totals, norm=1)",
+        "forgekit.run.nothing",
+        "mesh.xp=",
+        "no_word_ours",
+    ],
+)
+def test_a_name_that_is_not_there_is_found(code):
+    with pytest.raises((AttributeError, TypeError, AssertionError)):
+        check(code)
+
+
+@pytest.mark.parametrize("page", TRAINERS)
+def test_a_page_says_what_was_read_and_what_has_no_counterpart(page):
+    text = PAGES[page]
+    assert re.search(r"at\s+commit\s+`[0-9a-f]{7}`|\d+\.\d+\.\d+", text)
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        "Without a counterpart here",
+        "Without a counterpart there",
+    ]
+    assert f"\n{page}\n" in PAGES["index"]
