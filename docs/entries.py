@@ -54,6 +54,7 @@ class Entries(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Write both as reStructuredText and let Sphinx read it."""
+        self.env.note_reread()  # what it imports may have changed
         things = {name: find(name) for name in filter(None, map(str.strip, self.content))}
         lines = [".. list-table::", "   :widths: 30 70", "   :class: summary", ""]
         for name, thing in things.items():

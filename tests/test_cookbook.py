@@ -29,7 +29,7 @@ CLAIMS = {
     "images": lambda count, accuracy: count == 64 and accuracy > 0.9,
     "layer_norms": lambda *n: n[-2] == n[-1] > max(n[:-2]),
     "noise_scale": lambda s, _, g, __, scale, known: (
-        abs(s - 9) < 0.5 and abs(g - 4) < 0.5 and abs(scale - known) < 0.3
+        abs(s - 9) < 1 and abs(g - 4) < 0.5 and abs(scale - known) < 0.35
     ),
     "other_set": lambda *n: n[0] == n[1] < 1 < n[2] == n[3],
     "own_attend": lambda change, _, reached: change < 1e-12 and reached == 6,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import html
 import importlib
 import re
 from pathlib import Path
 
+import floors
 import pytest
 from distributed.matrix import LAYOUTS
 from runs import launch
 
 import forgekit as fk
-from forgekit.cli.program import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -135,10 +136,25 @@ def _public(module):
     return set(importlib.import_module(module).__all__)
 
 
-def test_every_command_is_on_its_page(capsys):
-    page = (DOCS / "api" / "command_line.md").read_text()
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M)
-    assert len(commands) > 8
-    assert re.findall(r"^\| `forgekit (\w+)` \|", page, re.M) == commands
+def test_the_picture_of_the_floors_is_the_contract():
+    picture = floors.draw()
+    drawn = re.findall(r'font-weight="bold"[^>]*>(\w+)</text>', picture)
+    assert drawn == [name for floor in floors.floors() for name in floor]
+    assert drawn.index("run") < drawn.index("steps") < drawn.index("data") < drawn.index("mesh")
+    said = " ".join(re.findall(r'font-size="11.5">([^<]*)</text>', picture))
+    assert "documents → corpus → packing → mixture → batches → loading" in said
+    assert all(html.escape(floors.about(name)) in said for name in drawn if name != "data")
+
+
+def test_the_table_of_commands_is_that_of_the_help():
+    found = floors.commands()
+    assert {"ls", "cp", "run", "verify", "prepare", "export", "doctor"} <= found.keys()
+    assert all(len(says) > 10 for says in found.values())
+
+
+def test_the_landing_page_leads_to_every_page():
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("*.md")}
+    text = (DOCS / "index.md").read_text()
+    listed = re.findall(r"^([\w/]+)$", "".join(text.split("{toctree}")[1:]), re.M)
+    listed = [name for name in listed if "/" not in name]
+    assert sorted(listed) == sorted(pages - {"index", "layout_errors"})

@@ -23,10 +23,10 @@ state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
 
 generator = torch.Generator().manual_seed(0)
 trace, gradient_sq = 0.0, 0.0
-for _ in range(200):
+for _ in range(100):
     x = 2 + 3 * torch.randn(64, 1, generator=generator)
-    noise = gradient_noise(state, TensorDict({"x": x}, [64]).split(16), loss_fn)
-    trace += noise["noise/trace"].item() / 200
-    gradient_sq += noise["noise/gradient_sq"].item() / 200
+    noise = gradient_noise(state, TensorDict({"x": x}, [64]).split(4), loss_fn)
+    trace += noise["noise/trace"].item() / 100
+    gradient_sq += noise["noise/gradient_sq"].item() / 100
 print(f"variance {trace:.2f} of 9, squared gradient {gradient_sq:.2f} of 4")
 print(f"noise scale {trace / gradient_sq:.2f} of 2.25")
