@@ -65,6 +65,7 @@ from forgekit.run.bad_steps import BadSteps, bad_step_policy
 from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
 from forgekit.run.metrics import MetricsLog
+from forgekit.run.trackers import TensorBoard, WandB
 from forgekit.run.adapters import add_lora, merge_lora, unmerge_lora
 from forgekit.run.adapter_files import load_adapter, save_adapter
 from forgekit.run.evaluate import evaluate
@@ -158,6 +159,8 @@ __all__ = [
     "StopSignal",
     "Health",
     "MetricsLog",
+    "TensorBoard",
+    "WandB",
     "add_lora",
     "merge_lora",
     "unmerge_lora",

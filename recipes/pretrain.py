@@ -62,6 +62,7 @@ class Config:
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
     patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
     device: str | None = key(None, "Left out: an accelerator if there is one.")
+    trackers: tuple[str, ...] = key((), "Beside metrics.jsonl: tensorboard, wandb, trackio.")
     prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()
@@ -102,12 +103,10 @@ def setup(config):
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
 
     lr, warmup = config.optim.lr, config.optim.warmup
-    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
-    spikes = None if config.spikes is None else fk.SpikeLimit(config.spikes)
+    rate = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    limit = None if config.spikes is None else fk.SpikeLimit(config.spikes)
     stop = fk.StopSignal()
-    step = fk.make_step(
-        loss_fn, schedule=schedule, max_norm=config.max_norm, spikes=spikes, stop=stop
-    )
+    step = fk.make_step(loss_fn, schedule=rate, max_norm=config.max_norm, spikes=limit, stop=stop)
     loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
     held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
     return fk.Setup(

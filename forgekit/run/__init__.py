@@ -10,6 +10,7 @@ from forgekit.run.data_end import DataEnd
 from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.run.metrics import read_metrics
+from forgekit.run.trackers import Tracker, Trackio, make_trackers
 from forgekit.run.generate import write_sample
 from forgekit.run.lm_eval_harness import lm_eval_model
 from forgekit.run.expert_map import expert_loads, plot_expert_loads
@@ -45,6 +46,9 @@ __all__ = [
     "periodic_collection",
     "report_out_of_memory",
     "read_metrics",
+    "Tracker",
+    "Trackio",
+    "make_trackers",
     "write_sample",
     "lm_eval_model",
     "expert_loads",

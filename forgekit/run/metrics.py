@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, Self, cast
@@ -34,6 +34,7 @@ from forgekit.run.bad_step_records import BadStepRecords
 from forgekit.run.durable_files import overwrite, write_atomic
 from forgekit.run.flops import Utilization
 from forgekit.run.strict_json import finite
+from forgekit.run.trackers import GuardedTracker, Tracker
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable
 
@@ -88,6 +89,8 @@ class MetricsLog:
         loader: Measures ``perf/data_wait_seconds``, and knows the rows of bad steps.
         start_samples: Rows consumed before ``start_step``, ``state.samples``.
         utilization: What ``perf/mfu`` is computed from; None leaves it out.
+        trackers: Take the rows as well, see ``forgekit.run.trackers``; of the writing rank only.
+        config: The run's configuration, for trackers.
 
     Raises:
         ValueError: If ``every`` is less than 1, or the file there has a broken line.
@@ -114,6 +117,8 @@ class MetricsLog:
         loader: Waits | None = None,
         start_samples: int | None = None,
         utilization: Utilization | None = None,
+        trackers: Sequence[Tracker] = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         check_integers(every=(every, 1))
         self._utilization = utilization
@@ -128,6 +133,10 @@ class MetricsLog:
         self._display: _Lines | _Bar | None = None
         if is_writer and sys.stderr is not None:
             self._display = _Lines(Steady(sys.stderr), total)
+        own = trackers if is_writer else ()
+        self._trackers = [GuardedTracker(tracker, self.message) for tracker in own]
+        self._config = {} if config is None else config
+        self._start_trackers(start_step)
         self._restart()
 
     def __enter__(self) -> Self:
@@ -138,10 +147,20 @@ class MetricsLog:
     def __exit__(self, error: type[BaseException] | None, *exception: object) -> None:
         if error is None:  # else the device may not answer, and the steps are done again
             self._record_rest()
+        else:
+            self.status(f"failed: {error.__name__}")
         self.close()
 
+    def status(self, text: str) -> None:
+        """Tell trackers how the run ended."""
+        for tracker in self._trackers:
+            tracker.status(text)
+
     def close(self) -> None:
-        """Close the file and give the terminal back; both may happen twice."""
+        """Close the file and trackers and give the terminal back; all may happen twice."""
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close()
         if self._display is not None:
             self._display.close()
         if self._file is not None:
@@ -182,6 +201,7 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = _RowFile(self._out, state.step)
+        self._start_trackers(state.step)
         self._bad.restart(state.samples)
         self._restart()
         if self._display is not None:
@@ -287,8 +307,21 @@ class MetricsLog:
         }
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(row)
+        if self._file is None:
+            return
+        self._file.write(row)
+        step = row["step"]
+        # What a process before this one has shown of the step that the run goes on from.
+        shown = self._shown[1] if step == self._shown[0] else ()
+        values = {name: row[name] for name in row if name != "step" and name not in shown}
+        for tracker in self._trackers:
+            tracker(step, values)
+
+    def _start_trackers(self, step: int) -> None:
+        last = self._file.last if self._file is not None else {}
+        self._shown = last.get("step"), frozenset(last)
+        for tracker in self._trackers:
+            tracker.start(step, self._config)
 
     def _record_rest(self) -> None:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
@@ -347,6 +380,11 @@ class _RowFile:
         # Unbuffered, so that one write is one system call.
         self._file = path.open("r+b", buffering=0)
         self._start = self._file.seek(0, os.SEEK_END) - len(self._line)
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The last row."""
+        return self._last
 
     def write(self, row: dict[str, Any]) -> None:
         """Write a row at the end, or its new keys into the last one; all of it or nothing."""
@@ -421,9 +459,10 @@ class _Bar:
 
 def _summary(row: dict[str, Any]) -> str:
     bad = f"  {row['train/skipped']} bad steps" if row["train/skipped"] else ""
+    mfu = f"  mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else ""
     return (
         f"loss {row['train/loss']:.4f}  lr {row['train/lr']:.1e}  "
-        f"{row['perf/tokens_per_second']:,.0f} tokens/s{bad}"
+        f"{row['perf/tokens_per_second']:,.0f} tokens/s{mfu}{bad}"
     )
 
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -39,6 +39,7 @@ from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_back
+from forgekit.run.trackers import Tracker, make_trackers
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
@@ -62,11 +63,13 @@ class Run:
             changed since the run was last started in ``config_changes.jsonl``. Each start and end
             is a line of ``history.jsonl``.
         is_writer: Whether this process writes into it: rank 0.
+        trackers: Take the rows of metrics too.
     """
 
     out: Path
     config: Mapping[str, Any]
     is_writer: bool
+    trackers: tuple[Tracker, ...] = ()
     _opened: float = attrs.field(factory=time.monotonic)
     _has_ended: bool = False
     _log: MetricsLog | None = None
@@ -134,6 +137,8 @@ class Run:
             loader=loader if hasattr(loader, "wait_seconds") else None,
             start_samples=state.samples,
             utilization=Utilization.of(flops, state, dataset, peak_flops),
+            trackers=self.trackers,
+            config=self.config,
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
@@ -245,6 +250,8 @@ class Run:
         self._remember(ending, state, reason=stopped)
         self._has_ended = True
         after = f"after step {state.step}"
+        if self._log is not None:
+            self._log.status(f"stopped {after} ({stopped})" if stopped else f"finished {after}")
         if stopped:
             self._say(f"stopped {after} ({stopped}), saved; the same command goes on")
         elif state.step < self._total < math.inf:
@@ -296,7 +303,9 @@ class Run:
 
 
 @contextmanager
-def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
+def open_run(
+    out: str | Path, config: Mapping[str, Any], *, trackers: Sequence[str | Tracker] | None = None
+) -> Iterator[Run]:
     """Hold a run directory for one run, and leave it in order.
 
     Writing to stdout and stderr cannot fail meanwhile: if the display goes away (`| head`, a closed
@@ -305,6 +314,9 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
     Args:
         out: The run directory; made if it does not exist. A second run into it is refused.
         config: The resolved configuration, for ``config.json``.
+        trackers: Take the rows of metrics too: ``"tensorboard"``, ``"wandb"``, or any callable
+            ``(step, values) -> None`` with ``close()``; by default those that the
+            configuration names under ``"trackers"``.
 
     Yields:
         The ``Run``. Call its ``start`` when set-up is done and ``end`` when the loop has ended.
@@ -322,10 +334,11 @@ def open_run(out: str | Path, config: Mapping[str, Any]) -> Iterator[Run]:
         try:
             is_writer = process_rank() == 0
             check_directory(out)
+            made = make_trackers(config.get("trackers", ()) if trackers is None else trackers, out)
             stack.enter_context(lock_run(out, is_writer=is_writer))
-        except (RunLockedError, OSError, ValueError) as error:
+        except (RunLockedError, OSError, ValueError, ImportError) as error:
             _exit(error, code=1 if isinstance(error, RunLockedError) else 2, is_writer=is_writer)
-        run = Run(Path(out), config, is_writer)
+        run = Run(Path(out), config, is_writer, made)
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run

@@ -487,13 +487,15 @@ def test_targets_of_a_source_are_whole_numbers_unless_they_are_weighted(tmp_path
     assert math.isnan(row["source/c/targets"])
 
 
-def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state):
+def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state, capsys):
     use = Utilization(per_sample=2e9, per_sample_palm=5e9, peak=1e12)
     with MetricsLog(tmp_path, every=2, start_samples=0, utilization=use) as log:
         state, first = train(log, state, [1, 2])
         time.sleep(0.1)
         log.event(state, {"eval/held_out/loss": 1.0})  # an evaluation is outside of the window
         _, second = train(log, state, [3, 4])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith(f" tokens/s  mfu {first[-1]['perf/mfu']:.1%}")
     for row in (first[-1], second[-1]):
         seconds = 2 * row["perf/step_seconds"]
         assert row["perf/mfu"] == pytest.approx(16 * 2e9 / seconds / 1e12)

@@ -1,0 +1,350 @@
+"""Where rows of metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, anything.
+
+A tracker is a callable ``(step, values) -> None`` with ``close()``. Where it has them,
+``start(step, config)`` is called before its first row, and again where a run goes back to an
+earlier step, and ``status(text)`` when the run ends.
+
+``metrics.jsonl`` is the truth and never waits: each tracker has a thread and a queue of its own.
+One that raises is left alone from then on, and one that hangs misses rows once its queue is full;
+each says so once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from forgekit.data.optional_packages import require
+from forgekit.inputs import quoted
+from forgekit.run.durable_files import write_atomic
+from forgekit.run.strict_json import finite
+
+ROOM = 1000
+"""Calls that wait for a slow tracker; more are left out."""
+
+PATIENCE_S = 10.0
+"""After so long in one call a tracker is said to hang."""
+
+CLOSING_S = 10.0
+"""How long the end of a run waits for a tracker."""
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a step; ``start(step, config)`` and ``status(text)`` are optional."""
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers by metric name; may be called again for a step, with other names."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class TensorBoard:
+    """Writes ``<out>/tensorboard``; ``tensorboard --logdir <out>`` shows it.
+
+    Where a run goes on from a checkpoint, what was written of later steps is hidden
+    (``purge_step``).
+
+    Args:
+        out: The run directory.
+
+    Raises:
+        ImportError: If tensorboard is not installed.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        require("tensorboard", extra="track")
+        self._folder = Path(out) / "tensorboard"
+        self._writer: Any = None
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:
+        """Open a file that hides the steps after ``step``."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1 if step else 0)
+        text = json.dumps(finite(dict(config)), indent=2, default=str)
+        self._writer.add_text("config", f"```json\n{text}\n```", step)
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Write each value as a scalar, at once: a killed run has shown what it logged."""
+        if self._writer is None:
+            self.start(0, {})
+        writer: Any = self._writer
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def status(self, text: str) -> None:
+        """Write how the run ended."""
+        if self._writer is not None:
+            self._writer.add_text("status", text)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandB:
+    """Logs to Weights & Biases, on an axis of its own: ``train/step``.
+
+    A run directory is one W&B run, whose id is kept in ``<out>/wandb.json`` with the last step that
+    was sent. Where a run goes on from a checkpoint, steps that were sent are not sent again:
+    W&B takes none of them back, and a resumed run computes the same. What a run that was rolled
+    back does otherwise is in ``metrics.jsonl`` alone. Offline a killed process leaves next to
+    nothing: its folder is set aside as ``killed-...``, and its rows are sent again.
+
+    Args:
+        out: The run directory.
+        project: Of W&B; by default the name of the folder that ``out`` is in.
+        **options: For ``wandb.init``, such as ``entity``, ``name`` or ``mode="offline"``.
+
+    Raises:
+        ImportError: If wandb is not installed.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str], project: str | None = None, **options: Any
+    ) -> None:
+        require("wandb", extra="track")
+        self._out = Path(out)
+        self._options = {"project": project or self._out.absolute().parent.name, **options}
+        self._sent: dict[str, Any] = {}
+        self._run: Any = None
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:
+        """Open the run, or go on with the one of this directory."""
+        if self._run is not None:
+            return
+        path = self._out / "wandb.json"
+        self._sent = json.loads(path.read_text()) if path.exists() else {}
+        self._sent = {"id": secrets.token_hex(4), "step": -1, "names": []} | self._sent
+        self._set_lost_rows_aside()
+        run = require("wandb", extra="track").init(
+            dir=str(self._out),
+            id=self._sent["id"],
+            resume="allow",
+            config=finite(dict(config)),
+            **{"name": self._out.name, **self._options},
+        )
+        run.define_metric("train/step")
+        run.define_metric("*", step_metric="train/step")
+        if run.settings._offline:
+            self._sent |= {"folder": run.settings.sync_dir, "before": self._sent["step"]}
+        self._run = run
+        self._keep()
+        for row in _rows(self._out / "metrics.jsonl", self._sent["step"], step):
+            self(row.pop("step"), row)
+
+    def _set_lost_rows_aside(self) -> None:
+        """Forget what a killed process logged offline: W&B had most of it in memory only.
+
+        All of it is in ``metrics.jsonl``, and sent again from there.
+        """
+        if (folder := self._sent.pop("folder", None)) is not None:
+            self._sent |= {"step": self._sent.pop("before"), "names": []}
+            if os.path.isdir(folder):
+                head, name = os.path.split(folder)
+                os.rename(folder, os.path.join(head, f"killed-{name}"))
+
+    def _keep(self) -> None:
+        write_atomic(self._out / "wandb.json", json.dumps(self._sent).encode())
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Send what this step has not sent yet."""
+        if self._run is None:
+            self.start(step, {})
+        known = set(self._sent["names"]) if step == self._sent["step"] else set()
+        new = {name: value for name, value in values.items() if name not in known}
+        if step < self._sent["step"] or not new:
+            return
+        run: Any = self._run
+        run.log({**new, "train/step": step})
+        self._sent |= {"step": step, "names": sorted(known | new.keys())}
+        self._keep()
+
+    def status(self, text: str) -> None:
+        """Put how the run ended into its summary."""
+        if self._run is not None:
+            self._run.summary["status"] = text
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+            self._sent.pop("folder", None)
+            self._keep()
+
+
+class Trackio:
+    """Logs to trackio, on this machine; it is installed in an environment of its own.
+
+    Steps that were sent are not sent again, as with ``WandB``.
+
+    Args:
+        out: The run directory; its name is the run's.
+        project: Of trackio; by default the name of the folder that ``out`` is in.
+        **options: For ``trackio.init``.
+
+    Raises:
+        ImportError: If trackio is not installed.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str], project: str | None = None, **options: Any
+    ) -> None:
+        require("trackio", extra="trackio")
+        self._out = Path(out)
+        self._options = {"project": project or self._out.absolute().parent.name, **options}
+        self._run: Any = None
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Open the run, or go on with the one of this name."""
+        if self._run is None:
+            trackio = require("trackio", extra="trackio")
+            options = {"name": self._out.name, "resume": "allow", **self._options}
+            self._run = trackio.init(config=finite(dict(config)), **options)
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Send what no earlier process of this run has sent."""
+        if self._run is None:
+            self.start(step, {})
+        path = self._out / "trackio.json"
+        sent = json.loads(path.read_text()) if path.exists() else {"step": -1}
+        run: Any = self._run
+        if step >= sent["step"]:
+            run.log(dict(values), step=step)
+            write_atomic(path, json.dumps({"step": step}).encode())
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def _rows(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
+    """Numbers of the rows of ``metrics.jsonl`` after a step, up to another, with their step."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the last one, which is being written
+            return
+        if after < row["step"] <= last:
+            yield {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def make_trackers(
+    trackers: Sequence[str | Tracker], out: str | os.PathLike[str]
+) -> tuple[Tracker, ...]:
+    """Make trackers of their names, for a recipe's configuration.
+
+    Args:
+        trackers: Of ``"tensorboard"``, ``"wandb"`` and ``"trackio"``; trackers stay as they are.
+        out: The run directory.
+
+    Raises:
+        ImportError: If a package is not installed.
+        ValueError: If a name is unknown.
+    """
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+    if unknown := [one for one in trackers if isinstance(one, str) and one not in kinds]:
+        raise ValueError(f"there are no trackers {quoted(unknown)}; there are {quoted(kinds)}.")
+    return tuple(kinds[one](out) if isinstance(one, str) else one for one in trackers)
+
+
+class GuardedTracker:
+    """Calls a tracker from a thread of its own, so that nothing that it does stops a run.
+
+    Args:
+        tracker: The tracker.
+        say: Prints a line.
+        patience_s: After so long in one call it is said to hang; ``PATIENCE_S`` if None.
+        closing_s: How long ``close`` waits; ``CLOSING_S`` if None.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        say: Callable[[str], None],
+        *,
+        patience_s: float | None = None,
+        closing_s: float | None = None,
+    ) -> None:
+        self._tracker, self._say = tracker, say
+        self._name = getattr(tracker, "__name__", type(tracker).__name__)
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._closing_s = CLOSING_S if closing_s is None else closing_s
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(ROOM)
+        self._since: float | None = None  # when the call that is running began
+        self._has_spoken = self._is_broken = False
+        self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._thread.start()
+
+    def start(self, step: int, config: Mapping[str, Any]) -> None:
+        """Tell where the run starts, or where it goes back to."""
+        self._put("start", step, config)
+
+    def __call__(self, step: int, values: Mapping[str, Any]) -> None:
+        """Pass on what is a number."""
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        if numbers:
+            self._put("__call__", step, numbers)
+
+    def status(self, text: str) -> None:
+        """Tell how the run ended."""
+        self._put("status", text)
+
+    def close(self) -> None:
+        """Wait for what is left, but not for ever."""
+        self._put("close")
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            self._complain("hangs")
+        self._thread.join(0.0 if self._is_broken else self._closing_s)
+        if self._thread.is_alive() and not self._is_broken:
+            self._complain(f"has not ended in {self._closing_s:g} s")
+
+    def _put(self, what: str, *args: Any) -> None:
+        if self._is_broken:
+            return
+        since = self._since
+        if since is not None and time.monotonic() - since > self._patience_s:
+            self._complain(f"hangs for {time.monotonic() - since:.0f} s")
+        try:
+            self._calls.put_nowait((what, args))
+        except queue.Full:
+            self._complain(f"is {ROOM} calls behind")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            what, args = call
+            function = self._tracker if what == "__call__" else getattr(self._tracker, what, None)
+            if function is None or self._is_broken:
+                continue
+            self._since = time.monotonic()
+            try:
+                function(*args)
+            except Exception as error:  # trackers fail in their own ways
+                self._complain(f"failed: {type(error).__name__}: {error}")
+                self._is_broken = True
+            self._since = None
+
+    def _complain(self, how: str) -> None:
+        """Say it once; ``metrics.jsonl`` has all rows."""
+        if not self._has_spoken:
+            self._has_spoken = True
+            self._say(f"tracker {self._name} {how}; metrics.jsonl has all rows")

@@ -1,0 +1,345 @@
+"""Rows in TensorBoard and W&B, read back by their own readers; and trackers that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensordict import TensorDict
+
+import forgekit as fk
+from forgekit.run.metrics import MetricsLog, read_metrics
+from forgekit.run.trackers import GuardedTracker, make_trackers
+from forgekit.state import TrainState, donate
+
+
+def make_state():
+    model = torch.nn.Linear(2, 2)
+    return TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def metrics_of(step):
+    values = {"loss": 10.0 - step, "grad_norm": 0.5, "lr": 1e-3, "targets": 8.0, "skipped": 0.0}
+    return TensorDict({k: torch.tensor(v, dtype=torch.float64) for k, v in values.items()}, [])
+
+
+def steps_of(log, state, steps):
+    for step in steps:
+        state = donate(state, step=step, samples=8 * step)
+        log(state, metrics_of(step))
+        if step % 5 == 0:
+            log.event(state, {"eval/a/loss": float(step)})
+    return state
+
+
+class Kept:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, step, values):
+        self.calls.append((step, dict(values)))
+
+    def start(self, step, config):
+        self.calls.append(("start", step, dict(config)))
+
+    def status(self, text):
+        self.calls.append(("status", text))
+
+    def close(self):
+        self.calls.append("closed")
+
+
+def test_a_tracker_gets_each_row_and_event_the_configuration_and_how_the_run_ended(tmp_path):
+    kept, other = Kept(), Kept()
+    config = {"steps": 5}
+    with MetricsLog(tmp_path, every=5, trackers=(kept, other), config=config) as log:
+        steps_of(log, make_state(), range(1, 6))
+        log.status("finished")
+    assert kept.calls == other.calls
+    start, row, event, status, closed = kept.calls
+    assert start == ("start", 0, config)
+    (written,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row[0] == event[0] == 5
+    assert {"step": 5} | row[1] | event[1] == written
+    assert event[1] == {"samples": 40, "eval/a/loss": 5.0}
+    assert (status, closed) == (("status", "finished"), "closed")
+
+
+def test_what_is_no_number_is_passed_over(tmp_path):
+    kept = Kept()
+    with MetricsLog(tmp_path, trackers=(kept,)) as log:
+        log.event(make_state(), {"moe/load/layers.0": [0.5, 0.5], "note": "a", "eval/a/loss": 2.0})
+    assert kept.calls[1] == (0, {"samples": 0, "eval/a/loss": 2.0})
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["moe/load/layers.0"] == [0.5, 0.5]
+
+
+def test_a_run_that_fails_says_so_to_trackers(tmp_path):
+    kept = Kept()
+    with pytest.raises(KeyError, match="mine"), MetricsLog(tmp_path, trackers=(kept,)):
+        raise KeyError("mine")
+    assert kept.calls[1:] == [("status", "failed: KeyError"), "closed"]
+
+
+def test_a_run_that_goes_back_starts_its_trackers_again(tmp_path):
+    kept = Kept()
+    with MetricsLog(tmp_path, every=1, trackers=(kept,)) as log:
+        state = steps_of(log, make_state(), range(1, 4))
+        log.rewind(state := donate(state, step=1, samples=8))
+        steps_of(log, state, [2, 3])
+    steps = [call[1] if call[0] == "start" else call[0] for call in kept.calls[:-1]]
+    assert [call[0] for call in kept.calls[:-1]].count("start") == 2
+    assert steps == [0, 1, 2, 3, 1, 2, 3]
+
+
+def test_other_ranks_have_no_trackers(tmp_path):
+    kept = Kept()
+    with MetricsLog(tmp_path, every=1, is_writer=False, trackers=(kept,)) as log:
+        steps_of(log, make_state(), [1])
+    assert kept.calls == []
+
+
+class Raises(Kept):
+    def __call__(self, step, values):
+        raise RuntimeError("no network")
+
+
+class Hangs(Kept):
+    def __call__(self, step, values):
+        time.sleep(10)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "says"),
+    [
+        (Raises(), "tracker Raises failed: RuntimeError: no network; metrics.jsonl has all rows"),
+        (Hangs(), "tracker Hangs hangs for 0 s; metrics.jsonl has all rows"),
+    ],
+)
+def test_a_tracker_that_fails_or_hangs_costs_one_message(
+    tmp_path, monkeypatch, tracker, says, capfd
+):
+    monkeypatch.setattr("forgekit.run.trackers.PATIENCE_S", 0.1)
+    monkeypatch.setattr("forgekit.run.trackers.CLOSING_S", 0.2)
+    kept, started = Kept(), time.perf_counter()
+    with MetricsLog(tmp_path, every=1, trackers=(tracker, kept)) as log:
+        state = steps_of(log, make_state(), [1, 2])
+        time.sleep(0.3)
+        steps_of(log, state, [3, 4])
+    assert time.perf_counter() - started < 3
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "tracker" in line] == [says]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [call[0] for call in kept.calls[1:-1]] == [1, 2, 3, 4]
+
+
+def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("forgekit.run.trackers.ROOM", 3)
+    said = []
+    guarded = GuardedTracker(Hangs(), said.append, closing_s=0.1)
+    for step in range(50):
+        guarded(step, {"a": 1})
+    guarded.close()
+    assert said == ["tracker Hangs is 3 calls behind; metrics.jsonl has all rows"]
+
+
+def scalars(folder):
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    texts = [tag for tag in tags["tensors"] if "text_summary" in tag]
+    return {tag: accumulator.Scalars(tag) for tag in tags["scalars"]}, texts
+
+
+def wait_for(guarded):
+    while guarded._calls.qsize() or guarded._since is not None:
+        time.sleep(0.01)
+
+
+def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
+    """Killed at 7 with a checkpoint at 5: what was flushed by then is there, nothing is closed."""
+    killed = MetricsLog(
+        tmp_path, every=1, trackers=(fk.TensorBoard(tmp_path),), config={"a": [1, math.nan]}
+    )
+    state = steps_of(killed, make_state(), range(1, 8))
+    wait_for(killed._trackers[0])
+    time.sleep(1.1)  # files are read in the order of the seconds in their names
+    with MetricsLog(tmp_path, start_step=5, every=1, trackers=(fk.TensorBoard(tmp_path),)) as log:
+        log.event(state := donate(state, step=5, samples=40), {"eval/a/loss": 5.0})
+        steps_of(log, state, range(6, 11))
+        log.status("finished")
+    shown, texts = scalars(tmp_path / "tensorboard")
+    assert [event.step for event in shown["train/loss"]] == [*range(1, 11)]
+    assert [event.value for event in shown["train/loss"]] == [10.0 - step for step in range(1, 11)]
+    assert [event.step for event in shown["eval/a/loss"]] == [5, 10]
+    assert {tag.split("/")[0] for tag in texts} == {"config", "status"}
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 11)]
+    killed.close()
+
+
+RUN = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+import forgekit as fk
+from forgekit.run.metrics import MetricsLog
+from forgekit.state import donate
+from run.test_trackers import make_state, steps_of, wait_for
+
+out, first, last, dies = {out!r}, {first}, {last}, {dies}
+trackers = (fk.WandB(out, project="p", mode="offline"),)
+with MetricsLog(out, start_step=first, every=1, trackers=trackers, config={{"a": 1}}) as log:
+    state = donate(make_state(), step=first, samples=8 * first)
+    if first:  # the evaluation of this step comes again
+        log.event(state, {{"eval/a/loss": float(first)}})
+    steps_of(log, state, range(first + 1, last + 1))
+    wait_for(log._trackers[0])
+    if dies:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    log.status("finished")
+"""
+
+
+def records(path):
+    """What a W&B file holds: LevelDB's log format, after a header of seven bytes."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (room := 32_768 - at % 32_768) < 7:
+            at += room
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def history(out):
+    """Rows of the W&B files of a run directory, in their order, ids of its runs, and its axes."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows, ids, axes = [], set(), set()
+    for path in sorted((out / "wandb").glob("*run-*/run-*.wandb")):
+        for data in records(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                items = record.history.item
+                pairs = ((item.key or item.nested_key[0], item.value_json) for item in items)
+                rows.append({name: json.loads(value) for name, value in pairs})
+            elif kind == "run":
+                ids.add((record.run.run_id, record.run.project))
+            elif kind == "metric":
+                metric = record.metric
+                axes.add((metric.name or metric.glob_name, metric.step_metric))
+    return rows, ids, axes
+
+
+def check_wandb(out):
+    rows, ids, axes = history(out)
+    assert ids == {(json.loads((out / "wandb.json").read_text())["id"], "p")}
+    assert ("*", "train/step") in axes
+    losses = [(row["train/step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(step, 10.0 - step) for step in range(1, 11)]
+    evaluated = [(row["train/step"], row["eval/a/loss"]) for row in rows if "eval/a/loss" in row]
+    assert evaluated == [(5, 5.0), (10, 10.0)]
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [*range(1, 11)]
+
+
+def test_wandb_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for first, last in ((0, 7), (5, 10)):
+        tracker = fk.WandB(tmp_path, project="p", mode="offline")
+        with MetricsLog(tmp_path, start_step=first, every=1, trackers=(tracker,)) as log:
+            state = donate(make_state(), step=first, samples=8 * first)
+            if first:  # the evaluation of this step comes again
+                log.event(state, {"eval/a/loss": float(first)})
+            steps_of(log, state, range(first + 1, last + 1))
+            log.status("finished")
+            wait_for(log._trackers[0])
+    check_wandb(tmp_path)
+
+
+@pytest.mark.oracle
+def test_wandb_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    environment = os.environ | {"WANDB_SILENT": "true", "WANDB_MODE": "offline"}
+    environment.pop("WANDB_SERVICE", None)  # of this process's own run, which outlives the killed
+    for first, last, dies in ((0, 7, True), (5, 10, False)):
+        code = RUN.format(tests=tests, out=str(tmp_path), first=first, last=last, dies=dies)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == (-signal.SIGKILL if dies else 0), done.stderr[-3000:]
+        assert "tracker" not in done.stderr
+    check_wandb(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_one_message(tmp_path, capfd):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    tracker, config = fk.TensorBoard(tmp_path), {"long": "x" * 20_000}
+    try:
+        with MetricsLog(tmp_path, every=1, trackers=(tracker,), config=config) as log:
+            state = steps_of(log, make_state(), [1])
+            time.sleep(0.5)
+            (events,) = (tmp_path / "tensorboard").glob("events*")
+            assert events.stat().st_size > 20_000
+            resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 10, before[1]))
+            steps_of(log, state, [2, 3, 4])
+            time.sleep(0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    said = capfd.readouterr().err.splitlines()
+    lines = [line for line in said if line.startswith("tracker ")]  # of ours; it has a thread too
+    assert len(lines) == 1
+    assert lines[0].startswith("tracker TensorBoard failed: OSError: ")
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.bad_input
+def test_a_tracker_of_an_unknown_name_is_refused(tmp_path):
+    known = r'^there are no trackers "mlflow"; there are "tensorboard", "wandb", "trackio"\.$'
+    with pytest.raises(ValueError, match=known):
+        make_trackers(("tensorboard", "mlflow"), tmp_path)
+
+
+@pytest.mark.bad_input
+def test_trackio_that_is_not_installed_names_its_extra(tmp_path):
+    with pytest.raises(ImportError, match=r'Install it with: pip install "forgekit\[trackio\]"'):
+        make_trackers(("trackio",), tmp_path)
+
+
+def test_a_run_tells_its_trackers_how_it_ended(tmp_path):
+    kept = Kept()
+    with fk.open_run(tmp_path, {"steps": 2}, trackers=(kept,)) as run:
+        state = make_state()
+        with run.start(state, every=1, total=2) as log:
+            state = steps_of(log, state, [1, 2])
+            run.end(state)
+    assert kept.calls[0] == ("start", 0, {"steps": 2})
+    assert kept.calls[-2:] == [("status", "finished after step 2"), "closed"]
+
+
+@pytest.mark.bad_input
+def test_a_run_with_an_unknown_tracker_is_a_usage_error(tmp_path, capfd):
+    with pytest.raises(SystemExit) as left, fk.open_run(tmp_path, {"trackers": ("mlflow",)}):
+        pass
+    assert left.value.code == 2
+    assert 'error: there are no trackers "mlflow"; there are' in capfd.readouterr().err
