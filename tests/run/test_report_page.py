@@ -282,6 +282,8 @@ def test_what_was_read_piece_by_piece_is_what_the_file_holds(tmp_path):
         for name in fresh.numbers:
             expected, found = fresh.column(name), metrics.column(name)
             np.testing.assert_array_equal(found, expected)
+        kept = {name: len(c.steps) for name, c in metrics.numbers.items() if c.steps}
+        assert kept == {name: len(c.steps) for name, c in fresh.numbers.items()}
         assert {n: r for n, r in metrics.lists.items() if r} == fresh.lists
 
     look()

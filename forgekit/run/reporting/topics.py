@@ -190,7 +190,7 @@ def _loss_charts(runs: Sequence[RunData]) -> list[Chart]:
         for number, name in enumerate(names[:MOST_CURVES], start=1):
             steps, values = alone.metrics.column(name)
             label = name.removesuffix("/loss")
-            curves.append(Curve(label, number, "points", steps, values))
+            curves.append(Curve(label, number, _kind(steps), steps, values))
     curves = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not curves:
         return []
@@ -244,8 +244,11 @@ def _curves(
     if topic.is_noisy:
         yield from _noisy(run, name, label, color, among)
     else:
-        kind = "points" if len(steps) <= 3 * FEW else "line"
-        yield Curve(label, color, kind, steps, values)
+        yield Curve(label, color, _kind(steps), steps, values)
+
+
+def _kind(steps: np.ndarray) -> str:
+    return "points" if len(steps) <= 3 * FEW else "line"
 
 
 def _noisy(run: RunData, name: str, label: str, color: int, among: int) -> Iterator[Curve]:
