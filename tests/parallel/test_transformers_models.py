@@ -164,6 +164,46 @@ def test_a_model_of_transformers_trains_as_in_one_process(kinds, layout, tmp_pat
     check(kinds, layout, 2, tmp_path)
 
 
+def their_loss(model, batch):
+    """The mean that the model itself computes, in float32."""
+    count = (batch["labels"] != -100).sum()
+    output = model(batch["input_ids"], labels=batch["labels"], shift_labels=batch["labels"])
+    return fk.Loss(output.loss * count, count)
+
+
+def _with_their_loss(rank, world, layout):
+    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
+    data_rank, data_world = fk.data_ranks(mesh)
+    model = fk.parallelize(build("Llama llama3", "meta"), mesh)
+    state, losses = train(model, mesh, data_rank, data_world, their_loss)
+    return full_tensors(state.model), losses
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_a_loss_that_the_model_computes_is_exact_times_its_count(layout):
+    model = build("Llama llama3", "cpu")
+    fk.init_weights(model, 0)
+    expected, losses = train_plainly(model)
+    for found, own in run_ranks(_with_their_loss, 2, layout):
+        assert own == pytest.approx(losses, rel=1e-6)
+        assert relative_error(found, expected) < 1e-6
+
+
+def _refused(rank, world):
+    for sizes, message in (
+        ({"cp": 2, "dp_shard": 1}, r"^no module of Qwen3MoeForCausalLM has an 'attend' socket"),
+        ({"ep": 2, "dp_shard": 2}, r"^ep is above 1 and no plan names the experts of Qwen3Moe"),
+    ):
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        with pytest.raises(ValueError, match=message):
+            fk.parallelize(build("Qwen3Moe", "meta"), mesh)
+
+
+@pytest.mark.bad_input
+def test_layouts_without_a_socket_are_refused():
+    run_ranks(_refused, 2)
+
+
 ALL = ("Llama llama3", "Llama yarn", "Mistral", "Qwen2", "Qwen3 untied", "Qwen3Moe", "Mixtral")
 
 
