@@ -194,7 +194,8 @@ def _swept(
     options: argparse.Namespace, config: Any, plan: Callable[[Any], Plan]
 ) -> list[Plan] | None:
     """Plan each layout; those that fit first, by estimated time. None if none is valid."""
-    found, refused = list[Plan](), list[str]()
+    found: list[Plan] = []
+    refused: list[str] = []
     for spec in layouts(config.mesh, options.world, options.node_size):
         shown = " ".join(f"{k}={v}" for k, v in attrs.asdict(spec).items() if v != 1)
         try:

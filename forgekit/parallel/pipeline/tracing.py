@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -346,8 +347,15 @@ def _changed(before: _Before) -> list[str]:
         name
         for name, (buffer, was) in buffers.items()
         if module._buffers[name] is not buffer
-        or not torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
+        or not (
+            _has_no_values(buffer) or torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
+        )
     ]
+
+
+def _has_no_values(buffer: Tensor) -> bool:
+    """Whether it is the stand-in of a plan; of those none can be compared."""
+    return isinstance(buffer, FakeTensor)
 
 
 def _restore(before: _Before) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
@@ -96,7 +95,7 @@ class StepWatch(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, Allocation] = weakref.WeakKeyDictionary()
         self._alive: dict[int, Allocation] = {}
         self._in_backward = False
-        self._patched = ExitStack()
+        self._patches: list[Any] = []
         self.begin()
 
     def begin(self) -> None:
@@ -114,11 +113,12 @@ class StepWatch(TorchDispatchMode):
             return storage
 
         # FSDP lets gathered parameters go by their storage's size, which no operation shows.
-        self._patched.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted))
+        self._patches.append(mock.patch.object(torch.UntypedStorage, "resize_", noted))
+        self._patches[-1].start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._patched.close()
+        self._patches.pop().stop()  # one of several: operators enter once more
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
