@@ -64,6 +64,7 @@ class StandIns(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._rank, self._told = rank, told
+        self._sent: list[Tensor] = []
         self._turns: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +75,7 @@ class StandIns(TorchDispatchMode):
         if finds_shapes():
             return func(*args, **kwargs)
         tensors = tensors_in(args)
+        self._hold(func, args, tensors)
         if any(isinstance(x, FakeTensor) for x in tensors):
             if func is torch.ops.aten._grouped_mm.default:
                 return _grouped(*args, **kwargs)
@@ -94,6 +96,13 @@ class StandIns(TorchDispatchMode):
             if made.is_floating_point() or made.numel() > LARGEST_REAL:
                 return made
         return func(*args, **kwargs)
+
+    def _hold(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """Keep what is sent until all ranks meet again: torch waits for a schedule's sends late."""
+        if func is c10d.send.default:
+            self._sent += tensors if args[3] else []  # stages tag what they send, rings do not
+        elif func.namespace == "c10d" and func is not c10d.recv_.default:
+            self._sent.clear()
 
     def _gather(self, _group: dist.ProcessGroup, args: Any) -> None:
         for outputs, mine in zip(args[0], args[1], strict=True):
