@@ -34,6 +34,10 @@ _HERE = Path(__file__).parent
 _found = pytest.StashKey[list[str] | None]()
 
 
+collect_ignore = ["run/lm_eval_tasks.py"]
+"""Run by a process of its own, with what lies in another environment."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start the pool; what is imported before, its processes need not import again.
 
