@@ -38,6 +38,7 @@ from forgekit.run.recipe_parts import Setup
 from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
+from forgekit.run.start_table import start_table
 from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_back
 from forgekit.run.trackers import Tracker, make_trackers
 from forgekit.state import SaveHandle, TrainState
@@ -146,8 +147,8 @@ class Run:
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
         self._say(self._greeting(state))
-        if kernels := state.layout.attention:
-            self._say(f"attention: {', '.join(f'{use} {k}' for use, k in kernels.items())}")
+        for line in start_table(state, flops, dataset, self.config):
+            log.message(f"  {line}")
         if changed:
             self._say(f"configuration changed: {changed}")
         if state.step >= self._total:

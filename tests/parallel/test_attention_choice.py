@@ -176,4 +176,4 @@ def test_the_choice_is_shown_when_a_run_starts(mesh, tmp_path, capsys):
         state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
         with run.start(state, every=1):
             pass
-    assert "attention: rows sdpa, documents varlen" in capsys.readouterr().err
+    assert "attention:   rows sdpa, documents varlen" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""What is about to be trained, as a few lines: looked at before the first step is paid for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from forgekit.mesh import expert_ranks
+from forgekit.optim.parameter_groups import parameters_by_optimizer
+from forgekit.parallel.fsdp import compute_dtype
+from forgekit.run.flops import Flops
+from forgekit.state import TrainState
+
+MIB = 2**20
+SHOWN = 3
+"""Names of parameters in a line; those of layers that differ in a number alone count once."""
+
+
+def start_table(
+    state: TrainState, flops: Flops, dataset: Any, config: Mapping[str, Any]
+) -> list[str]:
+    """Describe a run: layout, size, memory, tokens per step, and what each optimizer takes.
+
+    Args:
+        state: The state to start from.
+        flops: Of the whole model, for its size.
+        dataset: What is read; its ``seq_len`` and the configuration's ``global_batch_size`` give
+            the tokens of a step.
+        config: The resolved configuration.
+
+    Returns:
+        Lines of a name and a text; of parameters and memory, those of this rank.
+    """
+    rows = [
+        ("layout", _layout(state)),
+        ("parameters", _parameters(state, flops)),
+        ("memory", _memory(state)),
+        ("attention", ", ".join(f"{use} {k}" for use, k in (state.layout.attention or {}).items())),
+        ("step", _step(dataset, config)),
+        *_optimizers(state),
+    ]
+    return [f"{name + ':':<12} {text}" for name, text in rows if text]
+
+
+def _layout(state: TrainState) -> str:
+    dtype = str(compute_dtype(state.model)).removeprefix("torch.")
+    where = f"products in {dtype} on {state.targets.device.type}"
+    if state.mesh is None or state.mesh.size() == 1:
+        return f"1 rank, {where}"
+    names = state.mesh.mesh_dim_names or ()
+    sizes = zip(names, state.mesh.shape, strict=True)
+    shown = [f"{name} {size}" for name, size in sizes if size > 1]
+    _, shared = expert_ranks(state.mesh)
+    experts = [f"(ep {shared})"] if shared > 1 else []
+    return f"{' x '.join(shown)} {' '.join(experts)}".strip() + (
+        f" = {state.mesh.size()} ranks, {where}"
+    )
+
+
+def _parameters(state: TrainState, flops: Flops) -> str:
+    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+    held = sum(p.numel() for p in state.model.parameters())
+    text = f"{_count(flops.parameters)}, of which a token meets {_count(flops.active_parameters)}"
+    return text if trained == held else f"{text}; {_count(trained)} are trained"
+
+
+def _memory(state: TrainState) -> str:
+    """What is certain before the first step; ``forgekit plan`` estimates the rest."""
+    parameters = [_local(p) for p in state.model.parameters()]
+    gradients = [_local(p) for p in state.model.parameters() if p.requires_grad]
+    held, due = (sum(p.nbytes for p in some) / MIB for some in (parameters, gradients))
+    return f"{held:,.1f} MiB of parameters and {due:,.1f} MiB of gradients on this rank"
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _step(dataset: Any, config: Mapping[str, Any]) -> str:
+    length = getattr(getattr(dataset, "rows", dataset), "seq_len", 0)
+    rows = config.get("global_batch_size")
+    if not length or not isinstance(rows, int):
+        return ""
+    return f"{rows * length:,} tokens, {rows} rows of {length}"
+
+
+def _optimizers(state: TrainState) -> Iterator[tuple[str, str]]:
+    sizes = {name: p.numel() for name, p in state.model.named_parameters()}
+    for optimizer, names in parameters_by_optimizer(state.model, state.optimizer).items():
+        total = sum(sizes[name] for name in names)
+        label = "no optimizer" if optimizer == "none" else optimizer
+        yield label, f"{len(names)} tensors, {_count(total)}: {_shown(names)}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
+    more = f" and {len(kinds) - SHOWN} kinds more" if len(kinds) > SHOWN else ""
+    return ", ".join(kinds[:SHOWN]) + more
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size / 10:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,}"
