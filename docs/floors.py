@@ -1,6 +1,6 @@
-"""Directives that read the repository: the floors of the package, its recipes, its commands.
+"""What pages read of the repository: the floors of the package, its recipes, its commands.
 
-``river`` draws the contracts that import-linter checks, so the picture cannot differ from them.
+The floors are those of the contracts that import-linter checks, so the picture cannot differ.
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ import textwrap
 import tomllib
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
-
-from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 from forgekit.cli.program import main
 
@@ -89,34 +83,6 @@ def _box(name: str, lines: list[str], x: float, y: int, width: float, height: in
     return f"{shape}{title}{html.escape(name)}</text>{said}"
 
 
-class River(SphinxDirective):
-    """The picture of the floors."""
-
-    def run(self) -> list[nodes.Node]:
-        """Draw it."""
-        self.env.note_reread()  # the page does not change where its sources do
-        return [nodes.raw("", draw(), format="html")]
-
-
-class Recipes(SphinxDirective):
-    """A table of the recipes, each with the first lines of its docstring."""
-
-    def run(self) -> list[nodes.Node]:
-        """Write it as reStructuredText and let Sphinx read it."""
-        self.env.note_reread()
-        paths = sorted((ROOT / "recipes").glob("*.py"))
-        return _table(self, {path.name: first_line(path).replace("\n", " ") for path in paths})
-
-
-class Commands(SphinxDirective):
-    """A table of the commands, as their help has them."""
-
-    def run(self) -> list[nodes.Node]:
-        """Write it as reStructuredText and let Sphinx read it."""
-        self.env.note_reread()
-        return _table(self, {f"forgekit {name}": says for name, says in commands().items()})
-
-
 def commands() -> dict[str, str]:
     """Return what ``forgekit --help`` says of each command."""
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
@@ -129,19 +95,3 @@ def commands() -> dict[str, str]:
         if columns is not None:
             os.environ["COLUMNS"] = columns
     return dict(re.findall(r"^    (\w+)  +(\S.*)$", said.getvalue(), re.M))
-
-
-def _table(directive: SphinxDirective, rows: dict[str, str]) -> list[nodes.Node]:
-    lines = [".. list-table::", "   :widths: 25 75", ""]
-    for name, says in rows.items():
-        lines += [f"   * - ``{name}``", f"     - {says}"]
-    node = nodes.container()
-    directive.state.nested_parse(StringList(lines, "table"), directive.content_offset, node)
-    return node.children
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the directives."""
-    for name, directive in {"river": River, "recipes": Recipes, "commands": Commands}.items():
-        app.add_directive(name, directive)
-    return {"parallel_read_safe": True}

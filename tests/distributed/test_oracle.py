@@ -35,7 +35,8 @@ def found(request):
     """What the ranks found, by cell; a job runs when its first cell is asked for."""
     helper = ThreadPoolExecutor(1)  # the reference of the next cells, while the ranks compute
     calls = [getattr(item, "callspec", None) for item in request.session.items]
-    cells = [call.params["cell"] for call in calls if call and "cell" in call.params]
+    given = [call.params.get("cell") for call in calls if call]
+    cells = [cell for cell in given if isinstance(cell, Cell)]
     answers: dict[Cell, Sequence[Found] | RankError] = {}
 
     def get(cell: Cell) -> Found:

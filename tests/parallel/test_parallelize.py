@@ -155,7 +155,10 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32(world, sizes):
         assert value == pytest.approx(loss.item(), rel=2e-2)
         assert relative_error({n: g / world for n, g in grads.items()}, expected) < 5e-2
         if cos is not None:
-            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-7)
+            expected_cos = torch.cat((angles, angles), -1).cos()[
+                :, None
+            ]  # for both halves of a head
+            torch.testing.assert_close(cos, expected_cos, rtol=0, atol=1e-7)
 
 
 def test_bf16_trains_on_one_rank(mesh):
