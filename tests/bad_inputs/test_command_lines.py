@@ -15,7 +15,7 @@ from forgekit.config.schema import keys_of, name_of
 pytestmark = pytest.mark.bad_input
 
 COMMANDS = {
-    "no such command": (["report"], r"invalid choice: 'report' (choose from "),
+    "no such command": (["reports"], r"invalid choice: 'reports' (choose from "),
     "no recipe named": (["cp"], "the following arguments are required: NAME"),
     "too much": (["ls", "x"], "unrecognized arguments: x"),
     "colours": (["ls", "\x1b[31m"], r"unrecognized arguments: '\x1b[31m'"),
