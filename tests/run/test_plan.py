@@ -263,6 +263,7 @@ def test_what_does_not_fit_says_what_would(capsys):
     assert re.search(r"activation_checkpoint=full batch_size=1: [\d.]+ GiB, fits", said.out)
 
 
+@pytest.mark.oracle
 def test_a_sweep_ranks_layouts(capsys):
     sizes = (*TINY, "model.tied=false", "batch_size=2", "global_batch_size=8")
     code, said = plan(capsys, "pretrain", *sizes, "--world", 2, "--sweep", "--json")

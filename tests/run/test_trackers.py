@@ -259,6 +259,7 @@ def check_wandb(out):
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [*range(1, 11)]
 
 
+@pytest.mark.oracle
 def test_wandb_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     for first, last in ((0, 7), (5, 10)):

@@ -54,7 +54,8 @@ def transformers_names(model: nn.Module) -> NameMap:
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)
+        >>> sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, **sizes)
         >>> with torch.device("meta"):
         ...     model = LlamaForCausalLM(config)
         >>> transformers_names(model).shapes["model.embed_tokens.weight"]
