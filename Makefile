@@ -21,7 +21,7 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-oracle: .venv/dev .venv/lm-eval/done .venv/torchao ## compare every combination of layout, data and options (long)
+oracle: .venv/dev .venv/lm-eval/done .venv/trackio/done .venv/torchao ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
@@ -69,11 +69,11 @@ clean: ## remove builds and caches; data, runs and .venv stay
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/run
 
-# lm-eval brings thirty packages that nothing else needs: they lie over .venv, not in it.
-.venv/lm-eval/done: .venv/dev
-	$(BIN)/python -m venv .venv/lm-eval
-	echo $(CURDIR)/.venv/lib/python*/site-packages > $$(echo .venv/lm-eval/lib/python*/site-packages)/base.pth
-	.venv/lm-eval/bin/pip install -q -c constraints.txt lm-eval
+# These bring dozens of packages that nothing else needs: they lie over .venv, not in it.
+.venv/lm-eval/done .venv/trackio/done: .venv/%/done: .venv/dev
+	$(BIN)/python -m venv .venv/$*
+	echo $(CURDIR)/.venv/lib/python*/site-packages > $$(echo .venv/$*/lib/python*/site-packages)/base.pth
+	.venv/$*/bin/pip install -q -c constraints.txt $*
 	@touch $@
 
 .venv/docs: .venv/torch pyproject.toml

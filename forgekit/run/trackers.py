@@ -165,14 +165,10 @@ class WandB:
         """Send what this step has not sent yet."""
         if self._run is None:
             self.start(step, {})
-        known = set(self._sent["names"]) if step == self._sent["step"] else set()
-        new = {name: value for name, value in values.items() if name not in known}
-        if step < self._sent["step"] or not new:
-            return
-        run: Any = self._run
-        run.log({**new, "train/step": step})
-        self._sent |= {"step": step, "names": sorted(known | new.keys())}
-        self._keep()
+        if new := _not_sent(self._sent, step, values):
+            run: Any = self._run
+            run.log({**new, "train/step": step})
+            self._keep()
 
     def status(self, text: str) -> None:
         """Put how the run ended into its summary."""
@@ -222,17 +218,27 @@ class Trackio:
         if self._run is None:
             self.start(step, {})
         path = self._out / "trackio.json"
-        sent = json.loads(path.read_text()) if path.exists() else {"step": -1}
+        sent = json.loads(path.read_text()) if path.exists() else {"step": -1, "names": []}
         run: Any = self._run
-        if step >= sent["step"]:
-            run.log(dict(values), step=step)
-            write_atomic(path, json.dumps({"step": step}).encode())
+        if new := _not_sent(sent, step, values):
+            run.log(new, step=step)
+            write_atomic(path, json.dumps(sent).encode())
 
     def close(self) -> None:
         """Send what is left."""
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+def _not_sent(sent: dict[str, Any], step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """What of a step no earlier call has sent, and note that it is; a step may come in parts."""
+    known = set(sent["names"]) if step == sent["step"] else set()
+    new = {name: value for name, value in values.items() if name not in known}
+    if step < sent["step"] or not new:
+        return {}
+    sent |= {"step": step, "names": sorted(known | new.keys())}
+    return new
 
 
 def _rows(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Rows in TensorBoard and W&B, read back by their own readers; and trackers that fail."""
+"""Rows in TensorBoard, W&B and trackio, read back by their own readers; and trackers that fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import math
 import os
 import resource
 import signal
+import sqlite3
 import struct
 import subprocess
 import sys
 import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,7 +200,7 @@ from forgekit.state import donate
 from run.test_trackers import make_state, steps_of, wait_for
 
 out, first, last, dies = {out!r}, {first}, {last}, {dies}
-trackers = (fk.WandB(out, project="p", mode="offline"),)
+trackers = ({tracker},)
 with MetricsLog(out, start_step=first, every=1, trackers=trackers, config={{"a": 1}}) as log:
     state = donate(make_state(), step=first, samples=8 * first)
     if first:  # the evaluation of this step comes again
@@ -280,7 +283,9 @@ def test_wandb_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     environment = os.environ | {"WANDB_SILENT": "true", "WANDB_MODE": "offline"}
     environment.pop("WANDB_SERVICE", None)  # of this process's own run, which outlives the killed
     for first, last, dies in ((0, 7, True), (5, 10, False)):
-        code = RUN.format(tests=tests, out=str(tmp_path), first=first, last=last, dies=dies)
+        tracker = "fk.WandB(out, project='p', mode='offline')"
+        given = {"tests": tests, "out": str(tmp_path), "tracker": tracker}
+        code = RUN.format(**given, first=first, last=last, dies=dies)
         command = [sys.executable, "-c", code]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -288,6 +293,28 @@ def test_wandb_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
         assert done.returncode == (-signal.SIGKILL if dies else 0), done.stderr[-3000:]
         assert "tracker" not in done.stderr
     check_wandb(tmp_path)
+
+
+@pytest.mark.oracle
+def test_trackio_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
+    """In an interpreter of its own; `make oracle` installs it. Each step's evaluation too."""
+    root = Path(__file__).parents[2]
+    out, data = tmp_path / "runs" / "a", tmp_path / "trackio"
+    given = {"tests": str(root / "tests"), "out": str(out), "tracker": "fk.run.Trackio(out)"}
+    environment = os.environ | {"PYTHONPATH": str(root), "TRACKIO_DIR": str(data)}
+    for first, last, dies in ((0, 7, True), (5, 10, False)):
+        code = RUN.format(**given, first=first, last=last, dies=dies)
+        command = [str(root / ".venv" / "trackio" / "bin" / "python"), "-c", code]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == (-signal.SIGKILL if dies else 0), done.stderr[-3000:]
+    with closing(sqlite3.connect(data / "runs.db")) as database:
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
+    losses = [step for step, values in rows if "train/loss" in json.loads(values)]
+    evaluations = [step for step, values in rows if "eval/a/loss" in json.loads(values)]
+    assert losses == [*range(1, 11)]
+    assert evaluations == [5, 10]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
