@@ -151,15 +151,15 @@ def test_two_loops_over_one_finite_loader_are_refused():
 def test_threads_end_with_the_loop_with_close_and_with_the_loader():
     before = set(threading.enumerate())
     list(make_loader(Rows(6), 2, epochs=1, workers=3))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # those of before may be ending
     with make_loader(Rows(6), 2, workers=3) as loader:
         next(iter(loader))
         assert len(set(threading.enumerate()) - before) >= 3
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     next(iter(loader))
-    assert set(threading.enumerate()) != before
+    assert set(threading.enumerate()) - before
     del loader
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -172,7 +172,7 @@ def test_an_exception_reaches_the_consumer_as_it_is_and_can_be_retried(workers):
     with pytest.raises(KeyError) as caught:
         next(stream)
     assert caught.value.args == ("row is bad", 5)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     dataset.broken = None
     assert take(loader, 1) == [[4, 5]]
     loader.close()
