@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +28,9 @@ from forgekit.optim.roles import check_patterns, roles_of
 from forgekit.optim.shards import local, splits_of, wide
 
 AdjustLr = Literal["match_rms_adamw", "original"]
+
+CACHED = 2**18
+"""Elements of matrices that a CPU iterates at once: copies of more do not stay in its caches."""
 
 
 def muon(
@@ -179,7 +183,7 @@ class Muon(Optimizer):
             alike: dict[Any, list[nn.Parameter]] = {}
             for parameter in with_gradient(group):
                 alike.setdefault(_kind(parameter), []).append(parameter)
-            for parameters in alike.values():
+            for parameters in chain.from_iterable(map(_portions, alike.values())):
                 self._step_alike(group, parameters, start)
                 start += len(parameters)
         return loss
@@ -243,6 +247,14 @@ def _kind(parameter: nn.Parameter) -> Any:
     if isinstance(parameter, DTensor):
         return parameter.shape, parameter.dtype, parameter.device_mesh, parameter.placements
     return parameter.shape, parameter.dtype, parameter.device
+
+
+def _portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """As many at once as the caches of a CPU hold; elsewhere, and shared among ranks, all."""
+    first = parameters[0]
+    is_cached = first.device.type == "cpu" and not isinstance(first, DTensor)
+    size = max(1, CACHED // first.numel()) if is_cached else len(parameters)
+    return (parameters[start : start + size] for start in range(0, len(parameters), size))
 
 
 def _check_matrix(name: str, parameter: nn.Parameter, rows: tuple[int, ...] | None) -> None:
