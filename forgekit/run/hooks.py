@@ -177,20 +177,20 @@ def histograms(
     names = [name for name in _all_names(state) if fnmatchcase(name, pattern)]
     counts = torch.zeros(len(names), LARGEST - SMALLEST + 3, dtype=torch.float64)
     counts = counts.to(state.targets.device)
-    world = world_of(state.mesh)
+    rows, world = {name: row for row, name in enumerate(names)}, world_of(state.mesh)
     for name, parameter in state.model.named_parameters():
         value = parameter if totals is None else parameter.grad
-        if name in names and value is not None:
+        if name in rows and value is not None:
             shard, owners = shard_and_owners(value.detach(), world // size_of(state.mesh, "pp"))
             wide = shard.to(torch.promote_types(shard.dtype, WIDE))
             if totals is not None:
                 wide = wide / (totals["loss_scale"] * totals["targets"].clamp(min=1)).to(wide)
-            counts[names.index(name)] = _magnitudes(wide) / owners
+            counts[rows[name]] = _magnitudes(wide) / owners
     if world > 1:
         dist.all_reduce(counts)
     kind = "weight" if totals is None else "gradient"
-    rows = counts.round().long().tolist()
-    return {f"histogram/{kind}/{name}": row for name, row in zip(names, rows, strict=True)}
+    found = counts.round().long().tolist()
+    return {f"histogram/{kind}/{name}": row for name, row in zip(names, found, strict=True)}
 
 
 def _magnitudes(values: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def _magnitudes(values: Tensor) -> Tensor:
 
 
 def _all_names(state: TrainState) -> list[str]:
-    """Names of all parameters, those of other pipeline stages too; the same list on every rank."""
-    own = [name for name, _ in state.model.named_parameters()]
+    """Names of all parameters but packed ones, of all stages; the same list on every rank."""
+    own = [name for name, p in state.model.named_parameters() if p.is_floating_point()]
     if size_of(state.mesh, "pp") == 1:
         return own
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -146,7 +146,7 @@ class Run:
         self._remember("started", state, **_started_with(state))
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
-        self._say(self._greeting(state))
+        self._say(self._greeting(state, flops.parameters / 1e6))
         for line in start_table(state, flops, dataset, self.config):
             log.message(f"  {line}")
         if changed:
@@ -285,9 +285,8 @@ class Run:
             tell(f"status.json could not be written: {error}")
         append_history(self.out, status, is_writer=self.is_writer, **fields)
 
-    def _greeting(self, state: TrainState) -> str:
+    def _greeting(self, state: TrainState, parameters: float) -> str:
         seconds = time.monotonic() - self._opened
-        parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
         ranks = 1 if state.mesh is None else state.mesh.size()
         return (
             f"step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from forgekit.mesh import expert_ranks
 from forgekit.optim.parameter_groups import parameters_by_optimizer
+from forgekit.optim.shards import local
 from forgekit.parallel.fsdp import compute_dtype
 from forgekit.run.flops import Flops
 from forgekit.state import TrainState
@@ -69,14 +68,10 @@ def _parameters(state: TrainState, flops: Flops) -> str:
 
 def _memory(state: TrainState) -> str:
     """What is certain before the first step; ``forgekit plan`` estimates the rest."""
-    parameters = [_local(p) for p in state.model.parameters()]
-    gradients = [_local(p) for p in state.model.parameters() if p.requires_grad]
+    parameters = [local(p) for p in state.model.parameters()]
+    gradients = [local(p) for p in state.model.parameters() if p.requires_grad]
     held, due = (sum(p.nbytes for p in some) / MIB for some in (parameters, gradients))
     return f"{held:,.1f} MiB of parameters and {due:,.1f} MiB of gradients on this rank"
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _step(dataset: Any, config: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def test_extras_and_packages_that_are_missing_say_how_to_install_them(monkeypatc
     assert checks["gone-core"].outcome == "bad"
     assert checks["gone-core"].text.endswith("Install forgekit again: pip install forgekit")
     assert checks["extra track"].outcome == "note"
-    assert 'no gone-extra; what needs it says so. pip install "forgekit[track]"' in (
+    assert 'no gone-extra; features that need it are off. pip install "forgekit[track]"' in (
         checks["extra track"].text
     )
     assert "extra dev" not in checks

@@ -57,7 +57,9 @@ def _version(name: str) -> str | None:
 
 
 def _install(extra: str, missing: list[str]) -> str:
-    return f'no {", ".join(missing)}; what needs it says so. pip install "forgekit[{extra}]"'
+    return (
+        f'no {", ".join(missing)}; features that need it are off. pip install "forgekit[{extra}]"'
+    )
 
 
 def _memory() -> str:
@@ -68,7 +70,7 @@ def _memory() -> str:
 def _devices() -> Iterator[Check]:
     kind = devices_here(bindable=True)[0]
     if kind == "cpu":
-        found = f"none that torch {torch.__version__} finds; runs use the processor"
+        found = f"torch {torch.__version__} finds none; runs use the CPU"
         yield Check("accelerator", "note", found)
         return
     module = torch.get_device_module(kind)

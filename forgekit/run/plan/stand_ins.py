@@ -190,7 +190,7 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: An
 
 
 def _allocates(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation makes a tensor that is not on meta, out of none that has values."""
+    """Whether an operation allocates a tensor off meta and reads no tensor that has values."""
     device = kwargs.get("device")
     is_here = device is not None and torch.device(device).type != "meta"
     return func.namespace == "aten" and is_here and all(x.is_meta for x in tensors)

@@ -139,7 +139,7 @@ class Metrics:
             try:
                 column = numbers[name]
                 column.values.append(value)
-            except (KeyError, TypeError, OverflowError):  # a first value, or none that is a number
+            except (KeyError, TypeError, OverflowError):  # a new metric, or not a number
                 self._keep_other(step, name, value)
             else:
                 column.steps.append(step)
