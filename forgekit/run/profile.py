@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, rank_name
@@ -123,12 +123,9 @@ class Profile:
         return text
 
     def _begin(self) -> None:
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
         if self._history and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=self._history)
-        self._profiler = profile(activities=kinds, profile_memory=torch.cuda.is_available())
+        self._profiler = profile(profile_memory=torch.accelerator.is_available())  # of all devices
         self._waited = self._wait_seconds()
         self._profiler.start()
         self._clock = time.perf_counter()
