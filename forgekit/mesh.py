@@ -124,11 +124,11 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
         " * ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)) or "1"
     )
     if free is None and known != world:
-        raise ValueError(f"{shown} = {known} does not fit {world} ranks; {_nearest(sizes, world)}")
+        ranks = f"{world} ranks" if world > 1 else "1 rank"
+        raise ValueError(f"{shown} = {known} does not fit {ranks}; {_nearest(sizes, world)}")
     if free is not None and world % known:
-        raise ValueError(
-            f"{shown}: {world} ranks are not divisible by {known}; {_nearest(sizes, world)}"
-        )
+        ranks = f"{world} ranks are" if world > 1 else "1 rank is"
+        raise ValueError(f"{shown}: {ranks} not divisible by {known}; {_nearest(sizes, world)}")
     if free is not None:
         sizes[free] = world // known
     shared = sizes["dp_shard"] * sizes["cp"]
@@ -301,7 +301,8 @@ def _nearest(sizes: Mapping[str, int], world: int) -> str:
     """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
-        return f"the nearest numbers of ranks are {nearest_multiples(world, model)}."
+        near = nearest_multiples(world, model)
+        return f"that takes {near.replace('and', 'or')} ranks."
     data = world // model
     replicate = min(divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
     return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

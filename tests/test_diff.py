@@ -57,7 +57,7 @@ def test_what_a_copy_changed_is_shown_without_its_stamp(recipes, capsys):
     assert diff(recipes) == 0
     said = capsys.readouterr().out
     assert f"my.py was copied from recipes/train.py of forgekit {VERSION}.\n" in said
-    assert "What my.py changed: 1 lines added, 1 removed\n" in said
+    assert "What my.py changed: +1 -1 lines\n" in said
     assert "\n-STEPS = 10\n+STEPS = 500\n" in said
     assert "Copied from" not in said
     assert said.endswith(f"What forgekit {VERSION} changed since: nothing\n")
@@ -70,7 +70,7 @@ def test_what_the_origin_changed_since_is_shown_and_nothing_is_written(recipes, 
     capsys.readouterr()
     assert diff(recipes) == 0
     said = capsys.readouterr().out
-    assert "changed since: 1 lines added, 1 removed\n" in said
+    assert "changed since: +1 -1 lines\n" in said
     assert '\n-    print("train", STEPS' in said
     assert said.endswith("To merge both: forgekit diff --merge my.py\n")
     assert mine(recipes).read_bytes() == before
@@ -91,7 +91,7 @@ def test_both_changes_are_merged_and_the_next_comparison_starts_there(recipes, c
     capsys.readouterr()
     assert diff(recipes) == 0
     said = capsys.readouterr().out
-    assert "What my.py changed: 1 lines added, 1 removed\n" in said
+    assert "What my.py changed: +1 -1 lines\n" in said
     assert "changed since: nothing\n" in said
 
 

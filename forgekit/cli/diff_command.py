@@ -117,7 +117,7 @@ def _show(title: str, old_name: str, old: bytes, new_name: str, new: bytes) -> N
     lines = [*difflib.unified_diff(before, after, old_name, new_name, lineterm="")]
     added = sum(line.startswith("+") for line in lines[2:])
     removed = sum(line.startswith("-") for line in lines[2:])
-    counts = f"{added} lines added, {removed} removed" if lines else "nothing"
+    counts = f"+{added} -{removed} lines" if lines else "nothing"
     print(f"\n{printable(title)}: {counts}")
     for line in lines:
         print(printable(line))

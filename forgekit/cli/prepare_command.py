@@ -66,7 +66,8 @@ def _prepare(options: argparse.Namespace) -> int:
         path = printable(prepared.path)
         print(f"{path} was made from the same files before and stays unchanged.")
     for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
-        size = f"{file.documents:,} documents, {file.tokens:,} tokens"
+        plural = "s" if file.documents != 1 else ""
+        size = f"{file.documents:,} document{plural}, {file.tokens:,} tokens"
         ratio = file.metadata["text_bytes"] / file.tokens
         print(f"{title}   {printable(file.path)}  {size}, {ratio:.2f} bytes per token")
     learnt = printable(prepared.path / "tokenizer.json")

@@ -51,7 +51,8 @@ def script_file(script: Path, remedy: str) -> Path:
         UsageError: If there is no such file, or it is empty.
     """
     if not script.is_file():
-        raise UsageError(f"{script} is not there; {remedy}")
+        what = "is a folder" if script.is_dir() else "is not there"
+        raise UsageError(f"{script} {what}; {remedy}")
     if not script.stat().st_size:
         raise UsageError(f"{script} is empty; {remedy}")
     return script

@@ -77,18 +77,12 @@ def assert_stopped(job, out, reason):
 SIGNALS = (signal.SIGTERM, "command"), (signal.SIGINT, "fork"), (signal.SIGKILL, "fork")
 
 
-@pytest.mark.parametrize(
-    "signals",
-    [
-        pytest.param(SIGNALS[:1], id="asked"),
-        pytest.param(SIGNALS, id="each", marks=pytest.mark.oracle),
-    ],
-)
-def test_one_process_resumes_bitwise_after_signals(signals, tmp_path, tokens, undisturbed):
-    """Ctrl-C has tests in shells, and kills have theirs in the chaos suite."""
+@pytest.mark.oracle
+def test_one_process_resumes_bitwise_after_signals(tmp_path, tokens, undisturbed):
+    """Ctrl-C has tests in shells, and kills and SIGTERM have theirs in the chaos suite."""
     out, log = tmp_path / "run", tmp_path / "log"
     start = 0
-    for number, by in signals:
+    for number, by in SIGNALS:
         with launch("pretrain", command_line(out, tokens), log=log, by=by) as job:
             go_on(job, out, start)
             job.process.send_signal(number)
@@ -160,6 +154,7 @@ def test_a_run_directory_holds_what_happened(undisturbed):
         "history.jsonl",
         "checkpoints",
         "loss.png",
+        "report.html",
     }
     saved = {path.name for path in (undisturbed / "checkpoints").iterdir()}
     assert saved == {f"step_{step:08d}" for step in (STEPS - 10, STEPS - 5, STEPS)} | {"latest"}
@@ -202,8 +197,8 @@ REFUSED = {
     "heads that do not divide": (["model.heads=5"], "model: dim 32 must be divisible by 2 * heads"),
     "a mesh of nothing": (["mesh.dp_replicate=0"], "mesh: dp_replicate is 0; a mesh dimension is"),
     "two mistakes": (["steps=a", "seed=b"], 'seed: expected int, read "b" (str).'),
-    "too many ranks": (["mesh.dp_shard=3"], "error: dp_shard 3 = 3 does not fit 1 ranks; "),
-    "tensor parallel": (["mesh.tp=2", "mesh.dp_shard=1"], "error: tp 2 = 2 does not fit 1 ranks; "),
+    "too many ranks": (["mesh.dp_shard=3"], "error: dp_shard 3 = 3 does not fit 1 rank; "),
+    "tensor parallel": (["mesh.tp=2", "mesh.dp_shard=1"], "error: tp 2 = 2 does not fit 1 rank; "),
     "a global batch that does not divide": (
         ["global_batch_size=10"],
         "error: global_batch_size 10 must be divisible by batch_size 4 * 1 data-parallel ranks = 4;"
@@ -260,8 +255,11 @@ def test_a_run_that_cannot_be_is_refused_before_it_starts(case, tmp_path, tokens
 
 def test_a_run_that_has_ended_well_stays_so_without_its_picture(tmp_path, tokens, capsys):
     (tmp_path / "loss.png").mkdir()
+    (tmp_path / "report.html").mkdir()
     run_here("pretrain", arguments(out=tmp_path, data__path=tokens, steps=1))
-    assert f"no loss curve: [Errno 21] Is a directory: '{tmp_path}" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"no loss curve: [Errno 21] Is a directory: '{tmp_path}" in shown
+    assert f"no report: {tmp_path / 'report.html'} is a folder; name the page" in shown
     assert status_of(tmp_path)["status"] == "finished"
 
 

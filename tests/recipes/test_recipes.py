@@ -59,7 +59,7 @@ def check_moe(out, output):
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
         *("config.json", "metrics.jsonl", "status.json", "history.jsonl", "checkpoints"),
-        *("samples", "loss.png", "expert_loads.png"),
+        *("samples", "loss.png", "report.html", "expert_loads.png"),
     }
     assert status_of(out)["status"] == "finished"
     rows = rows_of(out)
@@ -104,11 +104,13 @@ def check_pretrain(out, output):
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
         *("config.json", "metrics.jsonl", "status.json", "history.jsonl"),
-        *("checkpoints", "samples", "loss.png"),
+        *("checkpoints", "samples", "loss.png", "report.html"),
     }
     assert status_of(out)["status"] == "finished"
     assert rows_of(out)[-1]["eval/heldout/bits_per_byte"] > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"report: {out / 'report.html'}\n" in output
+    assert "step 12" in (out / "report.html").read_text()
     sample = (out / "samples" / "step_00000012.txt").read_text()
     assert sample.startswith("def ")
     assert f"sample ({out / 'samples'}):\n{printable(sample)}\n" in output
@@ -321,7 +323,7 @@ def test_a_copy_runs_from_another_folder(name, tmp_path, prepared, request):
 
 
 NOWHERE = {
-    "a mesh of other ranks": ({}, ["mesh.tp=2"], "error: .*tp 2.* 1 ranks"),
+    "a mesh of other ranks": ({}, ["mesh.tp=2"], "error: .*tp 2.* 1 rank "),
     "a rank beyond the world": (
         {"RANK": "2", "WORLD_SIZE": "2"},
         [],
