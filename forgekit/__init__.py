@@ -43,7 +43,7 @@ from forgekit.state import DonatedStateError, TrainState, donate
 from forgekit.steps.losses import Loss, cross_entropy
 from forgekit.steps.linear_cross_entropy import linear_cross_entropy
 from forgekit.steps.per_source_loss import losses_by_source
-from forgekit.steps.dpo import document_log_probs, dpo_loss
+from forgekit.steps.dpo import check_dpo, document_log_probs, dpo_loss
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
 from forgekit.steps.consistency import UnreducedError
@@ -125,6 +125,7 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "losses_by_source",
+    "check_dpo",
     "document_log_probs",
     "dpo_loss",
     "accumulate",

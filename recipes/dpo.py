@@ -102,7 +102,8 @@ def setup(config):
     )
     fk.check_vocabulary(dataset, spec.vocab_size)
     reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
-    model = load(config, spec, mesh, config.lora.rank > 0 or not is_copy)
+    model = load(config, spec, mesh, config.lora.rank > 0)
+    fk.check_dpo(model, reference=reference)
     optimizer = fk.adamw(model, weight_decay=0.0)
     state = State.create(model, optimizer, mesh=mesh, seed=config.seed, reference=reference)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
@@ -110,10 +111,8 @@ def setup(config):
     stop, loss = fk.StopSignal(), partial(loss_fn, config=config, reference=reference)
     step = fk.make_step(loss, schedule=schedule, max_norm=1.0, stop=stop)
     loader = fk.train_loader(state, dataset, config.batch_size)
-    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
-    return fk.Setup(
-        state=state, step=step, loader=loader, loss_fn=loss, stop=stop, held_out=held_out
-    )
+    held = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss, stop=stop, held_out=held)
 
 
 def train(config, run):

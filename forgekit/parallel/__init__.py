@@ -1,1 +1,1 @@
-"""Spread one model over many ranks, once, at set-up."""
+"""Shard one model over many ranks, once, at set-up."""

@@ -178,7 +178,8 @@ def _check_sums(everyone: list[Claim]) -> list[Any]:
 def digest_rows(batch: TensorDictBase) -> str:
     """Digest a micro-batch, so that ranks can tell whether they have the same; reads all of it."""
     digest = hashlib.blake2b(digest_size=8)
-    for key, value in sorted(batch.items(), key=lambda item: str(item[0])):
+    leaves = batch.items(include_nested=True, leaves_only=True)
+    for key, value in sorted(leaves, key=lambda item: str(item[0])):
         if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
             digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())

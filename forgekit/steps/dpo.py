@@ -89,6 +89,20 @@ def document_log_probs(logits: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
     return DocumentLogProbs(torch.zeros_like(likely).scatter_add(1, documents, likely), counts)
 
 
+def check_dpo(model: nn.Module, *, reference: nn.Module | None = None) -> None:
+    """Refuse at set-up what ``dpo_loss`` would refuse in the first step.
+
+    Args:
+        model: The model that is trained.
+        reference: As for ``dpo_loss``.
+
+    Raises:
+        ValueError: As ``dpo_loss``, of the layout and the reference.
+    """
+    _check_layout(model)
+    _sockets_of(model, reference)
+
+
 def dpo_loss(
     model: nn.Module,
     batch: TensorDictBase,
@@ -181,12 +195,12 @@ def _logits(model: nn.Module, batch: TensorDictBase) -> Tensor:
 
 
 def _check_layout(model: Any) -> Layout:
-    if not isinstance(model, nn.Module):  # a pipeline's stand-in
+    is_standing_in = not isinstance(model, nn.Module)
+    if is_standing_in or (layout := layout_of(model)).stages is not None:
         raise ValueError(
             "dpo_loss needs the model's answers and the reference's, and a pipeline runs a model "
             "once for each micro-batch. Use a mesh with pp=1."
         )
-    layout = layout_of(model)
     if layout.context > 1:
         raise ValueError(
             f"dpo_loss adds up whole answers, of which ranks that share a sequence (cp "
@@ -200,12 +214,7 @@ def _frozen(
     model: nn.Module, reference: nn.Module | None, layout: Layout, doc_ids: Tensor
 ) -> Iterator[nn.Module]:
     """Give the reference: a model of its own, or the model without its adapters."""
-    sockets = _adapters_off(model) if reference is None else {}
-    if reference is model:
-        raise ValueError(
-            "reference is the model that is trained, so margins would stay 0. Pass a frozen copy "
-            "of it, or None for the model without its adapters."
-        )
+    sockets = _sockets_of(model, reference)
     if reference is not None:
         trained, layout = layout, _check_layout(reference)
         if layout.documents is not None and trained.documents is not None:
@@ -215,13 +224,21 @@ def _frozen(
         yield frozen
 
 
-def _adapters_off(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Sockets with which a model computes without its adapters."""
+def _sockets_of(model: nn.Module, reference: nn.Module | None) -> dict[str, dict[str, Any]]:
+    """Sockets with which the reference computes: of the model those that leave its adapters out."""
+    if reference is model:
+        raise ValueError(
+            "reference is the model that is trained, so margins would stay 0. Pass a frozen copy "
+            "of it, or None for the model without its adapters."
+        )
+    if reference is not None:
+        return {}
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no adapters, so there is no reference in it. Pass "
-            "reference=, a frozen copy of the model, or add adapters: forgekit.add_lora."
+            f"{type(model).__name__} has no adapters, so there is no reference in it. Pass a "
+            "frozen copy of it (reference=, in the dpo recipe reference=model), or add adapters: "
+            "forgekit.add_lora (there lora.rank=16)."
         )
     if merged := [name for name, layer in layers.items() if layer.bases]:
         raise ValueError(

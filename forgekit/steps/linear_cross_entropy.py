@@ -21,6 +21,9 @@ from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
 from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_positions
 from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
 
+LOGITS, LOGITS_ON_CPU = 2**27, 2**21
+"""Numbers of logits in a chunk, on an accelerator and on a CPU."""
+
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
@@ -174,5 +177,5 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: b
 
 def _chunk_rows(weight: Tensor) -> int:
     """Rows whose logits are large enough to fill the device and small beside the weight."""
-    logits = 2**21 if weight.device.type == "cpu" else 2**27
+    logits = LOGITS_ON_CPU if weight.device.type == "cpu" else LOGITS
     return max(16, logits // weight.shape[0])

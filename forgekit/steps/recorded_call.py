@@ -72,7 +72,7 @@ def note_call(model: nn.Module, batch: TensorDictBase, loss_fn: LossFn) -> Call:
     try:
         loss_fn(_Stand(model, _leave), batch)  # pyright: ignore[reportArgumentType]
     except _Called as raised:
-        called = raised
+        called = raised.with_traceback(None)  # whose frames hold `called`, and all that ran then
     else:
         raise ValueError(
             "loss_fn returned without calling its model; in a pipeline it must call it once for "

@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,7 @@ def command_line(recipe, base, out, /, **settings):
     return [f"{name}={value}" for name, value in given.items()]
 
 
+@pytest.mark.oracle
 def test_the_path_of_the_readme_leads_to_a_model_that_answers(tmp_path, monkeypatch, capsys):
     """As it is written there, offline: a base, a run, and transformers with what was exported."""
     section = re.search(r"## Fine-tune\n(.*?)\n## ", README.read_text(), re.S)[1]
@@ -225,7 +228,10 @@ REFUSED = {
 }
 OF_FINETUNE = {"matrices that four bits do not fit"}
 OF_DPO = {
-    "nothing to train": ({"lora.rank": 0}, "error: rank is 0; it must be an integer of at least 1"),
+    "adapters switched off that are not there": (
+        {"lora.rank": 0},
+        "error: Transformer has no adapters, .* Pass a frozen copy of it .* reference=model",
+    ),
     "an unknown loss": ({"kind": "sigmoyd"}, "kind: "),
 }
 CASES = [
@@ -258,6 +264,31 @@ def _train(rank, world, folder, recipe, given):
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     run_here(recipe, given)
+
+
+def _refused(rank, world, folder, given):
+    found = []
+    for size in ("pp", "cp"):
+        store = dist.FileStore(str(folder / f"store_{size}"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        with pytest.raises(SystemExit) as stop, redirect_stderr(StringIO()) as shown:
+            run_here("dpo", [*given, f"mesh.{size}=2", f"out={folder / size}"])
+        found.append(
+            (stop.value.code, shown.getvalue(), (folder / size / "metrics.jsonl").exists())
+        )
+    return found
+
+
+@pytest.mark.bad_input
+def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(base, tmp_path):
+    given = command_line("dpo", base, tmp_path)
+    found = run_ranks(_refused, 2, tmp_path, given, group=False)
+    assert [[(code, ran) for code, _, ran in rank] for rank in found] == [[(2, False)] * 2] * 2
+    (_, pipelined, _), (_, sliced, _) = found[0]
+    assert "error: dpo_loss needs the model's answers" in pipelined
+    assert "Use a mesh with pp=1." in pipelined
+    assert "error: dpo_loss adds up whole answers" in sliced
+    assert "Use a mesh with cp=1." in sliced
 
 
 LAYOUTS = {

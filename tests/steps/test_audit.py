@@ -506,6 +506,9 @@ def test_a_digest_of_rows_tells_all_of_them(change):
     }[change]
     assert digest_rows(batch) == digest_rows(_tokens(2))
     assert digest_rows(batch) != digest_rows(TensorDict(other, [2]))
+    nested, changed = (TensorDict({"image": b}, [2]) for b in (batch, TensorDict(other, [2])))
+    assert digest_rows(nested) == digest_rows(TensorDict({"image": _tokens(2)}, [2]))
+    assert digest_rows(nested) != digest_rows(changed)
 
 
 def _rows_unasked(rank, world):

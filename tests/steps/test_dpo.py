@@ -314,10 +314,11 @@ def test_what_is_no_preference_is_refused(case):
 @pytest.mark.bad_input
 def test_a_reference_that_is_none_is_refused():
     model, batch = model_of(1), rows()
-    with pytest.raises(ValueError, match="Transformer has no adapters, so there is no reference"):
-        fk.dpo_loss(model, batch)
-    with pytest.raises(ValueError, match="reference is the model that is trained, so margins"):
-        fk.dpo_loss(model, batch, reference=model)
+    for refuses in (partial(fk.dpo_loss, batch=batch), fk.check_dpo):
+        with pytest.raises(ValueError, match=r"Transformer has no adapters, .* reference=model\)"):
+            refuses(model)
+        with pytest.raises(ValueError, match="reference is the model that is trained, so margins"):
+            refuses(model, reference=model)
     logits, shorter = torch.zeros(4, 24, 40), batch["doc_ids"][:, :-1]
     with pytest.raises(ValueError, match=r"doc_ids has shape \(4, 23\) and labels \(4, 24\)"):
         fk.document_log_probs(logits, batch["labels"], shorter)
@@ -329,17 +330,19 @@ def refuse(rank, world):
         mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, **sizes), device="cpu")
         model = fk.parallelize(adapted_model(targets=("*.query",)), mesh)
         state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        try:
-            fk.accumulate(state, [rows(), rows()], fk.dpo_loss)
-        except (ValueError, RuntimeError) as error:
-            found.append(str(error))
+        step = partial(fk.accumulate, state, [rows(), rows()], fk.dpo_loss)
+        for refuses in (partial(fk.check_dpo, model), step):
+            try:
+                refuses()
+            except (ValueError, RuntimeError) as error:
+                found.append(str(error))
     return found
 
 
 @pytest.mark.bad_input
 def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
-    for pipelined, sliced in run_ranks(refuse, 2):
-        assert (
-            "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1" in pipelined
-        )
-        assert "ranks that share a sequence (cp 2) hold slices. Use a mesh with cp=1" in sliced
+    pipelined = "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1"
+    sliced = "ranks that share a sequence (cp 2) hold slices. Use a mesh with cp=1"
+    for found in run_ranks(refuse, 2):
+        for said, sentence in zip(found, [pipelined] * 2 + [sliced] * 2, strict=True):
+            assert sentence in said

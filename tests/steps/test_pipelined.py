@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import re
 import time
+import weakref
 from functools import partial
 
 import attrs
@@ -23,6 +25,7 @@ import forgekit as fk
 from forgekit.parallel.pipeline.stages import split_stages
 from forgekit.state import Layout, set_layout
 from forgekit.steps.pipelined import evaluate_staged
+from forgekit.steps.recorded_call import note_call
 
 # Fewest micro-batches on two and four ranks, and one more (or the next that fits).
 COUNTS = {
@@ -565,3 +568,18 @@ def _check_evaluate_alone(rank, world):
 
 def test_evaluation_leaves_no_gradient():
     run_again(_check_evaluate_alone, 2)
+
+
+def test_what_a_step_holds_goes_with_it_and_waits_for_no_collector():
+    """The error that ends a noted call held its callers' frames, with all tensors in them."""
+
+    def calling():
+        held = torch.ones(3)
+        note_call(nn.Identity(), _batches(1)[0], lambda model, batch: model(batch["input_ids"]))
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert calling()() is None
+    finally:
+        gc.enable()
