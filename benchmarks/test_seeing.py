@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from bare import MAX_NORM, SCHEDULE, Size, loss_fn
 
@@ -46,7 +47,9 @@ def measured(tmp_path_factory) -> dict[str, list[float]]:
     hook = clock.timed(every_steps(EVERY, layer_norms))
     step = fk.make_step(loss_fn, schedule=SCHEDULE, max_norm=MAX_NORM, gradient_hook=hook)
     flops = Flops.of(model)
-    use = Utilization(per_sample=flops.of_row(256, 256 * 128), per_sample_palm=1.0, peak=1e12)
+    documents = [np.arange(1, 65)] * 4096
+    rows = fk.packed_dataset(documents, fk.pack([64] * 4096, SIZE.seq_len))
+    use = Utilization.of(flops, state, fk.make_loader(rows, 1), peak=1e12)
     times: dict[str, list[float]] = {STEP: [], SEEING: []}
     trackers = (fk.TensorBoard(out),)
     log = fk.MetricsLog(out, every=EVERY, utilization=use, trackers=trackers)

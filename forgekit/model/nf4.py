@@ -45,6 +45,11 @@ def is_packed(tensor: Tensor) -> bool:
     return tensor.dtype == torch.uint8 and tensor.ndim == 2 and tensor.shape[1] == BYTES
 
 
+def values_in(tensor: Tensor) -> int:
+    """Number of values of a tensor; of a matrix in NF4 those that it was packed of."""
+    return tensor.shape[0] * PIECE if is_packed(tensor) else tensor.numel()
+
+
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor:
     """Quantize the whole of a matrix.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgekit.inputs import check_choice
-from forgekit.run.stop_signal import HostCopy
+from forgekit.run.host_copy import HostCopy
 
 EndPolicy = Literal["pad", "drop", "error"]
 
@@ -95,7 +95,7 @@ class DataEnd:
         if self._last is None:
             return False
         world = dist.get_world_size() if dist.is_initialized() else 1
-        ended = self._last.read()
+        ended = float(self._last.read())
         if self.policy == "error" and 0 < ended < world:
             raise ValueError(
                 f"the data of {ended:.0f} of {world} ranks have ended and the others' have not. "

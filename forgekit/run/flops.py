@@ -22,23 +22,27 @@ References:
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from forgekit.model.layers import Attention
 from forgekit.model.moe import MoE
+from forgekit.model.nf4 import values_in
 from forgekit.parallel.fsdp import compute_dtype
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.run.machines import peak_flops
 from forgekit.state import TrainState
 
-MIXED = 4096
-"""Samples of a mixture that its mean row is taken from."""
+UNKNOWN = ("sliding_window", "kv_lora_rank", "is_encoder_decoder")
+"""Settings of transformers' models whose attention is not counted here; they have no MFU."""
+Integers = NDArray[np.int64]
 
 
 @attrs.frozen(kw_only=True)
@@ -71,16 +75,19 @@ class Flops:
 
         Args:
             model: A ``Transformer``, with or without adapters and in any layout. Of another model
-                each matrix counts once per token, and attention by the numbers of its ``config``.
+                each matrix counts once per token, and attention and experts by the numbers of its
+                ``config``; where these do not say it, as of sliding windows, latent attention,
+                convolutions or without a config, operations are NaN.
         """
         uses = _uses(model)
         per_token = active = total = 0.0
         for parameter in model.parameters():
-            use, looked_up = uses.get(parameter, (1.0, False))
-            total += parameter.numel()
-            active += use * parameter.numel()
+            use, looked_up = uses.get(parameter, (math.nan if parameter.ndim > 2 else 1.0, False))
+            values = values_in(parameter)
+            total += values
+            active += values if math.isnan(use) else use * values
             if parameter.ndim > 1 and not looked_up:
-                per_token += use * parameter.numel() * (6 if parameter.requires_grad else 4)
+                per_token += use * values * (6 if parameter.requires_grad else 4)
         return cls(
             per_token=per_token,
             per_pair=12.0 * _head_channels(model),
@@ -111,111 +118,121 @@ class Flops:
 
 @attrs.frozen(kw_only=True)
 class Utilization:
-    """Turns samples per second into utilisations.
+    """Turns the samples of a loader into utilisations of the devices.
 
     Attributes:
-        per_sample: Operations of a mean row, each token meeting those before it in its document.
-        per_sample_palm: The same where each token of a row meets all of them.
+        flops: Of the whole model.
         peak: Operations per second of all devices at best.
+        loader: Finds the rows that samples are, ``rows(first, stop)``, of its ``dataset``.
     """
 
-    per_sample: float
-    per_sample_palm: float
+    flops: Flops
     peak: float
+    loader: Any
 
     @classmethod
     def of(
-        cls, flops: Flops, state: TrainState, dataset: Any, peak: float | None = None
+        cls, flops: Flops, state: TrainState, loader: Any, peak: float | None = None
     ) -> Self | None:
-        """Read what a run's utilisation needs; None where the rows or the peak are unknown.
+        """Find the peak; None where it, the operations, or what rows hold are unknown.
 
         Args:
             flops: Of the whole model.
             state: The state to start from.
-            dataset: What the run reads, see ``mean_row``.
+            loader: What the run reads, as ``make_loader`` makes it.
             peak: Operations per second of one device; by default that of ``forgekit.run.machines``
                 for the dtype that the model computes in.
         """
-        row = mean_row(dataset, state.samples)
         if peak is None:
             peak = peak_flops(state.targets.device, compute_dtype(state.model))
-        if row is None or peak is None:
+        has_rows = hasattr(loader, "rows") and row_length(getattr(loader, "dataset", None))
+        if peak is None or not has_rows or math.isnan(flops.of_row(1, 1)):
             return None
-        tokens, pairs, length = row
-        return cls(
-            per_sample=flops.of_row(tokens, pairs),
-            per_sample_palm=flops.of_row(tokens, tokens * length),
-            peak=peak * world_of(state.mesh),
-        )
+        return cls(flops=flops, peak=peak * world_of(state.mesh), loader=loader)
 
-    def metrics(self, samples: float, seconds: float) -> dict[str, float]:
-        """``perf/mfu`` and ``perf/mfu_palm`` of so many samples in so many seconds."""
-        rate = samples / seconds / self.peak
+    def ideal(self, first: int, stop: int) -> dict[str, float]:
+        """Seconds that some samples take at the peak, for ``perf/mfu`` and ``perf/mfu_palm``.
+
+        Tokens attend to those before them in their own document; as PaLM counts, to all of the row.
+        """
+        dataset = self.loader.dataset
+        tokens, pairs = count_pairs(dataset, self.loader.rows(first, stop))
         return {
-            "perf/mfu": self.per_sample * rate,
-            "perf/mfu_palm": self.per_sample_palm * rate,
+            "perf/mfu": self.flops.of_row(tokens, pairs) / self.peak,
+            "perf/mfu_palm": self.flops.of_row(tokens, tokens * row_length(dataset)) / self.peak,
         }
 
 
-def mean_row(dataset: Any, samples: int = 0) -> tuple[float, float, int] | None:
-    """How many tokens a mean row of a dataset has, and how many pairs of them meet.
+def row_length(dataset: Any) -> int:
+    """Positions of a row; 0 if the dataset does not say."""
+    return getattr(getattr(dataset, "rows", dataset), "seq_len", 0)  # "rows" of conversations
 
-    A mean over the whole dataset, of a mixture over the next samples, costs a step nothing, unlike
-    the documents of its own rows. Padding does not count.
+
+def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
+    """Count the tokens of some rows, and the pairs of them that meet.
+
+    Padding does not count. Ten thousand rows take some milliseconds; nothing but the ends of
+    documents is read.
 
     Args:
-        dataset: A dataset of forgekit's. Of another with a ``seq_len`` rows are taken as full.
-        samples: Where a mixture is.
+        dataset: A dataset of forgekit's, or a mixture. Of another with a ``seq_len`` rows are
+            taken as full.
+        rows: Which rows, any number of times; of a mixture which samples.
 
     Returns:
-        Tokens, pairs of a token and one up to itself in its document, and positions of a row;
-        None where the dataset does not say.
+        Tokens, and pairs of a token and one up to itself in its document.
 
     Examples:
         >>> from forgekit.data.packing.bins import Bins
         >>> from forgekit.data.packing.packed_dataset import packed_dataset
         >>> bins = Bins([0, 2], documents=[0, 1], starts=[0, 0], lengths=[3, 2], capacity=8)
-        >>> mean_row(packed_dataset([[1, 2, 3], [4, 5]], bins))
-        (5.0, 9.0, 8)
+        >>> count_pairs(packed_dataset([[1, 2, 3], [4, 5]], bins), np.array([0, 0]))
+        (10.0, 18.0)
     """
-    dataset = getattr(dataset, "rows", dataset)  # of conversations
-    length = getattr(dataset, "seq_len", 0)
-    if not length:
-        return None
     if hasattr(dataset, "order"):
-        sources, _ = dataset.order.span(samples, MIXED)
-        shares = np.bincount(sources, minlength=len(dataset.datasets)) / MIXED
-        rows = [mean_row(one) or (0.0, 0.0, length) for one in dataset.datasets]
-        tokens, pairs = (float(shares @ column) for column in np.transpose([r[:2] for r in rows]))
-        return tokens, pairs, length
-    pieces = _pieces(dataset)
-    if pieces is None:
-        return float(length), length * (length + 1) / 2, length
-    return float(pieces.sum() / len(dataset)), float(_pairs(pieces) / len(dataset)), length
+        sources, rows = dataset.order.find(rows)
+        parts = [
+            count_pairs(one, rows[sources == index]) for index, one in enumerate(dataset.datasets)
+        ]
+        return sum(tokens for tokens, _ in parts), sum(pairs for _, pairs in parts)
+    lengths = _pieces(getattr(dataset, "rows", dataset), rows).astype(np.float64)
+    return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
 
 
-def _pieces(dataset: Any) -> np.ndarray | None:
-    """Lengths of the runs of tokens that see each other; None if the rows are full."""
+def _pieces(dataset: Any, rows: Integers) -> Integers:
+    """Lengths of the runs of tokens that see each other."""
     if hasattr(dataset, "bins"):
-        return dataset.bins.lengths
-    file, length = getattr(dataset, "file", None), dataset.seq_len
+        offsets = dataset.bins.offsets
+        return dataset.bins.lengths[_ranges(offsets[rows], offsets[rows + 1])]
+    length, file = row_length(dataset), getattr(dataset, "file", None)
     if file is None:
-        return None
-    cuts = np.arange(0, file.tokens - 1, length)
-    if dataset.doc_ids:
-        cuts = np.union1d(cuts, file.offsets[file.offsets < file.tokens - 1])
-    return np.diff(cuts, append=file.tokens - 1)
+        return np.full(len(rows), length)
+    starts = rows * length
+    ends = np.minimum(starts + length, file.tokens - 1)
+    if not dataset.doc_ids:
+        return ends - starts
+    first = np.searchsorted(file.offsets, starts, side="right") - 1
+    stop = np.searchsorted(file.offsets, ends)
+    documents, counts = _ranges(first, stop), stop - first
+    begun = np.maximum(file.offsets[documents], np.repeat(starts, counts))
+    return np.minimum(file.offsets[documents + 1], np.repeat(ends, counts)) - begun
 
 
-def _pairs(lengths: np.ndarray) -> float:
-    sizes = lengths.astype(np.float64)
-    return float((sizes * (sizes + 1) / 2).sum())
+def _ranges(first: Integers, stop: Integers) -> Integers:
+    """The integers of several ranges, one range after the other."""
+    counts = stop - first
+    return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
 
 
 def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
     """Share of the tokens that meet a parameter, and whether it is only looked up."""
     uses: dict[Tensor, tuple[float, bool]] = {}
-    is_head = bool(getattr(getattr(model, "spec", None), "tied", False))
+    is_head = any(getattr(getattr(m, "spec", None), "tied", False) for m in model.modules())
+    config = getattr(model, "config", None)
+    top_k, experts = getattr(config, "num_experts_per_tok", None), _experts_of(config)
+    if top_k and experts:  # of transformers, stacked
+        stacked = (p for p in model.parameters() if p.ndim == 3 and p.shape[0] == experts)
+        uses |= dict.fromkeys(stacked, (top_k / experts, False))
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             uses[module.weight] = (1.0, not is_head)
@@ -228,12 +245,24 @@ def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
     return uses
 
 
+def _experts_of(config: Any) -> int | None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((found for name in names if (found := getattr(config, name, None))), None)
+
+
 def _head_channels(model: nn.Module) -> float:
-    """``h c`` of all layers together."""
+    """``h c`` of all layers together; NaN where it is not known."""
     own = [module for module in model.modules() if isinstance(module, Attention)]
-    config = getattr(model, "config", None)
-    if own or config is None:
-        return float(sum(module.query.weight.shape[0] for module in own))
-    heads = getattr(config, "num_attention_heads", 0)
-    channels = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    return float(config.num_hidden_layers * heads * channels)
+    if own:
+        return float(sum(module.query.out_features for module in own))
+    config: Any = getattr(model, "config", None)
+    heads, count = (getattr(config, n, 0) for n in ("num_attention_heads", "num_hidden_layers"))
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    layers = next(lists, None)
+    kinds = {*(getattr(config, "layer_types", None) or ()), "full_attention"}
+    others = (getattr(config, name, None) for name in UNKNOWN)
+    if not heads or layers is None or len(kinds) > 1 or any(others):
+        return math.nan
+    channels = getattr(config, "head_dim", None) or config.hidden_size // heads
+    here = sum(not getattr(layer, "is_absent", False) for layer in layers)
+    return float(here * heads * channels)

@@ -175,8 +175,8 @@ def histograms(
     """
     release(fsdp_modules(*state.layout.roots(state.model)))
     names = [name for name in _all_names(state) if fnmatchcase(name, pattern)]
-    counts = torch.zeros(len(names), LARGEST - SMALLEST + 3, dtype=torch.float64)
-    counts = counts.to(state.targets.device)
+    shape, device = (len(names), LARGEST - SMALLEST + 3), state.targets.device
+    counts = torch.zeros(shape, dtype=torch.float64, device=device)
     rows, world = {name: row for row, name in enumerate(names)}, world_of(state.mesh)
     for name, parameter in state.model.named_parameters():
         value = parameter if totals is None else parameter.grad
@@ -200,7 +200,9 @@ def _magnitudes(values: Tensor) -> Tensor:
     index = torch.where(values == 0, torch.zeros_like(index), index)
     bins = LARGEST - SMALLEST + 3
     index = torch.where(values.isfinite(), index, torch.full_like(index, bins - 1))
-    return torch.bincount(index.flatten(), minlength=bins).double()
+    # For the length of torch.bincount's result the host would wait.
+    one = torch.ones((), dtype=torch.float64, device=values.device).expand(index.numel())
+    return one.new_zeros(bins).scatter_add_(0, index.flatten(), one)
 
 
 def _all_names(state: TrainState) -> list[str]:

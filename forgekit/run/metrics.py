@@ -2,8 +2,9 @@
 
 Metrics stay on the device until a row is due; then one copy brings all of them to the host. Reading
 a single loss earlier would make the host wait for the device, and the device then idles while the
-host prepares the next step. Every rank builds the same rows, so that each can decide on them; one
-of them writes.
+host prepares the next step. So on an accelerator the copy is read one step later, when the device
+has that step to do. Every rank builds the same rows, so that each can decide on them; one of them
+writes.
 
 ``metrics.jsonl`` holds one JSON object per step, strict JSON (NaN and infinities are null), each
 written at once. What an evaluation adds to a step goes into that step's object.
@@ -11,36 +12,40 @@ written at once. What an evaluation adds to a step goes into that step's object.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.inputs import check_integers, parse_json
+from forgekit.inputs import check_integers
 from forgekit.optim.shards import local
 from forgekit.parallel.layout import world_of
 from forgekit.run.bad_step_records import BadStepRecords
-from forgekit.run.durable_files import overwrite, write_atomic
 from forgekit.run.flops import Utilization
-from forgekit.run.strict_json import finite
+from forgekit.run.host_copy import HostCopy, Moment
+from forgekit.run.metrics_file import RowFile, read_metrics
+from forgekit.run.progress import Bar, Lines, short_number
 from forgekit.run.trackers import GuardedTracker, Tracker
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable
 
+__all__ = ["MetricsLog", "Waits", "read_metrics"]
+
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
-SUMMED = frozenset({"targets", "skipped", "spikes"})
-"""Metrics that are added up over the steps of a row."""
+SUMMED = frozenset({"loss", "targets", "skipped", "spikes"})
+"""Metrics of all steps of a row that its sums are made of."""
+TARGETS = "targets"
+"""Of all steps of a row; its speed is made of them."""
 GIB = 2.0**30
 
 
@@ -64,6 +69,7 @@ class MetricsLog:
     A row has ``step``, ``samples`` and
 
     - ``train/loss``, ``train/grad_norm``, ``train/lr``, ``train/targets`` of the step itself;
+    - ``train/loss_mean``: the mean loss of all targets of good steps since the last row;
     - ``train/skipped``: bad steps since the last row, and ``train/skipped_in_a_row``: those one
       after another up to this one;
     - ``train/spikes``: of the bad steps those that were spikes, where ``make_step`` limits them;
@@ -73,8 +79,14 @@ class MetricsLog:
     - of several ranks ``perf/step_seconds_min``, ``_mean`` and ``_max`` over them, and those of
       ``perf/data_wait_seconds``: of the row before, so that one copy brings them with the rest;
     - ``perf/mfu`` and ``perf/mfu_palm``, where the peak of the devices is known;
-    - ``memory/peak_gib`` of this process: of the device on CUDA, else resident; and this rank's
-      ``memory/parameters_gib`` and ``memory/optimizer_gib``.
+    - ``memory/peak_gib`` of this process: of an accelerator, else resident; and this rank's
+      ``memory/parameters_gib``, ``memory/gradients_gib`` (what the step has left in ``.grad``) and
+      ``memory/optimizer_gib``. On an accelerator ``memory/activations_gib`` is the rest of the
+      peak: activations, temporaries and buffers of collectives.
+
+    On an accelerator a row is read one step late, that of ``total`` at once, and the times are
+    those of the device's queue: a row begins and ends when the device has done its steps, however
+    far ahead the host is. The first row begins with the log, by the host's clock.
 
     Attributes:
         step: The last step that was logged.
@@ -127,21 +139,23 @@ class MetricsLog:
         self.step, self.samples = start_step, start_samples
         self._loader = loader
         self._out = Path(out)
-        self._file = _RowFile(self._out, start_step) if is_writer else None
+        self._file = RowFile(self._out, start_step) if is_writer else None
         bad = self._out / "bad_steps.jsonl" if is_writer else None
         self._bad = BadStepRecords(bad, start_samples, loader)
-        self._display: _Lines | _Bar | None = None
+        self._due: _Due | None = None
+        self._row: dict[str, Any] | None = None  # read, and not yet returned
+        self._display: Lines | Bar | None = None
         if is_writer and sys.stderr is not None:
-            self._display = _Lines(Steady(sys.stderr), total)
+            self._display = Lines(Steady(sys.stderr), total)
         own = trackers if is_writer else ()
         self._trackers = [GuardedTracker(tracker, self.message) for tracker in own]
         self._config = {} if config is None else config
         self._start_trackers(start_step)
-        self._restart()
+        self._restart(Moment.now())
 
     def __enter__(self) -> Self:
         if self._display is not None and sys.stderr.isatty():
-            self._display = _Bar(Steady(sys.stderr), self._start, self._total)
+            self._display = Bar(Steady(sys.stderr), self._start, self._total)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *exception: object) -> None:
@@ -174,38 +188,62 @@ class MetricsLog:
             metrics: The metrics that the step returned: 0-d tensors on one device.
 
         Returns:
-            The row if one is due at this step, else None; NaN stays NaN in it.
+            The row if one is due at this step, else None; NaN stays NaN in it. On an accelerator it
+            is the row of an earlier step, in which only ``train/skipped_in_a_row`` is of the
+            present one, so that whoever acts on it finds the state that it describes. Of two rows
+            in a call, which may be at ``total``, the second, with the bad steps of both.
 
         Raises:
             ValueError: If a metric is not 0-d.
         """
+        self.flush()  # the device has this step to do meanwhile
         self.step, self.samples = state.step, state.samples
-        self._steps += 1
-        for name in metrics.keys() & SUMMED:
-            self._sums[name] = self._sums[name] + metrics[name]
+        self._steps.append({name: metrics[name] for name in metrics.keys() & SUMMED})
         self._bad.add(state, metrics)
-        row = None
+        device = metrics["loss"].device
         if state.step % self._every == 0 or state.step == self._total:
-            row = self._row(state, metrics)
-            self._write(row)
-            self._bad.end_row(row["train/skipped"])
-            self._restart()
+            self._due = self._begin_row(state, metrics)
+            if device.type == "cpu" or state.step == self._total:
+                self.flush()
+            self._restart(Moment.now(device))
+        self._called = Moment.now(device)
         if self._display is not None:
-            self._display.step(state.step, row)
-        self._called = time.perf_counter()
+            self._display.step(state.step)
+        row, self._row = self._row, None
+        if row is not None and row["step"] < state.step and row["train/skipped_in_a_row"]:
+            row = row | {"train/skipped_in_a_row": int(state.skipped)}
         return row
+
+    def flush(self) -> None:
+        """Write the row that is on its way from the device, if there is one; waits for it.
+
+        ``event``, ``outside`` and the end of ``with`` do so. The next call returns the row.
+        """
+        if self._due is None:
+            return
+        due, self._due = self._due, None
+        row = due.read()
+        self._times = row["perf/step_seconds"], row.get("perf/data_wait_seconds", 0.0)
+        self._write(row)
+        self._bad.end_row(row["train/skipped"])
+        if self._display is not None:
+            self._display.row(row)
+        before = 0 if self._row is None else self._row["train/skipped"]
+        self._row = row | {"train/skipped": before + row["train/skipped"]}
 
     def rewind(self, state: TrainState) -> None:
         """Go back to a state that was loaded: later rows are removed, as when a run is resumed."""
+        self._record_rest()
+        self._row = None
         self.step, self.samples = state.step, state.samples
         if self._file is not None:
             self._file.close()
-            self._file = _RowFile(self._out, state.step)
+            self._file = RowFile(self._out, state.step)
         self._start_trackers(state.step)
         self._bad.restart(state.samples)
-        self._restart()
+        self._restart(Moment.now(state.targets.device))
         if self._display is not None:
-            self._display.step(state.step, None)
+            self._display.step(state.step)
 
     def event(
         self,
@@ -227,28 +265,31 @@ class MetricsLog:
         numbers = {} if values is None else _to_host(values)
         if not numbers:
             return
+        self.flush()
         self._write({"step": state.step, "samples": state.samples, **numbers})
-        text = "  ".join(f"{name} {_short(number)}" for name, number in numbers.items())
+        text = "  ".join(f"{name} {short_number(number)}" for name, number in numbers.items())
         if show:
             self.message(f"step {state.step}  {text}")
-        if self._steps == 0:  # nothing but this evaluation has run since the last row
-            self._restart()
+        now = Moment.now(state.targets.device)
+        if not self._steps:  # nothing but this evaluation has run since the last row
+            self._restart(now)
         elif any(name.startswith("eval/") for name in numbers):
-            self._clock += time.perf_counter() - self._called
-        self._called = time.perf_counter()
+            self._away.append((self._called, now))
+        self._called = now
 
     @contextmanager
     def outside(self, device: torch.device) -> Iterator[None]:
         """Leave what happens within, such as a save, out of the times of the present row.
 
+        A row that is on its way is written first, so that a run resumed from the save has it.
+
         Args:
-            device: What the steps ran on; they end first, so that their time counts.
+            device: What the steps ran on.
         """
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        started = time.perf_counter()
+        self.flush()
+        began = Moment.now(device)
         yield
-        self._clock += time.perf_counter() - started
+        self._away.append((began, Moment.now(device)))
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one; the writing rank only.
@@ -258,33 +299,45 @@ class MetricsLog:
         if self._display is not None:
             self._display.message(printable(text))
 
-    def _row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
-        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        sums = {f"train/{name}": self._sums[name] for name in metrics.keys() & SUMMED}
-        sums["targets"] = sums.pop("train/targets")
-        sums["train/skipped_in_a_row"] = state.skipped.to(metrics["skipped"].device)
-        numbers = _to_host(named | sums | self._over_ranks(state, metrics["loss"]))
-        # Only now: the copy has waited for the device, so the clock has seen the steps end.
-        seconds = time.perf_counter() - self._clock
-        targets = numbers.pop("targets")
-        numbers |= {name: int(n) for name, n in numbers.items() if _is_count(name, n)}
-        row = {
-            "step": state.step,
-            "samples": state.samples,
-            **numbers,
-            "perf/tokens_per_second": targets / seconds,
-            "perf/step_seconds": seconds / self._steps,
-            "memory/peak_gib": _peak_gib(metrics["loss"].device),
-            **_memory_of(state),
+    def _begin_row(self, state: TrainState, metrics: TensorDictBase) -> _Due:
+        """Start the one copy of a row; what the host knows is taken down now."""
+        loss = metrics["loss"]
+        named: dict[str, Any] = {
+            name if "/" in name else f"train/{name}": value for name, value in metrics.items()
         }
-        waited = 0.0
+        named |= self._over_steps() | self._over_ranks(state, loss)
+        named["train/skipped_in_a_row"] = state.skipped.to(loss.device)
+        numbers = HostCopy.start(_stacked(named))
+        wait = None
         if self._loader is not None:
-            waited = (self._loader.wait_seconds - self._waited) / self._steps
-            row["perf/data_wait_seconds"] = waited
+            wait = (self._loader.wait_seconds - self._waited) / len(self._steps)
+        ideal = {}
         if self._utilization is not None and self._first is not None:
-            row |= self._utilization.metrics(state.samples - self._first, seconds)
-        self._times = seconds / self._steps, waited
-        return row
+            ideal = self._utilization.ideal(self._first, state.samples)
+        return _Due(
+            step=state.step,
+            samples=state.samples,
+            names=tuple(named),
+            numbers=numbers,
+            memory=_memory_of(state, loss.device),
+            ideal=ideal,
+            wait=wait,
+            steps=len(self._steps),
+            began=self._clock,
+            away=self._away,
+        )
+
+    def _over_steps(self) -> dict[str, Tensor]:
+        """Sums and means over the steps since the last row."""
+        first = self._steps[0]
+        of = {name: torch.stack([step[name] for step in self._steps]).double() for name in first}
+        targets = torch.where(of["skipped"] > 0, 0.0, of["targets"])
+        losses = torch.where(targets > 0, of["loss"], 0.0)  # those of bad steps may be NaN
+        return {
+            TARGETS: of["targets"].sum(),
+            "train/loss_mean": (losses * (targets / targets.sum())).sum(),
+            **{f"train/{name}": of[name].sum() for name in ("skipped", "spikes") if name in of},
+        }
 
     def _over_ranks(self, state: TrainState, like: Tensor) -> dict[str, Tensor]:
         """Least, mean and most of the ranks' times up to the row before, in one reduction.
@@ -325,151 +378,65 @@ class MetricsLog:
 
     def _record_rest(self) -> None:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
-        if self._file is None or self._steps == 0:
+        self.flush()
+        if self._file is None or not self._steps:
             return
-        skipped = int(self._sums["skipped"])
+        skipped = int(self._over_steps()["train/skipped"])
         self._bad.end_row(skipped)
         if skipped:
             many = f"{skipped} bad step{'s' if skipped > 1 else ''}"
             self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
-        self._restart()
+        self._steps = []
 
-    def _restart(self) -> None:
+    def _restart(self, now: Moment) -> None:
         """Begin the sums of the next row."""
-        self._steps = 0
-        self._sums: dict[str, Any] = dict.fromkeys(SUMMED, 0.0)
+        self._steps: list[dict[str, Tensor]] = []
         self._first = self.samples
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
-        self._clock = self._called = time.perf_counter()
+        self._clock = self._called = now
+        self._away: list[tuple[Moment, Moment]] = []  # what does not count as training
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl`` as a list of rows; a last line that was cut by a crash is left out.
+@attrs.frozen(kw_only=True)
+class _Due:
+    """A row whose numbers are on their way from the device.
 
-    Raises:
-        ValueError: If another line is not a JSON object with a step.
+    Attributes:
+        names: Those of ``numbers``.
+        ideal: Utilisations, times the seconds since the last row.
+        wait: Seconds per step that the loader made its user wait.
+        steps: How many it has.
     """
-    lines = Path(path).read_bytes().splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line)
-            row["step"]
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}, line {number}: {line[:60].decode(errors='replace')!r} is not a JSON "
-                'object with a "step". Repair or delete that line.'
-            ) from None
-        rows.append(row)
-    return rows
 
+    step: int
+    samples: int
+    names: tuple[str, ...]
+    numbers: HostCopy
+    memory: dict[str, float]
+    ideal: dict[str, float]
+    wait: float | None
+    steps: int
+    began: Moment
+    away: list[tuple[Moment, Moment]]
 
-class _RowFile:
-    """The open ``metrics.jsonl``; a second row for the last step is merged into the first."""
-
-    def __init__(self, out: Path, start_step: int) -> None:
-        path = out / "metrics.jsonl"
-        out.mkdir(parents=True, exist_ok=True)
-        rows = read_metrics(path) if path.exists() else []
-        lines = [_line(row) for row in rows if row["step"] <= start_step]
-        write_atomic(path, b"".join(lines))
-        self._path, self._line = path, lines[-1] if lines else b""
-        self._last: dict[str, Any] = json.loads(self._line) if lines else {}
-        # Unbuffered, so that one write is one system call.
-        self._file = path.open("r+b", buffering=0)
-        self._start = self._file.seek(0, os.SEEK_END) - len(self._line)
-
-    @property
-    def last(self) -> Mapping[str, Any]:
-        """The last row."""
-        return self._last
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Write a row at the end, or its new keys into the last one; all of it or nothing."""
-        is_same = row["step"] == self._last.get("step")
-        if is_same:
-            row = self._last | row
-        else:
-            self._start = self._file.seek(0, os.SEEK_END)
-        line = _line(row)
-        try:
-            overwrite(self._file, self._start, line, self._line if is_same else b"")
-        except OSError as error:
-            what = f"{error.strerror}: no room for the row of step {row['step']}"
-            rest = "the rows before it are whole. Make room; the same command resumes the run"
-            raise OSError(error.errno, f"{what}; {rest}", str(self._path)) from error
-        self._last, self._line = row, line
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Lines:
-    """Progress where there is no terminal: a line per row."""
-
-    def __init__(self, stream: Steady, total: int | None) -> None:
-        self._stream, self._total = stream, total
-
-    def step(self, step: int, row: dict[str, Any] | None) -> None:
-        if row is not None:
-            of = "" if self._total is None else f"/{self._total}"
-            self.message(f"step {step}{of}  {_summary(row)}")
-
-    def message(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        pass
-
-
-class _Bar:
-    """Progress on a terminal."""
-
-    def __init__(self, stream: Steady, start: int, total: int | None) -> None:
-        # A tenth of what importing forgekit costs, for a terminal alone.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}" + ("" if total is None else f"/{total}")),
-            BarColumn(),
-            TextColumn("{task.fields[summary]}"),
-            TimeRemainingColumn(compact=True),
-            console=Console(file=cast("IO[str]", stream)),
-            # Rich would send what the recipe prints to stderr, away from a file or pipe.
-            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-        )
-        self._task = self._progress.add_task("", total=total, completed=start, summary="")
-        self._progress.start()
-
-    def step(self, step: int, row: dict[str, Any] | None) -> None:
-        if row is not None:
-            self._progress.update(self._task, summary=_summary(row))
-        self._progress.update(self._task, completed=step)
-
-    def message(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def _summary(row: dict[str, Any]) -> str:
-    bad = f"  {row['train/skipped']} bad steps" if row["train/skipped"] else ""
-    mfu = f"  mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else ""
-    return (
-        f"loss {row['train/loss']:.4f}  lr {row['train/lr']:.1e}  "
-        f"{row['perf/tokens_per_second']:,.0f} tokens/s{mfu}{bad}"
-    )
-
-
-def _short(number: Any) -> str:
-    if isinstance(number, float) and not (number.is_integer() and abs(number) >= 1000):
-        return f"{number:.4f}"
-    return f"{number:,.0f}" if isinstance(number, float) else str(number)
+    def read(self) -> dict[str, Any]:
+        """Wait for the numbers and return the row."""
+        numbers = dict(zip(self.names, self.numbers.read().tolist(), strict=True))
+        # Only now: the copy has waited for the device, so the clock has seen the steps end.
+        seconds = self.began.until(self.numbers.arrived)
+        seconds -= sum(start.until(end) for start, end in self.away)
+        targets = numbers.pop(TARGETS)
+        numbers |= {name: int(n) for name, n in numbers.items() if _is_count(name, n)}
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            **numbers,
+            "perf/tokens_per_second": targets / seconds,
+            "perf/step_seconds": seconds / self.steps,
+            **self.memory,
+            **({} if self.wait is None else {"perf/data_wait_seconds": self.wait}),
+            **{name: best / seconds for name, best in self.ideal.items()},
+        }
 
 
 def _is_count(name: str, number: Any) -> bool:
@@ -484,38 +451,40 @@ def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
         for name, value in values.items()
     }
     tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    return numbers | dict(zip(tensors, _stacked(tensors).tolist(), strict=True))
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All 0-d tensors as one."""
     for name, tensor in tensors.items():
         if tensor.ndim:
             raise ValueError(
                 f"metric {name!r} has shape {tuple(tensor.shape)}; a metric is one number. "
                 "Reduce it where it arises, for example by .mean()."
             )
-    if tensors:
-        stacked = torch.stack([tensor.detach().double() for tensor in tensors.values()])
-        numbers |= zip(tensors, stacked.tolist(), strict=True)
-    return numbers
+    wide = [tensor.detach().double() for tensor in tensors.values()]
+    return torch.stack(wide) if wide else torch.empty(0)
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return f"{json.dumps(finite(row), allow_nan=False)}\n".encode()
-
-
-def _memory_of(state: TrainState) -> dict[str, float]:
-    """What this rank's parameters and the optimizer's state take."""
-    moments = [
-        value
-        for values in state.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    ]
-    named = {"parameters": state.model.parameters(), "optimizer": moments}
-    return {
-        f"memory/{name}_gib": sum(local(tensor).nbytes for tensor in tensors) / GIB
-        for name, tensors in named.items()
+def _memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
+    """What this rank's parameters, gradients and the optimizer's state take, and the peak."""
+    parameters = list(state.model.parameters())
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    kinds = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer": moments,
     }
+    held = {name: [local(x) for x in some if isinstance(x, Tensor)] for name, some in kinds.items()}
+    sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
+    sizes["peak"] = _peak(device)
+    if device.type != "cpu":  # what lies on the host is no part of the peak
+        there = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
+        sizes["activations"] = sizes["peak"] - sum(there)
+    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
-def _peak_gib(device: torch.device) -> float:
+def _peak(device: torch.device) -> int:
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts in KiB
+        return torch.accelerator.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

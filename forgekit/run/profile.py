@@ -46,7 +46,8 @@ class Profile:
     writes ``table.txt``: where the steps' time went.
 
     Out of memory inside these steps, ``forgekit.Health`` writes its own snapshot, and the error
-    goes on.
+    goes on; with ``memory_history`` what the allocator did is in
+    ``out/memory/rank_0_history.pickle``.
 
     Args:
         out: The run directory.
@@ -89,8 +90,11 @@ class Profile:
             self._begin()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End a trace that a stop or an error has cut short; it is not written."""
+        is_full = kind is not None and issubclass(kind, torch.OutOfMemoryError)
+        if is_full and self._profiler is not None and self._records:
+            _dump(self._out / "memory" / f"rank_{process_rank()}_history.pickle")
         self._end()
 
     def __call__(self, state: TrainState) -> str | None:
@@ -123,7 +127,7 @@ class Profile:
         return text
 
     def _begin(self) -> None:
-        if self._history and torch.cuda.is_available():
+        if self._records:
             torch.cuda.memory._record_memory_history(max_entries=self._history)
         self._profiler = profile(profile_memory=torch.accelerator.is_available())  # of all devices
         self._waited = self._wait_seconds()
@@ -136,18 +140,29 @@ class Profile:
         if profiler is None:
             return None
         profiler.stop()
-        records = self._history and torch.cuda.is_available()
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-            if records:
-                torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
-        if records:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
+                if self._records:
+                    _dump(folder / f"{name}.pickle")
+        finally:
+            if self._records:
+                torch.cuda.memory._record_memory_history(enabled=None)
         return profiler
+
+    @property
+    def _records(self) -> bool:
+        """Whether the allocator's history is kept; it is forgotten where it is switched off."""
+        return bool(self._history) and torch.cuda.is_available()
 
     def _wait_seconds(self) -> float:
         return 0.0 if self._loader is None else self._loader.wait_seconds
+
+
+def _dump(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def _wait_for_device() -> None:

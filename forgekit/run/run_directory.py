@@ -137,7 +137,7 @@ class Run:
             is_writer=self.is_writer,
             loader=loader if hasattr(loader, "wait_seconds") else None,
             start_samples=state.samples,
-            utilization=Utilization.of(flops, state, dataset, peak_flops),
+            utilization=Utilization.of(flops, state, loader, peak_flops),
             trackers=self.trackers,
             config=self.config,
         )
@@ -242,6 +242,8 @@ class Run:
         Raises:
             CheckpointError: If the last save failed.
         """
+        if self._log is not None:
+            self._log.flush()
         if self._stop is not None:
             self.save(state)
             stopped = self._stop.reason if self._stop.requested else None

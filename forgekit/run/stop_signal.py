@@ -21,12 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import attrs
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forgekit.run.health.rendezvous import HangError
+from forgekit.run.host_copy import HostCopy
 
 log = logging.getLogger("forgekit")
 
@@ -151,7 +150,7 @@ class StopSignal:
         Read it between steps, at the same step on every rank. Once True, it stays True.
         """
         if not self._agreed and len(self._heard) > LAG:
-            self._agreed = self._heard[0].read() > 0
+            self._agreed = float(self._heard[0].read()) > 0
         return self._agreed
 
     @property
@@ -228,30 +227,3 @@ def _is_of_ranks(error: BaseException | None) -> bool:
     """Whether a collective or a meeting failed; gloo's errors have no class of their own."""
     is_gloo = type(error) is RuntimeError and "gloo" in str(error)
     return is_gloo or isinstance(error, dist.DistError | HangError)
-
-
-@attrs.frozen
-class HostCopy:
-    """A 0-d tensor on its way to the host, and the event after which it has arrived."""
-
-    value: Tensor
-    arrived: torch.Event | None
-
-    @classmethod
-    def start(cls, value: Tensor) -> Self:
-        """Start the copy; nothing waits for it."""
-        # An asynchronous copy from an accelerator goes to pinned memory; on a CPU this is a plain
-        # copy, since the caller may reuse its tensor before it is read here.
-        host = value.detach().to("cpu", non_blocking=True, copy=True)
-        if value.device.type == "cpu":
-            return cls(host, None)
-        module = torch.get_device_module(value.device)
-        arrived = module.Event()
-        arrived.record(module.current_stream(value.device))
-        return cls(host, arrived)
-
-    def read(self) -> float:
-        """Wait for the copy and return the number."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return float(self.value)

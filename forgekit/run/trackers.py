@@ -18,7 +18,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any, Protocol
 
 from forgekit.data.optional_packages import require
@@ -224,6 +226,12 @@ class Trackio:
             run.log(new, step=step)
             write_atomic(path, json.dumps(sent).encode())
 
+    def status(self, text: str) -> None:
+        """Put how the run ended among its alerts."""
+        if self._run is not None:
+            level = require("trackio", extra="trackio").AlertLevel.INFO
+            self._run.alert("status", text, level=level)
+
     def close(self) -> None:
         """Send what is left."""
         if self._run is not None:
@@ -338,14 +346,14 @@ class GuardedTracker:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             what, args = call
-            function = self._tracker if what == "__call__" else getattr(self._tracker, what, None)
-            if function is None or self._is_broken:
+            if self._is_broken:
                 continue
             self._since = time.monotonic()
-            try:
-                function(*args)
-            except Exception as error:  # trackers fail in their own ways
-                self._complain(f"failed: {type(error).__name__}: {error}")
+            try:  # of a copy: what a tracker changes, others and the run do not see
+                if what == "__call__" or hasattr(self._tracker, what):
+                    getattr(self._tracker, what)(*deepcopy(args))
+            except BaseException as error:  # trackers fail in their own ways, SystemExit among them
+                self._complain(f"failed: {format_exception_only(error)[-1].strip()}")
                 self._is_broken = True
             self._since = None
 

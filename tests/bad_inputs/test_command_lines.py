@@ -218,6 +218,7 @@ COMMANDS = {
         ["verify", "gone.py", "mesh.tp=2"],
         "gone.py is not there; name a recipe's file, or one of `forgekit ls`.",
     ),
+    "a folder as a recipe": (["diff", "."], ". is a folder; name a file that `forgekit cp` wrote."),
     "a recipe to verify that has no name": (
         ["verify", "pretrian"],
         "no recipe 'pretrian'; the nearest is 'pretrain'. ",

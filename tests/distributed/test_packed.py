@@ -46,6 +46,7 @@ def find(rank, world, folder, sizes, options):
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1), max_norm=1.0)
     state, _ = step(state, mine)
     found["stepped"] = whole(state.model)
+    found["saved"] = {name: full(p).clone() for name, p in state.model.named_parameters()}
     fk.checkpoint_save(state, folder / "run", blocking=True)
     other = fk.TrainState.create(drawn, fk.adamw(drawn, weight_decay=0.5), mesh=mesh)
     other = fk.checkpoint_load(other, folder / "run")
@@ -53,6 +54,8 @@ def find(rank, world, folder, sizes, options):
         torch.equal(full(p), full(q))
         for p, q in zip(other.model.parameters(), state.model.parameters(), strict=True)
     )
+    other = fk.checkpoint_load(other, folder / "alone")
+    found["of one"] = {name: full(p).clone() for name, p in other.model.named_parameters()}
     fk.load_huggingface(state.model, folder / "base")
     found["loaded"] = whole(state.model)
     return found
@@ -71,8 +74,19 @@ def same(found, expected):
     return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def start_alone(seed):
+    model = move(packed.build())
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.requires_grad:
+                parameter += 0.01 * (seed + number)
+    return fk.TrainState.create(model, fk.adamw(model, weight_decay=0.5))
+
+
 def check(case, folder):
     world, sizes, options = case
+    before = start_alone(1)
+    fk.checkpoint_save(before, folder / "alone", blocking=True)
     fk.save_huggingface(fk.Transformer(packed.SPEC, seed=9), folder / "base")
     parts = run_again(find, world, folder, sizes, options)
     ranks = world // math.prod(sizes.get(name, 1) for name in ("pp", "cp"))
@@ -90,6 +104,9 @@ def check(case, folder):
     fk.load_huggingface(alone, folder / "base")
     assert same(together(parts, "loaded"), packed.packed_of(alone))
     assert all(part["resumed"] for part in parts)
+    assert same(together(parts, "of one"), dict(before.model.named_parameters()))
+    alone = fk.checkpoint_load(start_alone(2), folder / "run")
+    assert same(together(parts, "saved"), dict(alone.model.named_parameters()))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

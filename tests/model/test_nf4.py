@@ -6,7 +6,10 @@ import hashlib
 import os
 import subprocess
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import packed
 import pytest
@@ -16,6 +19,7 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.model.nf4 import BYTES, CODES, pack, unpack
+from forgekit.parallel.activation_checkpoint import compile_blocks
 from forgekit.parallel.tensor.plan import read_plan
 from forgekit.run import relora
 from forgekit.run.checkpoints.errors import CheckpointError
@@ -124,6 +128,32 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
         layer(x).sum().backward()
     assert floats == []
     assert x.grad is not None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
+    def gradients(**options):
+        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+        model = fk.parallelize(move(packed.build(torch.float32)), mesh, **options)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        totals = fk.accumulate(state, [row[0] for row in batches_of(1)], loss_fn)
+        return fk.gradients(state, fk.reduce_totals(totals, state))
+
+    expected = gradients()
+    with warnings.catch_warnings():
+        # torch's own compiler does all three, at import and while it traces.
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", ".*Function.*should not be instantiated")
+        chosen = partial(compile_blocks, backend=backend)
+        with patch("forgekit.parallel.parallelize.compile_blocks", chosen):
+            found = gradients(compile=True)
+    fk.shutdown()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < 1e-5, name
 
 
 def test_without_its_adapter_a_layer_computes_with_the_unpacked_weight():

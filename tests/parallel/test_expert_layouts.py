@@ -275,10 +275,13 @@ def _pass_on(rank, world, sizes, source, target):
     return loaded, _contents(state)
 
 
-CHAIN = ["EP2xFSDP2", "EP4, 6 experts", "EP2xTP2"]
+CHAIN = ("EP2xFSDP2", "EP4, 6 experts", "EP2xTP2")
 
 
-def test_checkpoints_move_between_any_numbers_of_expert_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "chain", [CHAIN[1:2], pytest.param(CHAIN, marks=pytest.mark.oracle)], ids=["one", "all"]
+)
+def test_checkpoints_move_between_any_numbers_of_expert_ranks(chain, tmp_path):
     """One process, ep 2, ep 4 (2, 2, 2 and no expert), ep 2 beside tp, and one process again."""
     state = _adamw(build())
     state = _step(state, whole)
@@ -288,7 +291,7 @@ def test_checkpoints_move_between_any_numbers_of_expert_ranks(tmp_path):
         full_tensors(state.model)
     )
     assert saved["layers.1.feed_forward.router.selection_bias"].abs().max() > 0.01
-    for number, layout in enumerate(CHAIN):
+    for number, layout in enumerate(chain):
         world, sizes, _ = LAYOUTS[layout]
         paths = tmp_path / str(number), tmp_path / str(number + 1)
         by_rank = run_ranks(_pass_on, world, sizes, *paths)
@@ -296,11 +299,11 @@ def test_checkpoints_move_between_any_numbers_of_expert_ranks(tmp_path):
             assert loaded.keys() == saved.keys()
             assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         saved = by_rank[0][1]
-    state = fk.checkpoint_load(_adamw(fk.Transformer(SPEC, seed=9).double()), tmp_path / "3")
+    state = fk.checkpoint_load(_adamw(fk.Transformer(SPEC, seed=9).double()), paths[1])
     loaded = _contents(state)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     straight = _adamw(build())
-    for _ in range(4):
+    for _ in range(len(chain) + 1):
         straight = _step(straight, whole)
     expected = _contents(straight)
     names = [name for name, _ in straight.model.named_buffers()]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import full_tensors, relative_error
+from oracle import full, full_tensors, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
@@ -154,7 +154,7 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
 @pytest.mark.parametrize(
     ("kinds", "layout"),
     [
-        (("Qwen3Moe",), "fsdp2"),
+        pytest.param(("Qwen3Moe",), "fsdp2", marks=pytest.mark.oracle),
         (("Llama tied", "Qwen3Moe", "Qwen3 untied"), "tp2"),
         (("Llama llama3", "Mixtral"), "pp2"),
     ],
@@ -186,6 +186,41 @@ def test_a_loss_that_the_model_computes_is_exact_times_its_count(layout):
     expected, losses = train_plainly(model)
     for found, own in run_ranks(_with_their_loss, 2, layout):
         assert own == pytest.approx(losses, rel=1e-6)
+        assert relative_error(found, expected) < 1e-6
+
+
+def balanced_loss(model, batch):
+    output = model(batch["input_ids"], output_router_logits=True)
+    return fk.cross_entropy(output.logits, batch["labels"]).with_mean(output.aux_loss, 0.5)
+
+
+def _balanced(rank, world, base):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    model = fk.parallelize(build("Mixtral", "meta"), mesh)
+    fk.load_huggingface(model, base)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    mine = [batch.chunk(world)[rank] for batch in micro_batches(0)]
+    totals = fk.reduce_totals(fk.accumulate(state, mine, balanced_loss), state)
+    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
+
+
+def test_the_balance_term_of_a_model_is_a_mean_over_micro_batches_by_their_targets(tmp_path):
+    saved = save_model("Mixtral", tmp_path, **EVEN)
+    model = build("Mixtral", "cpu")
+    model.load_state_dict(saved.state_dict())
+    total, count, terms = 0.0, 0, []
+    for batch in (part for whole in micro_batches(0) for part in whole.chunk(2)):
+        output = model(batch["input_ids"], output_router_logits=True)
+        labels = batch["labels"].flatten()
+        targets = int((labels != -100).sum())
+        terms.append(float(output.aux_loss.detach()))
+        total += F.cross_entropy(output.logits.flatten(0, 1), labels, reduction="sum")
+        total += 0.5 * targets * output.aux_loss
+        count += targets
+    (total / count).backward()
+    assert len(set(terms)) == 4
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for found in run_ranks(_balanced, 2, tmp_path):
         assert relative_error(found, expected) < 1e-6
 
 

@@ -128,6 +128,12 @@ REFUSED_SETS = {
         r"^set 'code' holds the token id \d+, and the model has ids below 37: it was tokenized "
         r"with another tokenizer\. Tokenize its text with the model's: forgekit prepare PATH",
     ),
+    "the first id that is none": (
+        lambda at, state: {
+            "code": [held_out().apply(lambda ids: ids.masked_fill(ids == ids.max(), 37))]
+        },
+        r"^set 'code' holds the token id 37, and the model has ids below 37: ",
+    ),
     "vocabulary": (
         lambda at, state: {"code": fk.held_out_loader(state, tokens(at / "a", vocab_size=50), 2)},
         r"^set 'code' \(.*/a\) has a vocabulary of 50 and the model one of 37: it was tokenized",

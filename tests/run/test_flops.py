@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import numpy as np
+import packed
 import pytest
 import torch
 from ranks import run_ranks
+from run.huggingface_models import MODELS, SIZES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import forgekit as fk
 from forgekit.model import moe
-from forgekit.run.flops import Flops, Utilization, mean_row
+from forgekit.run.flops import Flops, Utilization, count_pairs
 from forgekit.run.machines import MACHINES, machine_named
 
 ROWS, LENGTH = 2, 8
@@ -29,7 +33,7 @@ SPECS = {
 }
 
 
-def counted(model, monkeypatch):
+def counted(model, monkeypatch, call=None):
     """Torch's count of one forward and backward pass: in matrices, in attention, in experts.
 
     The kernels that a CPU takes by itself are counted as nothing, without a word: so attention is
@@ -39,11 +43,60 @@ def counted(model, monkeypatch):
     ids = torch.randint(0, 48, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        logits = model(ids)
+        logits = (call or model)(ids)
         fk.cross_entropy(logits, labels).sum.backward()
     counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     attention = counts.get("aten.bmm", 0)
     return sum(counts.values()) - attention, attention
+
+
+THEIRS = {
+    "Llama tied": {},
+    "Qwen3": {},
+    "Mixtral": {},
+    "Qwen3Moe dense first": {},
+    "Mistral": None,  # windows
+    "DeepseekV3": None,  # latent attention
+    "Mamba": None,  # convolutions
+    "T5": None,  # two stacks
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_operations_of_a_model_of_transformers_are_right_or_not_known(kind, monkeypatch):
+    """Two of four or six experts here: all of them would be one and a half times as many."""
+    import transformers
+
+    name = kind.split()[0]
+    settings = SIZES | MODELS.get(kind, {}) | {"vocab_size": 48, "attn_implementation": "eager"}
+    settings |= {"experts_implementation": "eager"} if "Moe" in kind or kind == "Mixtral" else {}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    with torch.device("cpu" if THEIRS[kind] is not None else "meta"):
+        form = "ConditionalGeneration" if name == "T5" else "CausalLM"
+        model = getattr(transformers, f"{name}For{form}")(config)
+    flops = Flops.of(model)
+    assert flops.parameters == sum(p.numel() for p in model.parameters())
+    if THEIRS[kind] is None:
+        assert math.isnan(flops.of_row(1, 1))
+        state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+        loader = fk.make_loader(fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8)), 1)
+        assert Utilization.of(flops, state, loader, peak=1e9) is None
+        return
+    matrices, attention = counted(model, monkeypatch, lambda ids: model(ids).logits)
+    assert flops.per_token * ROWS * LENGTH == pytest.approx(matrices, rel=1e-12)
+    assert flops.per_pair * ROWS * LENGTH**2 == attention > 0
+
+
+def test_a_model_of_which_nothing_is_known_has_no_operations():
+    flops = Flops.of(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Conv1d(2, 3, 4)))
+    assert flops.parameters == flops.active_parameters == 30 + 27
+    assert math.isnan(flops.per_token)
+    assert math.isnan(flops.per_pair)
+
+
+def test_a_base_in_four_bits_counts_as_before_it_was_packed():
+    plain, packed_base = (Flops.of(packed.build(base=base)) for base in (None, "nf4"))
+    assert packed_base == plain
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -156,62 +209,88 @@ def by_hand(batch):
     return tokens, pairs
 
 
-@pytest.mark.parametrize("kind", ["windows", "documents", "packed"])
-def test_pairs_of_a_mean_row_are_those_within_documents(kind, tmp_path):
+def dataset_of(kind, folder):
+    """Rows of eight positions; a window ends where a document does, and in the middle of others."""
     sizes = [3, 11, 1, 7, 20, 2, 5]
     documents = [np.arange(size) + 1 for size in sizes]
-    file = fk.write_tokens(tmp_path / "a", documents, vocab_size=48, eos_id=0)
     if kind == "packed":
-        dataset = fk.packed_dataset(documents, fk.pack(sizes, 8))
-    else:
-        dataset = fk.token_dataset(file, 8, doc_ids=kind == "documents")
-    rows = dataset.__getitems__(range(len(dataset)))
-    tokens, pairs = by_hand(rows)
-    assert mean_row(dataset) == pytest.approx((tokens / len(dataset), pairs / len(dataset), 8))
+        return fk.packed_dataset(documents, fk.pack(sizes, 8))
+    file = fk.write_tokens(folder / kind, documents, vocab_size=48, eos_id=0)
+    return fk.token_dataset(file, 8, doc_ids=kind == "documents")
 
 
-def test_a_mixture_s_mean_row_is_weighed_by_its_samples(tmp_path):
-    datasets = {
-        name: fk.packed_dataset([np.ones(n, int)] * 8, fk.pack([n] * 8, 8))
-        for name, n in (("a", 4), ("b", 8))
-    }
-    order = fk.make_order({"a": 4, "b": 8}, weights={"a": 3, "b": 1})
-    tokens, pairs, length = mean_row(fk.mixture_dataset(datasets, order))
-    assert (tokens, length) == (8, 8)
-    assert pairs == pytest.approx(0.75 * 20 + 0.25 * 36, rel=1e-3)
+@pytest.mark.parametrize("kind", ["windows", "documents", "packed"])
+def test_pairs_of_rows_are_those_within_documents(kind, tmp_path):
+    dataset = dataset_of(kind, tmp_path)
+    for row in range(len(dataset)):
+        assert count_pairs(dataset, np.array([row])) == by_hand(dataset.__getitems__([row])), row
+    some = [*range(len(dataset)), 1, 1, 0]
+    assert count_pairs(dataset, np.array(some)) == by_hand(dataset.__getitems__(some))
+    assert count_pairs(dataset, np.arange(0)) == (0, 0)
 
 
-def test_utilization_is_work_over_the_peak_of_all_devices():
+def test_utilization_is_the_work_of_the_very_samples_over_the_peak_of_all_devices(tmp_path):
+    """Of a mixture whose weights change among them, with samples left out, over two epochs."""
+    kinds = ("documents", "packed")
+    datasets = {kind: dataset_of(kind, tmp_path) for kind in kinds}
+    sizes = {kind: len(dataset) for kind, dataset in datasets.items()}
+    phase = fk.Phase(start=10, weights={"documents": 1, "packed": 30})
+    order = fk.make_order(sizes, weights={"documents": 9, "packed": 1}, phases=(phase,))
     model = fk.Transformer(DENSE)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    flops = Flops.of(model)
-    rows = fk.packed_dataset([np.ones(3, int), np.ones(5, int)], fk.pack([3, 5], 8))
-    found = Utilization.of(flops, state, rows, peak=1e9)
-    assert found is not None
-    metrics = found.metrics(samples=10, seconds=2.0)
-    work = 10 * (8 * flops.per_token + (6 + 15) * flops.per_pair)
-    palm = 10 * (8 * flops.per_token + 8 * 8 * flops.per_pair)
-    assert metrics == {
-        "perf/mfu": pytest.approx(work / 2.0 / 1e9),
-        "perf/mfu_palm": pytest.approx(palm / 2.0 / 1e9),
+    state, flops = fk.TrainState.create(model, fk.adamw(model)), Flops.of(model)
+    for dataset in (fk.mixture_dataset(datasets, order), datasets["packed"]):
+        with fk.make_loader(dataset, 3, seed=5, skip=[(4, 2)]) as loader:
+            found = Utilization.of(flops, state, loader, peak=1e9)
+            batches = [next(iter(loader)) for _ in range(6)]
+        assert found is not None
+        for number in (0, 1, 3, 5):
+            tokens, pairs = by_hand(batches[number])
+            assert found.ideal(3 * number, 3 * number + 3) == {
+                "perf/mfu": pytest.approx(flops.of_row(tokens, pairs) / 1e9, rel=1e-12),
+                "perf/mfu_palm": pytest.approx(flops.of_row(tokens, tokens * 8) / 1e9, rel=1e-12),
+            }
+        assert Utilization.of(flops, state, loader) is None, "a CPU has no peak in the table"
+    with fk.make_loader([1, 2], 1) as loader:
+        assert Utilization.of(flops, state, loader, peak=1e9) is None, "rows of an unknown length"
+    assert Utilization.of(flops, state, [1, 2], peak=1e9) is None, "nobody knows which rows"
+
+
+def _models():
+    import transformers
+
+    spec = attrs.evolve(DENSE, layers=4, moe=attrs.evolve(MOE, experts=8))
+    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 48, "use_cache": False})
+    return {
+        "experts": fk.Transformer(spec),
+        "tied": fk.Transformer(attrs.evolve(DENSE, tied=True)),
+        "llama": transformers.LlamaForCausalLM(config),
     }
-    assert Utilization.of(flops, state, rows) is None, "a CPU has no peak in the table"
-    assert Utilization.of(flops, state, [1, 2], peak=1e9) is None, "rows of an unknown length"
 
 
-def _flops(rank, world, layout):
-    spec = attrs.evolve(DENSE, layers=4, moe=attrs.evolve(MOE, experts=8))
-    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-    model = fk.parallelize(fk.Transformer(spec), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    return attrs.astuple(Flops.of(state.model).over_stages(state))
+def _flops(rank, world, layouts):
+    found = []
+    for layout, case in layouts:
+        mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+        model = fk.parallelize(_models()[case], mesh)
+        state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+        flops = Flops.of(state.model).over_stages(state)
+        rows = fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8))
+        use = Utilization.of(flops, state, fk.make_loader(rows, 1), peak=1e9)
+        found.append((attrs.astuple(flops), use and use.peak))
+    return found
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}])
-def test_every_rank_of_a_layout_counts_the_whole_model(layout):
-    spec = attrs.evolve(DENSE, layers=4, moe=attrs.evolve(MOE, experts=8))
-    expected = attrs.astuple(Flops.of(fk.Transformer(spec)))
-    assert run_ranks(_flops, 2, layout) == [pytest.approx(expected)] * 2
+def test_every_rank_of_a_layout_counts_the_whole_model():
+    layouts = [
+        *(({"pp": 2}, case) for case in ("experts", "llama")),
+        *(({"tp": 2}, case) for case in ("experts", "tied")),
+        ({"dp_shard": 2, "ep": 2}, "experts"),
+    ]
+    whole = {case: attrs.astuple(Flops.of(model)) for case, model in _models().items()}
+    for found in run_ranks(_flops, 2, layouts):
+        for (numbers, peak), (layout, case) in zip(found, layouts, strict=True):
+            assert numbers == pytest.approx(whole[case]), (layout, case)
+            assert peak == 2e9, "that of all devices"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import attrs
 import numpy as np
+import packed
 import pytest
 import torch
+from device.pretend import NAME, watching
 from oracle import SPEC, full_tensors, logits_loss, reference_gradients
-from ranks import run_again
+from ranks import run_again, run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
@@ -203,6 +205,42 @@ def test_histograms_have_a_bin_for_zeros_extremes_and_what_is_not_finite(dtype):
     assert counts[62] == (3 if small else 4)
 
 
+def test_packed_weights_have_no_magnitudes():
+    """Their bytes are numbers of levels; what is trained beside them is counted."""
+    model = packed.build(torch.float32)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    names = {name for name, _ in model.named_parameters()} - set(packed.packed_of(model))
+    assert packed.packed_of(model)
+    assert any("lora_A" in name for name in names)
+    found = histograms(state)
+    assert found.keys() == {f"histogram/weight/{name}" for name in names}
+    assert all(sum(counts) == model.get_parameter(n[17:]).numel() for n, counts in found.items())
+
+
+def _waits(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(), device=NAME)
+    model = fk.parallelize(fk.Transformer(SMALL), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    rows = [row[0].to(NAME) for row in micro_batches(1)]
+    totals = fk.reduce_totals(fk.accumulate(state, rows, logits_loss), state)
+    found = []
+    for look in (
+        lambda: layer_norms(state, totals),
+        lambda: histograms(state, totals, pattern="layers.0.*"),
+        lambda: gradient_noise(state, rows, logits_loss),
+    ):
+        with watching() as ledger:
+            look()
+        found.append([*ledger.waits])
+    return found
+
+
+def test_the_host_waits_for_no_hook_but_once_for_histograms():
+    ((norms, counts, noise),) = run_ranks(_waits, 1, setup="device.pretend:install")
+    assert norms == noise == []
+    assert len(counts) == 1
+
+
 def _returned(model, rows, names):
     """What modules of a plain model return, written down by hooks of this test's own."""
     wanted = {}
@@ -221,19 +259,17 @@ def _returned(model, rows, names):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_captured_activations_are_what_modules_return(recompute, tmp_path):
     rows = [row[0] for row in micro_batches(1)]
-    wanted = _returned(fk.Transformer(SMALL).double(), rows, ["layers.0", "layers.1", "norm"])
+    names = ["layers.0", "layers.1", "layers.0.attention", "layers.1.attention", "norm"]
+    wanted = _returned(fk.Transformer(SMALL).double(), rows, names)
     state = build_state({}, activation_checkpoint=recompute)
-    with capture_activations(state, ["layers.?", "norm"], tmp_path):
+    hooks = [len(module._forward_hooks) for module in state.model.modules()]
+    with capture_activations(state, ["layers.?", "*.attention", "norm"], tmp_path):
         fk.accumulate(state, rows, logits_loss)
     fk.shutdown()
+    assert [len(module._forward_hooks) for module in state.model.modules()] == hooks
     found = load_file(tmp_path / "step_00000000" / "rank0.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    with (
-        pytest.raises(ValueError, match="returned no tensor"),
-        capture_activations(state, ["norm"], tmp_path),
-    ):
-        pass  # the hooks of the first time are gone
 
 
 def _captured(state, batches, folder):
@@ -300,6 +336,23 @@ def test_a_hook_of_gradients_joins_the_metrics_of_its_steps_and_changes_nothing(
         if norms:
             whole = torch.stack(norms).square().sum().sqrt()
             torch.testing.assert_close(whole, row["grad_norm"], rtol=1e-12, atol=0)
+
+
+def test_a_hook_that_raises_has_donated_nothing():
+    def fails(state, totals):
+        raise KeyError("mine")
+
+    state, rows = build_state(), [row[0] for row in micro_batches(1)]
+    before = full_tensors(state.model)
+    with pytest.raises(KeyError, match="mine"):
+        fk.make_step(logits_loss, schedule=fk.constant(0.01), gradient_hook=fails)(state, rows)
+    after = full_tensors(state.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    plain = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    expected, _ = plain(build_state(), rows)
+    again, _ = plain(state, rows)
+    found, wanted = full_tensors(again.model), full_tensors(expected.model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.bad_input

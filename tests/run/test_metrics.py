@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forgekit as fk
 from forgekit.run.bad_step_records import read_bad_steps
 from forgekit.run.durable_files import append_lines
-from forgekit.run.flops import Utilization
+from forgekit.run.flops import Flops, Utilization
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.state import TrainState, donate
 
@@ -410,15 +410,16 @@ def test_wrong_arguments_say_what_is_right(tmp_path, state):
 
 def test_without_a_terminal_there_is_a_plain_line_per_row(tmp_path, state, capfd):
     with MetricsLog(tmp_path, every=2, total=4) as log:
-        state, _ = train(log, state, [1, 2], lr=2.9e-3, skipped=1.0)
+        state, _ = train(log, state, [1], lr=2.9e-3)
+        state, _ = train(log, state, [2], lr=2.9e-3, skipped=1.0)
         log.event(state, {"eval/held_out/loss": 2.5})
         log.message("saved")
     out, err = capfd.readouterr()
     lines = err.splitlines()
     assert out == ""
     assert len(lines) == 3
-    assert lines[0].startswith("step 2/4  loss 8.0000  lr 2.9e-03  ")
-    assert lines[0].endswith(" tokens/s  2 bad steps")
+    assert lines[0].startswith("step 2/4  loss 9.0000  lr 2.9e-03  ")
+    assert lines[0].endswith(" tokens/s  1 bad steps")
     assert lines[1:] == ["step 2  eval/held_out/loss 2.5000", "saved"]
     assert "\x1b" not in err
 
@@ -471,7 +472,7 @@ def test_a_bar_on_a_terminal_gives_the_terminal_back(
     assert hide in screen
     assert screen.rindex(show) > screen.rindex(hide)
     assert "step 4/10" in screen
-    assert "loss 6.0000  lr 4.0e-03" in screen
+    assert f"loss {(7 * 103 + 6 * 104) / 207:.4f}  lr 4.0e-03" in screen
     assert "a line [in] brackets" in screen
     assert capsys.readouterr().out == "for the pipe\n"
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2, 4]
@@ -488,7 +489,12 @@ def test_targets_of_a_source_are_whole_numbers_unless_they_are_weighted(tmp_path
 
 
 def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state, capsys):
-    use = Utilization(per_sample=2e9, per_sample_palm=5e9, peak=1e12)
+    flops = Flops(per_token=2e6, per_pair=5e5, parameters=1, active_parameters=1)
+    documents = [range(1, 3 + index) for index in range(32)]
+    rows = fk.packed_dataset(documents, fk.pack([len(one) for one in documents], 64))
+    loader = fk.make_loader(rows, 1)
+    use = Utilization.of(flops, state, loader, peak=1e12)
+    assert use is not None
     with MetricsLog(tmp_path, every=2, start_samples=0, utilization=use) as log:
         state, first = train(log, state, [1, 2])
         time.sleep(0.1)
@@ -496,23 +502,68 @@ def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state, cap
         _, second = train(log, state, [3, 4])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith(f" tokens/s  mfu {first[-1]['perf/mfu']:.1%}")
-    for row in (first[-1], second[-1]):
-        seconds = 2 * row["perf/step_seconds"]
-        assert row["perf/mfu"] == pytest.approx(16 * 2e9 / seconds / 1e12)
-        assert row["perf/mfu_palm"] == pytest.approx(16 * 5e9 / seconds / 1e12)
+    for row, samples in ((first[-1], (0, 16)), (second[-1], (16, 32))):
+        for name, best in use.ideal(*samples).items():
+            assert row[name] == pytest.approx(best / row["perf/step_seconds"] / 2)
+    assert use.ideal(0, 16) != use.ideal(16, 32)
 
 
-def test_memory_is_that_of_parameters_and_moments(tmp_path):
-    model = torch.nn.Linear(64, 32)
+RAGGED = {1: (2.0, 3.0), 2: (5.0, 1.0), 3: (math.nan, 7.0), 4: (1.0, 4.0), 5: (math.inf, 2.0)}
+"""Loss and targets of each step; those that are not finite are bad."""
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_the_mean_loss_of_a_row_is_over_the_targets_of_its_good_steps(
+    tmp_path, state, every, capsys
+):
+    rows = []
+    with MetricsLog(tmp_path, every=every) as log:
+        for step, (loss, targets) in RAGGED.items():
+            bad = float(not math.isfinite(loss))
+            state, found = train(log, state, [step], loss=loss, targets=targets, skipped=bad)
+            rows += found
+    if every == 5:
+        assert rows[-1]["train/loss_mean"] == pytest.approx((2 * 3 + 5 * 1 + 1 * 4) / 8, rel=1e-15)
+        assert capsys.readouterr().err.startswith("step 5  loss 1.8750  ")
+        return
+    for row, (loss, _) in zip(rows, RAGGED.values(), strict=True):
+        good = math.isfinite(loss)
+        assert row["train/loss_mean"] == loss if good else math.isnan(row["train/loss_mean"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_parameters_gradients_and_moments(tmp_path, dtype):
+    model = torch.nn.Linear(64, 32, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     state = TrainState.create(model, optimizer)
-    model(torch.ones(1, 64)).sum().backward()
+    model(torch.ones(1, 64, dtype=dtype)).sum().backward()
     optimizer.step()
     with MetricsLog(tmp_path, every=1) as log:
         _, rows = train(log, state, [1])
-    size = (64 * 32 + 32) * 4
+    size = (64 * 32 + 32) * dtype.itemsize
     assert rows[-1]["memory/parameters_gib"] == size / 2**30
+    assert rows[-1]["memory/gradients_gib"] == size / 2**30
+    assert "memory/activations_gib" not in rows[-1], "nobody knows the rest of a process"
     assert rows[-1]["memory/optimizer_gib"] == (2 * size + 2 * 4) / 2**30
+
+
+def _memory(rank, world, out):
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    model = fk.parallelize(torch.nn.Linear(6, 5), mesh)
+    model.bias.requires_grad_(False)
+    state = TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(
+        lambda model, batch: fk.Loss(model(batch["x"]).square().sum(), 2), schedule=fk.constant(0.1)
+    )
+    with MetricsLog(out / str(rank), every=1) as log:
+        row = log(*step(state, [TensorDict({"x": torch.ones(2, 6)}, [2])]))
+    kinds = ("parameters", "gradients", "optimizer")
+    return [row[f"memory/{kind}_gib"] * 2**30 / 4 for kind in kinds]
+
+
+def test_memory_is_that_of_a_rank_s_shards(tmp_path):
+    """Of five rows the first rank has three; the bias is frozen, and each moment has a count."""
+    assert run_ranks(_memory, 2, tmp_path) == [[21, 18, 2 * 18 + 1], [14, 12, 2 * 12 + 1]]
 
 
 def _times(rank, world, out):
@@ -539,5 +590,8 @@ def test_a_row_has_the_least_the_mean_and_the_most_of_the_ranks_times(tmp_path):
         for row in (here[1], there[1]):
             found = [row[f"perf/{name}_{what}"] for what in ("min", "mean", "max")]
             assert found == pytest.approx(expected)
+    for row, targets in zip((*here, *there), (101, 102) * 2, strict=True):  # not once per rank
+        found = row["perf/tokens_per_second"] * row["perf/step_seconds"]
+        assert found == pytest.approx(targets)
     assert here[1]["perf/data_wait_seconds_max"] == 0.75
     assert here[1]["perf/step_seconds_max"] > here[1]["perf/step_seconds_min"] + 0.02

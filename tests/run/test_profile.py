@@ -130,7 +130,7 @@ def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):
 
 
 def test_overlapping_work_counts_once_and_communication_only_where_nothing_is_computed():
-    """Seconds 0 to 20: compute 1-4 and 3-6, 10-12; collectives 5-8 and 7-9, 11-12; wait 2."""
+    """Seconds 0 to 20: compute 1-4 and 3.5-6, 10-12; collectives 5-8 and 7-9, 11-12; wait 2."""
     events = [
         event("forgekit.accumulate", 0, 20, is_user_annotation=True),
         event("FSDP::all_gather", 0, 20, is_user_annotation=True),
@@ -138,7 +138,7 @@ def test_overlapping_work_counts_once_and_communication_only_where_nothing_is_co
         event("MmBackward0", 0, 15),
         event("aten::matmul", 1, 4),
         event("aten::mm", 2, 3),
-        event("aten::mm", 3, 6),
+        event("aten::mm", 3.5, 6),
         event("fsdp::copy_in", 10, 12),
         event("c10d::allreduce_", 5, 8),
         event("gloo:all_reduce", 7, 9, is_user_annotation=True),
@@ -173,6 +173,66 @@ def test_out_of_memory_ends_the_trace_goes_on_as_an_error_and_leaves_a_snapshot(
     assert "OutOfMemoryError: no more" in (tmp_path / "memory" / "rank_0.txt").read_text()
     said = train(tmp_path, 2, first=2, steps=1)  # torch has one profiler at a time
     assert said[-1].startswith("steps 2 to 2")
+
+
+class Allocator:
+    """Stands for CUDA's allocator, which forgets its history where that is switched off."""
+
+    def __init__(self, monkeypatch):
+        self.history, self.dumped = None, {}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled="all", max_entries=0):
+        self.history = None if enabled is None else max_entries
+
+    def dump(self, path):
+        self.dumped[path] = self.history
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, None])
+def test_the_history_of_the_allocator_is_kept_in_the_window_and_written_where_memory_runs_out(
+    fail_at, tmp_path, monkeypatch
+):
+    allocator = Allocator(monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError) if fail_at else nullcontext():
+        train(tmp_path, 3, first=2, steps=1, fail_at=fail_at, memory_history=7)
+    inside = tmp_path / "profile" / "steps_00000002_00000002" / "rank0.pickle"
+    full = tmp_path / "memory" / "rank_0_history.pickle"
+    assert allocator.dumped == {1: {}, 2: {str(full): 7}, None: {str(inside): 7}}[fail_at]
+    assert allocator.history is None
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing_switched_on(tmp_path, monkeypatch):
+    allocator = Allocator(monkeypatch)
+    (tmp_path / "profile").write_text("in the way")
+    with pytest.raises(OSError, match="profile"):
+        train(tmp_path, 3, first=2, steps=1, memory_history=7)
+    assert allocator.history is None
+    assert isinstance(named("forward"), nullcontext)
+
+
+def test_two_windows_write_a_trace_each(tmp_path):
+    model = fk.Transformer(SPEC)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    step = fk.make_step(
+        lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"]), schedule=fk.constant(1e-3)
+    )
+    loader = SimpleNamespace(wait_seconds=0.0)
+    with (
+        Profile(tmp_path, first=1, steps=2, loader=loader) as one,
+        Profile(tmp_path, first=4, steps=9) as two,
+    ):
+        for _ in range(5):  # the second window ends behind the run
+            state, _ = step(state, [batch()])
+            loader.wait_seconds += 2.0
+            said = (one(state), two(state))
+            if state.step == 2:
+                line = next(x for x in said[0].splitlines() if x.startswith("data wait"))
+                assert line.split()[2:5] == ["2000.00"] * 3, "milliseconds per step"
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps_00000001_00000002"]
+    assert isinstance(named("forward"), nullcontext)
 
 
 def test_without_a_profiler_names_cost_nothing():

@@ -1,10 +1,13 @@
 """The lines at the start of a run: layout, size, memory, tokens of a step, and optimizers."""
 
+from contextlib import redirect_stderr
+from io import StringIO
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 import forgekit as fk
@@ -43,6 +46,20 @@ def test_the_lines_say_what_is_there():
         "AdamW": f"21 tensors, {SIZE:,}: embedding.weight, layers.*.attention_norm.weight, "
         "layers.*.attention.query.weight and 9 kinds more",
     }
+
+
+def test_frozen_parameters_have_no_gradients():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in "ab"))
+    model[0].requires_grad_(False)
+    found = table(create(model, torch.optim.SGD(model[1].parameters(), lr=0.1)))
+    assert found["memory"] == "2.0 MiB of parameters and 1.0 MiB of gradients on this rank"
+
+
+def test_a_mesh_of_one_rank_is_one_rank():
+    mesh = fk.build_mesh(device="cpu")
+    found = table(create(fk.parallelize(fk.Transformer(SPEC), mesh), mesh=mesh))
+    fk.shutdown()
+    assert found["layout"] == "1 rank, products in float32 on cpu"
 
 
 def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
@@ -107,3 +124,20 @@ def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
     assert [line.split(":")[0].strip() for line in lines[greeting + 1 :]][:4] == [
         *("layout", "parameters", "memory", "AdamW")
     ]
+
+
+def _greets(rank, world, folder):
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    mesh = fk.build_mesh(fk.MeshSpec(pp=2), device="cpu")
+    state = create(fk.parallelize(fk.Transformer(SPEC), mesh), mesh=mesh)
+    with redirect_stderr(StringIO()) as shown, fk.open_run(folder / "run", CONFIG) as run:
+        run.start(state, every=1).close()
+    return shown.getvalue()
+
+
+def test_the_greeting_of_a_pipeline_counts_all_of_its_stages(tmp_path):
+    said, other = run_ranks(_greets, 2, tmp_path, group=False)
+    assert f"; {SIZE / 1e6:.2f} M parameters" in said
+    assert f"  parameters:  {SIZE:,}, of which a token meets {SIZE:,}\n" in said
+    assert other == ""

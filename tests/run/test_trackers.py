@@ -11,6 +11,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -113,38 +114,81 @@ def test_other_ranks_have_no_trackers(tmp_path):
     assert kept.calls == []
 
 
-class Raises(Kept):
-    def __call__(self, step, values):
-        raise RuntimeError("no network")
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Broken(Kept):
+    """Fails in one of its calls."""
+
+    def __init__(self, where, error):
+        def fail(self, *args):
+            self.calls.append("failed")
+            if error is None:
+                time.sleep(10)
+            raise error
+
+        super().__init__()
+        self.__class__ = type("Broken", (Kept,), {where: fail})
+
+
+FAILS = {
+    "an error": (RuntimeError("no network"), "failed: RuntimeError: no network"),
+    "a full disk": (OSError(28, "No space left"), r"failed: OSError: [Errno 28] No space left"),
+    "an exit": (SystemExit(3), "failed: SystemExit: 3"),
+    "an interrupt": (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
+    "no text": (Unprintable(), f"failed: {__name__}.Unprintable: <exception str() failed>"),
+    "hangs": (None, "hangs for 0 s"),
+}
+
+
+@pytest.mark.parametrize("case", FAILS)
+@pytest.mark.parametrize("where", ["start", "__call__", "status", "close"])
+def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, case, where, capfd):
+    monkeypatch.setattr("forgekit.run.trackers.PATIENCE_S", 0.05)
+    monkeypatch.setattr("forgekit.run.trackers.CLOSING_S", 0.1)
+    error, says = FAILS[case]
+    before, after, started = Kept(), Kept(), time.perf_counter()
+    trackers = (before, Broken(where, error), after)
+    with MetricsLog(tmp_path, every=1, trackers=trackers) as log:
+        state = steps_of(log, make_state(), [1, 2])
+        time.sleep(0.1)
+        steps_of(log, state, [3, 4])
+        log.status("finished")
+    assert time.perf_counter() - started < 3
+    if case == "hangs" and where in ("status", "close"):
+        says = "has not ended in 0.1 s"
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("step ")]
+    assert lines == [f"tracker Broken {says}; metrics.jsonl has all rows"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "Broken")
+    assert case == "hangs" or trackers[1].calls[-1] == "failed", "it is left alone"
+    assert before.calls == after.calls
+    assert [call[0] for call in after.calls] == ["start", 1, 2, 3, 4, "status", "c"]
+
+
+def test_what_a_tracker_changes_nobody_else_sees(tmp_path):
+    class Changes(Kept):
+        def __call__(self, step, values):
+            values.clear()
+
+        def start(self, step, config):
+            config["a"].append("changed")
+            config["new"] = 1
+
+    kept, config = Kept(), {"a": [1, 2]}
+    with MetricsLog(tmp_path, every=1, trackers=(Changes(), kept), config=config) as log:
+        wait_for(log._trackers[0])
+        steps_of(log, make_state(), [1])
+    assert config == {"a": [1, 2]}
+    assert kept.calls[0] == ("start", 0, {"a": [1, 2]})
+    assert kept.calls[1][1]["train/loss"] == 9.0
 
 
 class Hangs(Kept):
     def __call__(self, step, values):
         time.sleep(10)
-
-
-@pytest.mark.parametrize(
-    ("tracker", "says"),
-    [
-        (Raises(), "tracker Raises failed: RuntimeError: no network; metrics.jsonl has all rows"),
-        (Hangs(), "tracker Hangs hangs for 0 s; metrics.jsonl has all rows"),
-    ],
-)
-def test_a_tracker_that_fails_or_hangs_costs_one_message(
-    tmp_path, monkeypatch, tracker, says, capfd
-):
-    monkeypatch.setattr("forgekit.run.trackers.PATIENCE_S", 0.1)
-    monkeypatch.setattr("forgekit.run.trackers.CLOSING_S", 0.2)
-    kept, started = Kept(), time.perf_counter()
-    with MetricsLog(tmp_path, every=1, trackers=(tracker, kept)) as log:
-        state = steps_of(log, make_state(), [1, 2])
-        time.sleep(0.3)
-        steps_of(log, state, [3, 4])
-    assert time.perf_counter() - started < 3
-    lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if "tracker" in line] == [says]
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [call[0] for call in kept.calls[1:-1]] == [1, 2, 3, 4]
 
 
 def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
@@ -311,10 +355,12 @@ def test_trackio_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
         assert done.returncode == (-signal.SIGKILL if dies else 0), done.stderr[-3000:]
     with closing(sqlite3.connect(data / "runs.db")) as database:
         rows = database.execute("select step, metrics from metrics order by id").fetchall()
+        said = database.execute("select title, text from alerts").fetchall()
     losses = [step for step, values in rows if "train/loss" in json.loads(values)]
     evaluations = [step for step, values in rows if "eval/a/loss" in json.loads(values)]
     assert losses == [*range(1, 11)]
     assert evaluations == [5, 10]
+    assert said == [("status", "finished")]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -264,9 +264,21 @@ class Loader:
         Returns:
             For each sample the name of its source, None if there is only one, and its row there.
         """
-        rows = self._batches.rows(np.arange(first, stop))
+        rows = self.rows(first, stop)
         order = getattr(self.dataset, "order", None)
         return [(None, row) if order is None else order(row) for row in rows.tolist()]
+
+    def rows(self, first: int, stop: int) -> Integers:
+        """Find the rows of the dataset that some samples are; a mixture's are its own samples.
+
+        Args:
+            first: The first sample.
+            stop: The one after the last.
+
+        Returns:
+            ``[stop - first]`` int64.
+        """
+        return self._batches.rows(np.arange(first, stop))
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -1,0 +1,85 @@
+"""The progress of a run on the screen: a bar on a terminal, elsewhere plain lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+from forgekit.terminal import Steady
+
+
+class Lines:
+    """Progress where there is no terminal: a line per row."""
+
+    def __init__(self, stream: Steady, total: int | None) -> None:
+        self._stream, self._total = stream, total
+
+    def step(self, step: int) -> None:
+        """Rows alone are shown."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Print a row."""
+        of = "" if self._total is None else f"/{self._total}"
+        self.message(f"step {row['step']}{of}  {_summary(row)}")
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, stream: Steady, start: int, total: int | None) -> None:
+        # A tenth of what importing forgekit costs, for a terminal alone.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}" + ("" if total is None else f"/{total}")),
+            BarColumn(),
+            TextColumn("{task.fields[summary]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=cast("IO[str]", stream)),
+            # Rich would send what the recipe prints to stderr, away from a file or pipe.
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+        )
+        self._task = self._progress.add_task("", total=total, completed=start, summary="")
+        self._progress.start()
+
+    def step(self, step: int) -> None:
+        """Move on to a step."""
+        self._progress.update(self._task, completed=step)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Show a row beside the bar."""
+        self._progress.update(self._task, summary=_summary(row))
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._progress.stop()
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    bad = f"  {row['train/skipped']} bad steps" if row["train/skipped"] else ""
+    mfu = f"  mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else ""
+    return (
+        f"loss {row['train/loss_mean']:.4f}  lr {row['train/lr']:.1e}  "
+        f"{row['perf/tokens_per_second']:,.0f} tokens/s{mfu}{bad}"
+    )
+
+
+def short_number(number: Any) -> str:
+    """Write a number in few digits."""
+    if isinstance(number, float) and not (number.is_integer() and abs(number) >= 1000):
+        return f"{number:.4f}"
+    return f"{number:,.0f}" if isinstance(number, float) else str(number)
