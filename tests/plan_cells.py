@@ -16,63 +16,95 @@ from forgekit.run.plan.collectives import dimension_of
 from forgekit.run.plan.steps import measure_step
 from forgekit.run.plan.watch import StepWatch
 
-SPEC = fk.TransformerSpec(
-    vocab_size=64, dim=48, layers=4, heads=4, kv_heads=2, ffn_dim=64, max_seq_len=16
-)
-MOE = fk.MoESpec(experts=8, top_k=2, ffn_dim=16, shared=1, first=1, force_balance=True)
+MOE = fk.MoESpec(experts=8, top_k=2, ffn_dim=24, shared=1, first=1)
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """A model and its micro-batches."""
+
+    dim: int
+    layers: int
+    vocab_size: int
+    ffn_dim: int
+    positions: int
+    rows: int
+    micro_batches: int
+    heads: int = 4
+    kv_heads: int = 2
+
+
+WIDE = Shape(dim=64, layers=4, vocab_size=512, ffn_dim=160, positions=64, rows=4, micro_batches=4)
+LONG = Shape(dim=32, layers=5, vocab_size=200, ffn_dim=96, positions=192, rows=1, micro_batches=8)
 
 
 @attrs.frozen(kw_only=True)
 class Cell:
-    """A layout and what runs in it."""
+    """A layout and what runs in it.
+
+    Attributes:
+        documents: Of each row, apart from each other; None for rows without ``doc_ids``.
+        has_logits: Whether the loss takes logits, instead of a head that never holds them.
+    """
 
     name: str
     world: int
     sizes: dict[str, int]
+    shape: Shape = WIDE
     options: dict[str, Any] = attrs.field(factory=dict)
+    spec: dict[str, Any] = attrs.field(factory=dict)
     moe: bool = False
-    lora: bool = False
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    micro_batches: int = 2
+    lora: dict[str, Any] | None = None
+    documents: int | None = None
+    has_logits: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 def loss_fn(model, batch):
-    return model(batch["input_ids"], head=partial(fk.linear_cross_entropy, labels=batch["labels"]))
+    documents = {"doc_ids": batch.get("doc_ids"), "position_ids": batch.get("position_ids")}
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], **documents, head=head)
+
+
+def logits_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def setup(cell):
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": -1} | cell.sizes), device="cpu")
+    shape = attrs.asdict(cell.shape)
+    positions, rows, count = (shape.pop(n) for n in ("positions", "rows", "micro_batches"))
+    moe = MOE if cell.moe else None
+    spec = fk.TransformerSpec(**shape, max_seq_len=positions, moe=moe, **cell.spec)
     with torch.device("meta"):
-        spec = attrs.evolve(
-            SPEC, moe=MOE if cell.moe else None, heads=cell.heads, kv_heads=cell.kv_heads
-        )
         model = fk.Transformer(spec)
-    if cell.lora:
-        model = fk.add_lora(model, rank=4, alpha=8.0)
+    if cell.lora is not None:
+        model = fk.add_lora(model, rank=4, alpha=8.0, **cell.lora)
     model = fk.parallelize(model, mesh, **cell.options)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
-    # One row: what a send still holds is not planned, and stays small beside a stage's parameters.
-    ids = torch.arange(SPEC.max_seq_len).view(1, -1)
-    batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[1])
-    loader = [batch] * (2 * cell.micro_batches)
-    return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=loader)
+    loss = logits_loss if cell.has_logits else loss_fn
+    step = fk.make_step(loss, schedule=fk.constant(1e-3))
+    ids = torch.arange(rows * positions).view(rows, positions) % spec.vocab_size
+    batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[rows])
+    if cell.documents is not None:
+        each = torch.arange(positions) * cell.documents // positions
+        batch["doc_ids"] = each.repeat(rows, 1)
+        batch["position_ids"] = (torch.arange(positions) % (positions // 2)).repeat(rows, 1)
+    return SimpleNamespace(state=state, step=step, loss_fn=loss, loader=[batch] * (2 * count))
 
 
 def measure(cell) -> dict[str, Any]:
-    """Memory by category, collectives and FLOPs of a step, where this process is a rank."""
+    """Memory, collectives, FLOPs and traffic of a step, where this process is a rank."""
     with StepWatch() as watch:
-        found = measure_step(setup(cell), watch, cell.micro_batches)
+        found = measure_step(setup(cell), watch, cell.shape.micro_batches)
         dimensions = {call: dimension_of(call, found.state.mesh) for call in found.calls}
     return {
         "memory": found.memory,
         "collectives": collectives_of(found.calls, dimensions),
         "flops": dict(found.work.flops),
+        "traffic": (found.work.moved, found.work.kernels),
         "targets": found.targets,
     }
 
@@ -87,6 +119,6 @@ def collectives_of(calls, dimensions):
     return {key: (counts[key], sizes[key]) for key in counts}
 
 
-def run_cell(_rank, _world, cell):
-    """What a rank of a real run measures; called on each."""
-    return measure(cell)
+def run_cells(_rank, _world, cells):
+    """What a rank of a real run measures in each cell; called on each."""
+    return [measure(cell) for cell in cells]

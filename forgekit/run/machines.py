@@ -1,13 +1,15 @@
 """What the devices that people train on can do at best, as their makers state it.
 
 Peaks are those of dense products: data sheets that quote sparse ones are halved. Nothing reaches
-them; they are the denominator that makes utilisations comparable.
+them; they are the denominator that makes utilisations comparable. Latencies are those with which
+NCCL 2.28 itself chooses how to communicate: its ring with the protocol for medium sizes (LL128).
 
 References:
     A100 https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
     H100 https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
     H200 https://www.nvidia.com/en-us/data-center/h200/
     B200 https://www.nvidia.com/en-us/data-center/hgx/
+    latencies https://github.com/NVIDIA/nccl/blob/v2.28.3-1/src/graph/tuning.cc
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class Machine:
             what data sheets quote for both directions).
         network_bandwidth: Bytes per second that a device sends to other nodes: one 400 Gb/s
             network adapter each, 200 Gb/s with an A100.
+        launch_latency_s: Of any collective, however few ranks it has.
+        link_latency_s: Of each of its steps to a neighbour in the node.
+        network_latency_s: Of each of its steps to another node.
     """
 
     names: tuple[str, ...]
@@ -41,6 +46,9 @@ class Machine:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    launch_latency_s: float = 14e-6
+    link_latency_s: float = 1.9e-6
+    network_latency_s: float = 4e-6
 
 
 def _peaks(bf16: float, tf32: float, fp32: float) -> Mapping[str, float]:

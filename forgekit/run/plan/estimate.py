@@ -3,7 +3,7 @@
 Matrix products run at a share of the device's peak, other kernels at a share of its memory
 bandwidth, collectives at a share of the slowest link between their ranks. Sharded data parallelism
 and rings compute while they communicate, all else waits. No number here was measured on a device
-by this project: the efficiencies are assumptions, see ``docs/plan.md``.
+by this project: the efficiencies are held against published runs, see ``docs/plan.md``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ TRAFFIC = 0.8
 """Share of the memory bandwidth that other kernels reach."""
 LINKS = 0.75
 """Share of a link's bandwidth that a collective reaches."""
-LATENCY_NODE_S, LATENCY_NETWORK_S = 10e-6, 20e-6
-"""Of a collective inside a node and across nodes, for each doubling of its ranks."""
 HOST_S = 5e-6
 """What the host needs to launch a kernel; it works ahead of the device."""
 HIDDEN = 0.8
@@ -92,16 +90,25 @@ def estimate(
 
 def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
     """Time of one collective, alone on its links."""
-    ranks = len(call.ranks)
-    if ranks < 2:
+    if len(call.ranks) < 2:
         return 0.0
     nodes = Counter(rank // node_size for rank in call.ranks)
-    is_inside = len(nodes) == 1
     # Each device of a node has a network adapter, and a group uses those of all its members.
     network = machine.network_bandwidth * min(nodes.values())
-    bandwidth = machine.link_bandwidth if is_inside else min(machine.link_bandwidth, network)
-    latency = LATENCY_NODE_S if is_inside else LATENCY_NETWORK_S
-    return latency * math.ceil(math.log2(ranks)) + _sent(call) / (LINKS * bandwidth)
+    bandwidth = machine.link_bandwidth
+    bandwidth = bandwidth if len(nodes) == 1 else min(bandwidth, network)
+    return _latency(machine, call, len(nodes)) + _sent(call) / (LINKS * bandwidth)
+
+
+def _latency(machine: Machine, call: Call, nodes: int) -> float:
+    """Of the steps of a ring, or of a tree over the nodes where a sum goes up and down it."""
+    inside, between = len(call.ranks) - nodes, nodes - 1
+    if call.op in ("send", "receive", "all_to_all"):  # all pairs at once
+        inside, between = int(nodes == 1), int(nodes > 1)
+    elif call.op == "all_reduce":
+        inside, between = 2 * inside / nodes, 2 * math.log2(nodes)
+    steps = inside * machine.link_latency_s + between * machine.network_latency_s
+    return machine.launch_latency_s + steps
 
 
 def _sent(call: Call) -> float:

@@ -89,7 +89,7 @@ def show_plan(plan: Plan, console: Console, memory_bytes: float) -> None:
     console.print(_memory(plan))
     console.print(_collectives(plan))
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    have = f"{memory_bytes / GIB:.1f} GiB of a device"
+    have = f"of the {memory_bytes / GIB:.1f} GiB that tensors can have on a device"
     console.print(f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, {have}", markup=False)
     for remedy in plan.remedies:
         console.print(f"  {remedy}", markup=False)

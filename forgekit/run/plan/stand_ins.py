@@ -9,11 +9,13 @@ tells another, as pipeline stages do, is remembered from the plan of that rank.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -28,7 +30,7 @@ from forgekit.run.plan.collectives import NAMESPACES, group_of, tensors_in
 LARGEST_REAL = 2**24
 """Elements from which whole numbers have no values either."""
 c10d = torch.ops.c10d
-
+_SEND = dist.ProcessGroup.send
 
 KNOWN = frozenset({"send", "barrier", "wait_tensor", "all_gather_into_tensor"})
 """Collectives that bring nothing else than what this rank has, beside ``_EXCHANGES``."""
@@ -64,7 +66,6 @@ class StandIns(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._rank, self._told = rank, told
-        self._sent: list[Tensor] = []
         self._turns: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +76,6 @@ class StandIns(TorchDispatchMode):
         if finds_shapes():
             return func(*args, **kwargs)
         tensors = tensors_in(args)
-        self._hold(func, args, tensors)
         if any(isinstance(x, FakeTensor) for x in tensors):
             if func is torch.ops.aten._grouped_mm.default:
                 return _grouped(*args, **kwargs)
@@ -96,13 +96,6 @@ class StandIns(TorchDispatchMode):
             if made.is_floating_point() or made.numel() > LARGEST_REAL:
                 return made
         return func(*args, **kwargs)
-
-    def _hold(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """Keep what is sent until all ranks meet again: torch waits for a schedule's sends late."""
-        if func is c10d.send.default:
-            self._sent += tensors if args[3] else []  # stages tag what they send, rings do not
-        elif func.namespace == "c10d" and func is not c10d.recv_.default:
-            self._sent.clear()
 
     def _gather(self, _group: dist.ProcessGroup, args: Any) -> None:
         for outputs, mine in zip(args[0], args[1], strict=True):
@@ -171,13 +164,26 @@ def pretending(rank: int, world: int, told: Told) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from forgekit.mesh import shutdown
+    from forgekit.run.huggingface import load
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        with StandIns(rank, told):
+        with (
+            StandIns(rank, told),
+            mock.patch.object(dist.ProcessGroup, "send", _send),
+            # A base's files are checked, and their values not read: nothing could hold them.
+            mock.patch.object(load, "read_into", return_value=None),
+        ):
             yield
     finally:
         shutdown()
+
+
+def _send(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+    """Send; what is sent lives as long as the request for it, as it does with gloo."""
+    work = _SEND(group, tensors, to, tag)
+    weakref.finalize(work, list, tensors)
+    return work
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

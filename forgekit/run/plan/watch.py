@@ -37,7 +37,9 @@ CATEGORIES: tuple[Category, ...] = (
     "activations",
     "temporary",
 )
-FREE = frozenset({"detach", "lift_fresh", "wait_tensor", "_local_scalar_dense"})
+FREE = frozenset(
+    {"detach", "lift_fresh", "wait_tensor", "_local_scalar_dense", "_unsafe_view", "device"}
+)
 """Operations that launch no kernel, beside views and allocations."""
 
 
@@ -153,24 +155,14 @@ class StepWatch(TorchDispatchMode):
         self._label_alive("optimizer")
 
     def memory(self) -> dict[str, int]:
-        """Bytes since ``begin``: the most of each category, and of all together.
-
-        Returns:
-            By category its own highest, but ``temporary``: what is alive of it at the peak; and
-            ``peak``, the most that is alive at once.
-        """
+        """Bytes since ``begin``: of each category its own highest, and the ``peak`` of all."""
         now: Counter[str] = Counter()
         highest: Counter[str] = Counter()
-        total = peak = temporary = 0
         for allocation, change in self._events:
-            category = allocation.category or "temporary"
-            now[category] += change
-            total += change
-            highest[category] = max(highest[category], now[category])
-            if total > peak:
-                peak, temporary = total, now["temporary"]
-        found = {name: highest[name] for name in CATEGORIES}
-        return found | {"temporary": temporary, "peak": peak}
+            for name in (allocation.category or "temporary", "peak"):
+                now[name] += change
+                highest[name] = max(highest[name], now[name])
+        return {name: highest[name] for name in (*CATEGORIES, "peak")}
 
     def _follow(self) -> None:
         """Notice where a backward pass begins and ends."""

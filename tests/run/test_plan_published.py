@@ -1,0 +1,78 @@
+"""Estimates of time against training runs that others have published; see docs/plan.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from forgekit.cli.program import main
+from forgekit.run.machines import MACHINES
+from forgekit.run.plan.collectives import Call
+from forgekit.run.plan.estimate import estimate
+from forgekit.run.plan.watch import Work
+
+SPREAD = 0.17
+"""What docs/plan.md states of boards as their data sheets describe them."""
+LLAMA_8B = (128_256, 4096, 32, 32, 8, 14_336)
+LLAMA_13B = (32_000, 5120, 40, 40, 40, 13_824)
+MPT_1B = (50_368, 2048, 24, 16, 16, 5461)
+MPT_7B = (50_368, 4096, 32, 32, 32, 10_923)
+MPT_13B = (50_368, 5120, 40, 40, 40, 13_653)
+NAMES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim")
+ROWS = [
+    (LLAMA_8B, "a100", 64, 8192, 1, "selective", 2973),
+    (LLAMA_13B, "a100", 64, 4096, 2, "none", 2162),
+    (MPT_1B, "a100", 8, 2048, 14, "none", 20_513),
+    (MPT_7B, "a100", 8, 2048, 6, "none", 4641),
+    (MPT_13B, "a100", 8, 2048, 2, "none", 2262),
+    (MPT_1B, "h100", 8, 2048, 14, "none", 45_455),
+    (MPT_7B, "h100", 8, 2048, 6, "none", 10_643),
+    (MPT_13B, "h100", 64, 2048, 2, "none", 4800),
+]
+"""Model, device, devices, positions, rows of a micro-batch, recomputation, tokens/s/device."""
+COUNTS = {
+    "7B on 8 H100": (
+        ("h100", 10_643, 98_304 // 8),
+        Work(Counter({torch.bfloat16: 510000522854400}), Counter(), 1094137814700, 4767),
+        8,
+        [("all_gather", 402759680, 64), ("reduce_scatter", 805519360, 32)],
+    ),
+    "13B on 64 A100": (
+        ("a100", 2162, 524_288 // 64),
+        Work(Counter({torch.bfloat16: 672914001100800}), Counter(), 1170251639720, 5848),
+        64,
+        [("all_gather", 634408960, 80), ("reduce_scatter", 1268817920, 40)],
+    ),
+}
+"""What plans of two rows counted."""
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_time_is_that_of_published_runs_within_the_stated_spread(name):
+    (device, published, targets), work, world, sent = COUNTS[name]
+    calls = Counter({Call(op, tuple(range(world)), size): count for op, size, count in sent})
+    found = estimate(MACHINES[device], 8, work, calls, frozenset(calls))
+    assert targets / found.busy == pytest.approx(published, rel=SPREAD)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("model", "device", "world", "length", "rows", "recomputed", "published"), ROWS
+)
+def test_plans_are_published_runs(
+    capsys, model, device, world, length, rows, recomputed, published
+):
+    sizes = [f"model.{name}={size}" for name, size in zip(NAMES, model, strict=True)]
+    sizes += [f"model.max_seq_len={length}", f"data.seq_len={length}", f"batch_size={rows}"]
+    count = {MPT_1B: 4, MPT_7B: 2, MPT_13B: 3}[model] if (device, world) == ("a100", 8) else 1
+    sizes += [f"global_batch_size={count * rows * world}", "precision=bf16"]
+    sizes += [f"model.tied={str(model[0] == 50_368).lower()}"]
+    run = [*sizes, f"activation_checkpoint={recomputed}", "--json"]
+    options = ["--world", str(world), "--device", device, "--memory", "1000"]
+    assert main(["plan", "pretrain", *run, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    speed = found["tokens_per_second_per_device"]
+    assert speed == pytest.approx(published, rel=SPREAD + 0.005)
