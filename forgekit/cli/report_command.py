@@ -43,8 +43,10 @@ def _report(options: argparse.Namespace) -> int:
             watch(options.runs, options.out, every_s=options.every, told=_tell_page)
             return 0
         written = write_report(options.runs, options.out, pictures=not options.no_png)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"no page was written: {error}. Name one with --out.") from None
     except KeyboardInterrupt:
         return 0  # the page is whole: it is replaced in one go
     _tell_page(written.page)

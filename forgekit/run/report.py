@@ -67,7 +67,7 @@ def plot_losses(
 
 
 def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
-    """Look at a finished run: its last losses, a sample, its loss curve, the loads of its experts.
+    """Look at a finished run: its last losses, a sample, pictures, and the page with all of it.
 
     What cannot be made, because a package is not installed, the disk is full or there is no loss to
     draw, is left out with its reason: a run that has ended well must not fail because of a picture.
@@ -75,8 +75,8 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
 
     Args:
         state: The last state.
-        out: The run directory; ``samples/``, ``loss.png`` and, where loads were logged,
-            ``expert_loads.png`` are written.
+        out: The run directory; ``samples/``, ``loss.png``, ``report.html`` (as ``forgekit report
+            --no-png`` writes it) and, where loads were logged, ``expert_loads.png`` are written.
         tokens: The token file, with its ``tokenizer.json`` if there is to be a sample.
         prompt: The text that the sample continues.
 
@@ -90,6 +90,7 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
     if process_rank() == 0:
         parts.append(_said("loss curve", lambda: _curve(out)))
         parts.append(_said("loads of experts", lambda: _loads(out)))
+        parts.append(_said("report", lambda: _report(out)))
     return "\n".join(filter(None, parts))
 
 
@@ -116,6 +117,12 @@ def _loads(out: Path) -> str:
     if not any(name.startswith(LOAD) for row in read_metrics(path) for name in row):
         return ""
     return f"loads of experts: {plot_expert_loads(path, out / 'expert_loads.png')}"
+
+
+def _report(out: Path) -> str:
+    from forgekit.run.reporting.write import write_report  # not before a run has ended
+
+    return f"report: {write_report([out], pictures=False).page}"
 
 
 def _last_losses(path: Path) -> str:

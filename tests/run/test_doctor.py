@@ -100,7 +100,7 @@ def refuse(*arguments, **options):
     [
         ((Path, "symlink_to"), "symlink", "note", "Checkpoints are found without it; only"),
         ((fcntl, "flock"), "lock", "note", "See to it yourself that no second run writes"),
-        ((Path, "replace"), "rename", "bad", "Checkpoints need it: choose an out= on another"),
+        ((Path, "replace"), "rename", "bad", "Make room, if it is full. Checkpoints need it: "),
         ((Path, "rename"), "rename", "bad", "Checkpoints need it: choose an out= on another"),
     ],
 )
@@ -126,6 +126,9 @@ def test_a_folder_where_nothing_can_be_written_ends_with_1(capsys):
     assert main(["doctor", "/proc/run"]) == 1
     said = capsys.readouterr().out
     assert "BAD   writable           No such file or directory: /proc. Make /proc writable" in said
+    assert "BAD   shared folder      rank 0 cannot write into /proc. Make it writable, or" in said
+    assert "  ok    round trip on cpu  2 ranks" in said
+    assert "  ok    clock skew" in said
     assert said.endswith("\n2 to mend before a run\n")
 
 

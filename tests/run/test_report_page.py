@@ -144,12 +144,15 @@ def test_lines_are_where_the_numbers_are(run):
 
 def test_metrics_of_hooks_and_ranks_have_charts_of_their_own(tmp_path):
     rows = rows_of(2)
-    rows[1] |= {f"grad_norm/layers.{layer}": 1.0 + layer for layer in range(9)}
+    rows[1] |= {f"grad_norm/layers.{layer}": 1.0 + layer for layer in range(15)}
+    rows[1] |= {"eval/a/loss": 3.0, "eval/a/perplexity": 20.0, "eval/a/bits_per_byte": 1.5}
     rows[1] |= {f"perf/step_seconds_{what}": 1.0 for what in ("min", "mean", "max")}
     lines(tmp_path / "metrics.jsonl", rows)
     page = page_of(tmp_path)
-    assert page.points("layer_norm", "layers.7")[1] == pytest.approx([8.0], rel=1e-2)
-    assert "Not drawn: layers.8." in page.text
+    assert page.points("layer_norm", "layers.14")[1] == pytest.approx([15.0], rel=1e-2)
+    odd = ", ".join(f"layers.{layer}" for layer in range(1, 14, 2))
+    assert f"Not drawn: {odd}." in page.text  # evenly chosen, and in the order of their numbers
+    assert {"evaluation", "evaluation_bits", "evaluation_perplexity"} <= set(page.figures)
     assert page.points("rank_times", "step_seconds_max")[1] == pytest.approx([1.0])
     assert "other" not in page.text.lower()
 
@@ -439,7 +442,8 @@ def test_without_matplotlib_the_page_is_written_and_the_remedy_said(run, monkeyp
             ["run", "--out", "page.pdf"],
             r"page\.pdf would not open in a browser; name it page\.p",
         ),
-        (["run", "--out", "file/a.html"], r"file"),
+        (["run", "--out", "file/a.html"], r"no page was written: .*file.*\. Name one with --out\."),
+        (["file"], r"file has no row yet\. Line 1 is 'no metrics'\. A row is a JSON object"),
         (["run", "--watch", "--every", "0"], r"'0' is not a number of seconds from 1 to 86400"),
         (["run", "--every", "nan"], r"'nan' is not a number of seconds from 1 to 86400"),
         (["run", "--every", "soon"], r"'soon' is not a number of seconds from 1 to 86400"),
@@ -454,7 +458,7 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     Path("broken").mkdir()
     Path("broken/metrics.jsonl").write_text("step 1 loss 3\n")
     Path("empty").mkdir()
-    Path("file").touch()
+    Path("file").write_text("no metrics\n")
     try:
         code = main(["report", *arguments])
     except SystemExit as stop:  # argparse

@@ -47,7 +47,7 @@ def _checks(folder: Path) -> Iterator[Check]:
     other = "Checkpoints need it: choose an out= on another file system."
     yield tried("free space", lambda: _free(folder), other)
     yield tried("write speed", lambda: _speed(folder), "Make room, or choose another out=.")
-    yield tried("rename", lambda: _rename(folder), other)
+    yield tried("rename", lambda: _rename(folder), f"Make room, if it is full. {other}")
     yield tried("fsync", lambda: _sync(folder), "A power cut may take what was saved last.")
     link = "Checkpoints are found without it; only `latest` is missing."
     yield tried("symlink", lambda: _link(folder), link, otherwise="note")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import time
 import uuid
@@ -67,15 +69,17 @@ def _shared(folder: Path) -> Check:
     dist.broadcast_object_list(names)
     file = folder / str(names[0])
     is_first = dist.get_rank() == 0
-    try:
+    with contextlib.suppress(OSError):  # the others wait for it, whether or not it can write
         if is_first:
             file.touch()
-        dist.barrier()
-        seen = _all_ranks(float(file.exists()))
-        dist.barrier()
-    finally:
-        if is_first:
-            file.unlink(missing_ok=True)
+    dist.barrier()
+    seen = _all_ranks(float(os.path.exists(file)))
+    dist.barrier()
+    if is_first and seen[0]:
+        file.unlink(missing_ok=True)
+    if not seen[0]:
+        said = f"rank 0 cannot write into {folder}. Make it writable, or choose another out="
+        return Check("shared folder", "bad", f"{said}.")
     blind = [rank for rank, value in enumerate(seen) if not value]
     if not blind:
         return Check("shared folder", "good", f"{len(seen)} of {len(seen)} ranks see {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -69,6 +70,27 @@ class Chart:
     is_log: bool = False
     from_zero: bool = False
     is_wide: bool = False
+
+
+def by_number(name: str) -> list[str | int]:
+    """Order names as people do: the key of a name, whose numbers count as numbers.
+
+    Examples:
+        >>> sorted(["layers.10", "layers.2", "norm"], key=by_number)
+        ['layers.2', 'layers.10', 'norm']
+    """
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def evenly(names: Sequence[str], most: int) -> list[str]:
+    """Choose so many of the names, the first and the last one among them.
+
+    Examples:
+        >>> evenly("abcde", 3)
+        ['a', 'c', 'e']
+    """
+    chosen = np.linspace(0, len(names) - 1, min(most, len(names))).astype(int)
+    return [names[int(index)] for index in chosen]
 
 
 def smoothed(values: np.ndarray, half: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from forgekit.run.expert_map import LOAD, MOST
 from forgekit.run.reporting.chart_svg import words
+from forgekit.run.reporting.curves import by_number, evenly
 from forgekit.run.reporting.run_data import RunData
 
 HEAT_COLUMNS = 240
@@ -42,26 +43,22 @@ KINDS = (
 def expert_maps(run: RunData) -> str:
     """Draw how busy each expert of each layer was over the run; empty if no loads were logged."""
     lists = run.metrics.lists
-    layers = sorted((name for name in lists if name.startswith(LOAD)), key=_by_number)
-    even = np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).astype(int)
-    chosen = [layers[index] for index in even]
+    layers = sorted((name for name in lists if name.startswith(LOAD)), key=by_number)
+    chosen = evenly(layers, MOST_LAYERS)
     maps = [_heat_map(name.removeprefix(LOAD), lists[name]) for name in chosen]
     if not any(maps):
         return ""
     left = f" {len(chosen)} of {len(layers)} layers." if len(chosen) < len(layers) else ""
     stops = ", ".join(f"rgb{color}" for color in SCALE)
     return (
-        f'<figure class="chart wide" id="expert_loads"><figcaption><b>Load of each expert</b> '
-        f'<span class="unit y-label">expert, by layer; tokens over the mean</span></figcaption>'
+        '<figure class="chart wide" id="expert_loads"><figcaption><b>Load of each expert</b> '
+        '<span class="unit down y-label">expert, by layer; tokens over the mean</span>'
+        "</figcaption>"
         f'<div class="maps">{"".join(maps)}</div><div class="x-label">optimizer step</div>'
         f'<p><span class="scale" style="background:linear-gradient(90deg,{stops})"></span> '
         f"idle (1/{MOST:g} of the mean or less), even, busy ({MOST:g} times or more).{left}</p>"
         "</figure>\n"
     )
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def _heat_map(layer: str, rows: Sequence[tuple[int, Sequence[float]]]) -> str:
@@ -145,7 +142,7 @@ def pipeline_timeline(run: RunData) -> str:
     )
     return (
         f'<figure class="chart wide" id="pipeline"><figcaption><b>Pipeline: {words(schedule)}, '
-        f'bubble {whole.bubble:.1%}</b> <span class="unit y-label">rank</span>'
+        f'bubble {whole.bubble:.1%}</b> <span class="unit down y-label">rank</span>'
         f'<span class="legend">{keys}</span></figcaption>'
         f'<div class="plot" style="height:{min(2 + 1.4 * ranks, 24):g}rem">{labels}'
         f'<svg viewBox="0 0 {drawn.span:g} {ranks}" preserveAspectRatio="none" role="img" '
@@ -201,7 +198,7 @@ def attention_mask(run: RunData) -> str:
     }.get(packed, "Causal; the configuration does not say whether documents share a row.")
     return (
         '<figure class="chart" id="attention"><figcaption><b>Who attends to whom</b> '
-        f'<span class="unit y-label">query position</span><span class="legend">{keys}</span>'
+        f'<span class="unit down y-label">query position</span><span class="legend">{keys}</span>'
         f'</figcaption><div class="mask"><svg viewBox="0 0 {size} {size}" role="img" '
         f'aria-label="attention mask"><path class="nothing" d="M0 0h{size}v{size}H0z"/>{paths}'
         '</svg></div><div class="x-label">key position</div>'

@@ -120,7 +120,7 @@ def _notes(run: RunData) -> Iterator[str]:
         number, text = broken[0]
         many = "1 line" if len(broken) == 1 else f"{len(broken):,} lines"
         yield (
-            f"{many} of {run.folder / 'metrics.jsonl'} could not be read and are left out; line "
+            f"{many} of {run.file} could not be read and are left out; line "
             f"{number} is {text!r}. Repair or delete them before the run is resumed."
         )
     versions = {e["forgekit"] for e in run.history if isinstance(e.get("forgekit"), str)}

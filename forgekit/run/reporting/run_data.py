@@ -51,6 +51,11 @@ class RunData:
     _seen: dict[Path, tuple[int, ...]] = attrs.field(factory=dict)
 
     @property
+    def file(self) -> Path:
+        """The file of its metrics."""
+        return self._file.path
+
+    @property
     def is_running(self) -> bool:
         """Whether more may come: nothing says that the run has ended."""
         return self.status.get("status", "running") == "running"
@@ -152,7 +157,7 @@ def check_content(run: RunData) -> None:
         return
     first = "".join(f" Line {n} is {text!r}." for n, text in run.metrics.broken[:1])
     raise ValueError(
-        f"{run.folder / 'metrics.jsonl'} has no row yet.{first} A row is a JSON object with a "
+        f"{run.file} has no row yet.{first} A row is a JSON object with a "
         '"step"; a run writes one each log_every steps. --watch waits for it.'
     )
 

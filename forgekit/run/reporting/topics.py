@@ -14,6 +14,8 @@ from forgekit.run.reporting.curves import (
     Chart,
     Curve,
     Mark,
+    by_number,
+    evenly,
     half_window,
     smoothed,
     trend,
@@ -76,6 +78,17 @@ TOPICS = (
         *("Training", "evaluation", "Evaluation", "loss, nats per target", "eval/(.+)/loss"),
         caption="Lower is better.",
     ),
+    Topic(
+        *("Training", "evaluation_bits", "Evaluation: bits per byte", "bits per byte of text"),
+        pattern="eval/(.+)/bits_per_byte",
+        caption="Lower is better.",
+    ),
+    Topic(
+        *("Training", "evaluation_perplexity", "Evaluation: perplexity", "exp(loss)"),
+        pattern="eval/(.+)/perplexity",
+        caption="Lower is better.",
+        is_log=True,
+    ),
     Topic("Training", "evaluation_other", "Evaluation: the rest", "value", "eval/(.+)"),
     Topic(
         *("Speed", "throughput", "Throughput", "targets per second", "perf/tokens_per_second"),
@@ -115,13 +128,15 @@ TOPICS = (
     ),
     Topic("Experts", "expert_other", "Routers", "value", "moe/([^/]+)", is_noisy=True, is_log=True),
 )
-HIDDEN = re.compile(r"step|samples|train/(targets|skipped|skipped_in_a_row|spikes)|.+/targets")
-"""Counts that the page has in another form."""
+HIDDEN = re.compile(
+    r"step|samples|train/(loss_mean|targets|skipped|skipped_in_a_row|spikes)|.+/targets"
+)
+"""What the page has in another form."""
 
 
 def build_charts(runs: Sequence[RunData]) -> list[tuple[str, Chart]]:
     """Make the charts of all runs, each with the section that it stands in."""
-    names = sorted({name for run in runs for name in run.metrics.numbers})
+    names = sorted({name for run in runs for name in run.metrics.numbers}, key=by_number)
     names = [name for name in names if not HIDDEN.fullmatch(name) and _is_drawn(runs, name)]
     charts = [("Training", chart) for chart in _loss_charts(runs)]
     used = {"train/loss"}
@@ -205,10 +220,10 @@ def _charts(runs: Sequence[RunData], topic: Topic, labels: dict[str, str]) -> It
     """One chart of all names for one run; for several runs one chart for each name."""
     if not labels:
         return
-    shown = list(labels)[:MOST_CURVES]
+    shown = evenly(list(labels), MOST_CURVES)
     caption = " ".join(filter(None, [topic.caption, _caption(runs, topic, shown)]))
-    if left := list(labels.values())[MOST_CURVES:]:
-        caption += f" Not drawn: {', '.join(left[:50])}."
+    left = [label for name, label in labels.items() if name not in shown]
+    not_drawn = f" Not drawn: {', '.join(left[:50])}." if left else ""
     chart = Chart(topic.key, topic.title, topic.unit, (), (), caption)
     chart = attrs.evolve(chart, is_log=topic.is_log, from_zero=topic.from_zero)
     if len(runs) == 1:
@@ -220,7 +235,7 @@ def _charts(runs: Sequence[RunData], topic: Topic, labels: dict[str, str]) -> It
                 runs[0], topic, name, labels[name] if len(labels) > 1 else "", number, len(shown)
             )
         ]
-        yield attrs.evolve(chart, curves=curves, marks=marks)
+        yield attrs.evolve(chart, curves=curves, marks=marks, caption=caption + not_drawn)
         return
     for name in shown:
         curves = [
@@ -232,7 +247,8 @@ def _charts(runs: Sequence[RunData], topic: Topic, labels: dict[str, str]) -> It
         if len(labels) > 1:
             key = f"{key}_{re.sub(r'[^A-Za-z0-9]+', '_', labels[name])}"
             title = f"{title}: {labels[name]}"
-        yield attrs.evolve(chart, key=key, title=title, curves=curves)
+        said = caption + not_drawn * (name == shown[-1])
+        yield attrs.evolve(chart, key=key, title=title, curves=curves, caption=said)
 
 
 def _curves(
