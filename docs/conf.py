@@ -11,7 +11,16 @@ author = "The forgekit authors"
 copyright = "2026, the forgekit authors"
 release = version = version_of("forgekit")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "directives", "entries"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "directives",
+    "entries",
+    "mathml",
+]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["dollarmath"]
 html_theme = "furo"
 exclude_patterns = ["_build", "layout_errors.md"]
 myst_heading_anchors = 3

@@ -1,7 +1,7 @@
-"""A tracker of your own: a function of (step, values), called with each logged row.
+"""A tracker of your own: a callable of (step, values) with `close()`, called with each row.
 
-`log(state, metrics)` returns the row where one is due, with plain numbers, else None; one copy
-from the device has been made by then. Every rank gets the row; let rank 0 write it.
+`values` are plain numbers by name. Only rank 0 calls trackers, each from a thread of its own, so
+that one which is slow or fails costs a message and no step. `start` and `status` are optional.
 """
 
 import csv
@@ -17,14 +17,20 @@ class CsvTracker:
     """Columns `step`, and the values that were asked for."""
 
     def __init__(self, path, names):
-        self.names = names
-        self.file = Path(path).open("w", newline="")
+        self.path, self.names = Path(path), names
+
+    def start(self, step, config):
+        """The run begins at this step, or goes on from it: keep the rows up to it."""
+        old = list(csv.reader(self.path.read_text().splitlines())) if self.path.exists() else []
+        self.file = self.path.open("w", newline="")
         self.rows = csv.writer(self.file)
-        self.rows.writerow(["step", *names])
+        self.rows.writerow(["step", *self.names])
+        self.rows.writerows(row for row in old[1:] if int(row[0]) <= step)
 
     def __call__(self, step, values):
-        self.rows.writerow([step, *(values.get(name, "") for name in self.names)])
-        self.file.flush()
+        if not values.keys().isdisjoint(self.names):  # an evaluation comes in a call of its own
+            self.rows.writerow([step, *(values.get(name, "") for name in self.names)])
+            self.file.flush()
 
     def close(self):
         self.file.close()
@@ -35,16 +41,22 @@ def loss_fn(model, batch):
     return fk.Loss(error.sum(), len(error))
 
 
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(loss_fn, schedule=fk.constant(0.05))
-tracker = CsvTracker("losses.csv", ["train/loss", "train/lr"])
-with fk.MetricsLog("runs/tracked", every=10) as log:
-    for number in range(40):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-        state, metrics = step(state, [TensorDict({"x": x}, [8])])
-        if (row := log(state, metrics)) is not None and fk.process_rank() == 0:
-            tracker(state.step, row)
-tracker.close()
+def train(steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    state = fk.checkpoint_load(state, "checkpoints")  # none there: the state as it is
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.05))
+    tracker = CsvTracker("losses.csv", ["train/loss", "train/lr"])
+    with fk.MetricsLog("run", start_step=state.step, every=10, trackers=(tracker,)) as log:
+        while state.step < steps:
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(state.step))
+            state, metrics = step(state, [TensorDict({"x": x}, [8])])
+            log(state, metrics)
+            if state.step == 20:
+                fk.checkpoint_save(state, "checkpoints", blocking=True)
+
+
+train(30)  # stops ten steps after its checkpoint
+train(40)  # goes on from step 20, and logs step 30 again
 print(Path("losses.csv").read_text())
