@@ -51,7 +51,7 @@ def evaluate(
             ``eval/<name>/loss``. Those of a dict always have them.
         bytes_per_token: Mean bytes of text behind a target, to report bits per byte: comparable
             between tokenizers, as the loss per token is not. Of several sets a dict by name. By
-            default what the dataset of a loader says of itself.
+            default what the dataset of a loader says of itself, of a loss that is a likelihood.
         stop: Vote before each micro-batch, in a collective of one number, and end the evaluation
             where the run is to stop. The stages of a pipeline are never at the same micro-batch:
             there an evaluation is finished first.
@@ -59,9 +59,10 @@ def evaluate(
             the sets must share.
 
     Returns:
-        TensorDict of ``[]`` float64, the same on every rank: ``loss`` in nats per target,
-        ``perplexity``, ``targets``, ``bits_per_byte`` if ``bytes_per_token`` is known, and the
-        loss function's own metrics. Empty if it was stopped: partial results are not comparable.
+        TensorDict of ``[]`` float64, the same on every rank: ``loss`` per target, ``targets``,
+        ``perplexity`` of a loss that is a likelihood (``Loss.is_nll``), ``bits_per_byte`` if
+        ``bytes_per_token`` is known, and the loss function's own metrics. Empty if it was stopped:
+        partial results are not comparable.
 
     Raises:
         ValueError: If a set has no micro-batch, it holds ids that the model does not have, or the
@@ -101,8 +102,7 @@ def _evaluate_one(
 ) -> dict[str, torch.Tensor]:
     """Results of one set by metric; none if the evaluation was stopped."""
     layout = state.layout
-    if bytes_per_token is None:
-        bytes_per_token = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
+    known_bytes = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     if stop is not None and layout.stages is None:
         batches = _until_stopped(batches, state, stop)
     with evaluating(state.model, layout), mixing_tensors(layout):
@@ -115,9 +115,16 @@ def _evaluate_one(
     if not sums.rows:
         of = f" of set {name!r}" if name else ""
         raise ValueError(f"evaluate got no micro-batch{of}; every rank must bring at least one.")
-    totals = reduce_losses(sums.totals(state.loss_scale, samples=0), state)
+    totals = sums.totals(state.loss_scale, samples=0)
+    if sums.is_nll:  # a name among the sums, which stages without a loss learn from the last one
+        totals = totals.plus(nll=torch.zeros_like(totals["loss"]))
+    totals = reduce_losses(totals, state)
     loss = totals["loss"] / totals["targets"]
-    result = {"loss": loss, "perplexity": loss.exp(), "targets": totals["targets"]}
+    result = {"loss": loss}
+    if "nll" in totals.sums:
+        result["perplexity"] = loss.exp()
+        bytes_per_token = known_bytes if bytes_per_token is None else bytes_per_token
+    result["targets"] = totals["targets"]
     if bytes_per_token is not None:
         result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
     return result | mean_metrics(totals)

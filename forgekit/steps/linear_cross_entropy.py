@@ -64,7 +64,7 @@ def linear_cross_entropy(
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
     total, losses = found
-    return loss_of_positions(with_plain_gradient(total), losses, labels)
+    return loss_of_positions(with_plain_gradient(total), losses, labels, is_nll=not z_loss)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -40,6 +40,9 @@ class Loss:
             ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
         rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
         means: The part of the sum that ``with_mean`` added.
+        is_nll: Whether the sum is the negative log-likelihood of the targets, in nats, so that its
+            mean has a perplexity (``evaluate``). Set it for a cross-entropy of your own; a loss
+            with a further term, such as a z-loss, is none.
 
     Examples:
         >>> loss = Loss(torch.tensor(6.0), 3)
@@ -54,6 +57,7 @@ class Loss:
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     rows: tuple[Tensor, Tensor] | None = None
     means: Number = dataclasses.field(default=0.0, repr=False)
+    is_nll: bool = False
 
     def __add__(self, other: Loss) -> Loss:
         """Add a loss over the same targets.
@@ -98,7 +102,8 @@ class Loss:
         """
         # Widened before the count: float16 ends at 65,504, and bfloat16 rounds 257.
         term = weight * aux.to(wide(aux.dtype)) * self.count
-        return dataclasses.replace(self, sum=self.sum + term, means=self.means + term.detach())
+        means = self.means + term.detach()
+        return dataclasses.replace(self, sum=self.sum + term, means=means, is_nll=False)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
@@ -126,7 +131,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
         z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
     """
     losses = position_losses(logits, labels, z_loss)
-    return loss_of_positions(losses.sum(), losses, labels)
+    return loss_of_positions(losses.sum(), losses, labels, is_nll=not z_loss)
 
 
 def position_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
@@ -151,23 +156,24 @@ def position_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tens
     return losses
 
 
-def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor) -> Loss:
+def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor, *, is_nll: bool) -> Loss:
     """Build a loss with its rows.
 
     Args:
         total: ``[]`` differentiable sum of the losses.
         losses: ``[n]``, 0 at positions without a target.
         labels: ``[b ...]`` of ``n`` positions; rows are told apart if there are two dimensions.
+        is_nll: Whether the losses are negative log-likelihoods.
 
     Returns:
         ``Loss`` with the number of labels that are not -100.
     """
     is_target = labels != IGNORED
     if labels.ndim < 2:
-        return Loss(total, is_target.sum())
+        return Loss(total, is_target.sum(), is_nll=is_nll)
     counts = is_target.flatten(1).sum(1)
     sums = losses.detach().view(labels.shape).flatten(1).sum(1)
-    return Loss(total, counts.sum(), rows=(sums, counts))
+    return Loss(total, counts.sum(), rows=(sums, counts), is_nll=is_nll)
 
 
 def pair_of(metric: Metric) -> tuple[Number, Number]:

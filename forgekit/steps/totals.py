@@ -92,6 +92,7 @@ class LossSums:
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
         self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
+        self.is_nll = True
 
     def note(self, batch: TensorDictBase) -> None:
         """Digest the first micro-batch of a run, as whole sequences, for the ranks to compare."""
@@ -100,6 +101,7 @@ class LossSums:
     def add(self, loss: Loss, *, rows: int) -> None:
         """Take one micro-batch's loss; nothing is computed yet."""
         self.rows += rows
+        self.is_nll &= loss.is_nll
         self.losses.append(loss.sum.detach())
         self.counts.append(loss.count)
         for name, metric in loss.metrics.items():

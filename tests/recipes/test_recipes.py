@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def check_moe(out, output):
     assert all(sum(load) == pytest.approx(6, abs=0.01) for load in loads.values())
     assert rows[8]["moe/load_max"] == pytest.approx(max(loads[9]), abs=1e-3)
     assert rows[-1]["moe/bias_range"] > rows[0]["moe/bias_range"] == 0
+    check_perplexity(rows[-1])
     assert rows[-1]["eval/heldout/bits_per_byte"] > 0
     assert (out / "expert_loads.png").read_bytes().startswith(b"\x89PNG")
     assert f"loads of experts: {out / 'expert_loads.png'}" in output
@@ -107,6 +109,7 @@ def check_pretrain(out, output):
         *("checkpoints", "samples", "loss.png", "report.html"),
     }
     assert status_of(out)["status"] == "finished"
+    check_perplexity(rows_of(out)[-1])
     assert rows_of(out)[-1]["eval/heldout/bits_per_byte"] > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"report: {out / 'report.html'}\n" in output
@@ -193,10 +196,23 @@ def dpo(out, data):
 
 def check_finetune(out, output):
     check_tuned(out, output)
+    check_perplexity(rows_of(out)[-1])
     assert "38 examples of 38 lines" in output
     assert f"exported to {out / 'tuned'}" in output
     config = json.loads((out / "config.json").read_text())
     assert fk.huggingface_spec(config["export"]) == fk.huggingface_spec(config["base"])
+
+
+def check_dpo(out, output):
+    check_tuned(out, output)
+    last = rows_of(out)[-1]
+    assert last["eval/heldout/dpo/accuracy"] <= 1
+    assert not any("perplexity" in name or "bits" in name for name in last), "of pairs"
+
+
+def check_perplexity(row):
+    expected = math.exp(row["eval/heldout/loss"])
+    assert row["eval/heldout/perplexity"] == pytest.approx(expected, rel=1e-12)
 
 
 def check_tuned(out, output):
@@ -217,7 +233,7 @@ RECIPES = {
     "foreign": (foreign, check_foreign),
     "tiny_llama": (tiny_llama, check_tiny_llama),
     "finetune": (finetune, check_finetune),
-    "dpo": (dpo, check_tuned),
+    "dpo": (dpo, check_dpo),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -94,6 +96,88 @@ def test_ranks_agree_with_one_process(world, layout, options):
             "eval/first/perplexity": pytest.approx(math.exp(first), rel=1e-6),
             "eval/first/targets": few,
         }
+
+
+def own_loss(model, batch, **fields):
+    """The same sums, as a user writes them."""
+    loss = logits_loss(model, batch)
+    return fk.Loss(loss.sum, loss.count, **fields)
+
+
+def balanced(model, batch):
+    return logits_loss(model, batch).with_mean(torch.tensor(2.0), weight=0.5)
+
+
+def with_z_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"], z_loss=1e-3)
+
+
+def head_with_z_loss(model, batch):
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"], z_loss=1e-3)
+    return model(batch["input_ids"], head=head)
+
+
+def twice(model, batch):
+    loss = logits_loss(model, batch)
+    return loss + loss
+
+
+def now_and_then(model, batch):
+    """In some micro-batches only."""
+    return own_loss(model, batch, is_nll=batch.shape[0] == 5)
+
+
+LIKELIHOODS = {
+    "cross_entropy": (logits_loss, True),
+    "linear_cross_entropy": (head_loss, True),
+    "by source": (fk.losses_by_source(logits_loss, ("a",)), True),
+    "of a user, who says so": (partial(own_loss, is_nll=True), True),
+    "of a user": (own_loss, False),
+    "a term beside it": (balanced, False),
+    "a z-loss": (with_z_loss, False),
+    "a z-loss in the head": (head_with_z_loss, False),
+    "a sum of two": (twice, False),
+    "of a part": (now_and_then, False),
+}
+
+
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_perplexity_and_bits_are_those_of_a_likelihood(case, tmp_path):
+    """The exponential of another loss would mean nothing."""
+    loss_fn, is_likelihood = LIKELIHOODS[case]
+    batch = held_out()
+    batch["source"] = torch.zeros(9, dtype=torch.long)
+    rows = SizedRows(batch.split([5, 4]))
+    found = fk.evaluate(dropout_state(), rows, loss_fn)
+    assert {"perplexity", "bits_per_byte"} & set(found.keys()) == (
+        {"perplexity", "bits_per_byte"} if is_likelihood else set()
+    )
+    if is_likelihood:
+        loss, _ = by_hand(held_out())
+        assert found["perplexity"].item() == pytest.approx(math.exp(loss), rel=1e-6)
+        assert found["bits_per_byte"].item() == pytest.approx(loss / math.log(2) / 4, rel=1e-6)
+    told = fk.evaluate(dropout_state(), rows, loss_fn, bytes_per_token=8.0)
+    assert told["bits_per_byte"].item() == pytest.approx(told["loss"].item() / math.log(2) / 8)
+
+
+class SizedRows(list):
+    """Micro-batches of a set that knows the bytes of its text."""
+
+    dataset = SimpleNamespace(bytes_per_token=4.0)
+
+
+def _perplexity(rank, world):
+    rows = [row[0] for row in global_batch(1)][:1] * 2
+    state = build_state({"pp": 2}, world)
+    found = [fk.evaluate(state, rows, loss_fn) for loss_fn in (head_loss, own_loss)]
+    return [{name: value.item() for name, value in each.items()} for each in found]
+
+
+def test_stages_without_a_loss_know_its_perplexity_too():
+    for likelihood, other in run_again(_perplexity, 2):
+        expected = math.exp(likelihood["loss"])
+        assert likelihood["perplexity"] == pytest.approx(expected, rel=1e-12)
+        assert other.keys() == {"loss", "targets"}
 
 
 def tokens(folder, *, vocab_size=SPEC.vocab_size, tokenizer=None, size=40):
