@@ -152,9 +152,26 @@ def test_metrics_of_hooks_and_ranks_have_charts_of_their_own(tmp_path):
     assert page.points("layer_norm", "layers.14")[1] == pytest.approx([15.0], rel=1e-2)
     odd = ", ".join(f"layers.{layer}" for layer in range(1, 14, 2))
     assert f"Not drawn: {odd}." in page.text  # evenly chosen, and in the order of their numbers
-    assert {"evaluation", "evaluation_bits", "evaluation_perplexity"} <= set(page.figures)
     assert page.points("rank_times", "step_seconds_max")[1] == pytest.approx([1.0])
     assert "other" not in page.text.lower()
+
+
+def test_an_evaluation_of_one_run_is_drawn_once_more_than_in_its_loss_chart(tmp_path):
+    """Bits per byte are a multiple of the loss, and the perplexity follows from it."""
+    own = {"eval/a/perplexity": 20.0, "eval/b/loss": 2.0, "eval/c/perplexity": 4.0}
+    row = {"step": 1, "eval/a/loss": 3.0, "eval/a/bits_per_byte": 1.5, **own}
+    lines(tmp_path / "1" / "metrics.jsonl", [row | {"eval/b/loss": 3.5}])
+    lines(tmp_path / "2" / "metrics.jsonl", [row])
+    page = page_of(tmp_path / "1")
+    assert "a, at step 1; perplexity 20" in page.text
+    drawn = [name for name in page.figures if name.startswith("eval")]
+    assert drawn == ["evaluation", "evaluation_bits", "evaluation_perplexity"]
+    assert page.points("evaluation", "each row")[1] == pytest.approx([3.5])  # of b
+    assert page.points("evaluation_bits", "each row")[1] == pytest.approx([1.5])
+    assert page.points("evaluation_perplexity", "each row")[1] == pytest.approx([4.0])  # of c
+    page = page_of(tmp_path / "1", tmp_path / "2", out=tmp_path / "both.html")
+    drawn = [name for name in page.figures if name.startswith("eval")]
+    assert drawn == [*("evaluation_a", "evaluation_b"), "evaluation_bits", "evaluation_perplexity"]
 
 
 def test_marks_are_at_the_steps_of_what_happened(run):
@@ -328,6 +345,35 @@ def test_runs_with_other_keys_are_drawn_over_each_other(tmp_path):
     assert "2 equal keys" not in page.text
     assert "1 equal keys" in page.text
     assert "<i>" in page.text  # as text
+
+
+def test_runs_with_long_names_have_numbers_in_small_charts(tmp_path):
+    names = ["llama-1b-lr3e-4-muon-seed0", "llama-1b-lr6e-4-muon-seed0", "short"]
+    for name in names:
+        lines(tmp_path / name / "metrics.jsonl", rows_of(3))
+        lines(tmp_path / name / "history.jsonl", [{"event": "started", "step": 0}])
+        (tmp_path / name / "config.json").write_text(json.dumps({"out": name}))
+    page = page_of(*(tmp_path / name for name in names), out=tmp_path / "all.html")
+    labels = {f["data-label"] for _, f in page.figures["lr"] if "data-label" in f}
+    assert labels == {"run 1", "run 2", "run 3"}
+    labels = {f["data-label"] for _, f in page.figures["loss"] if "data-label" in f}
+    assert labels == {f"run {number}: {name}" for number, name in enumerate(names, start=1)}
+    assert page.texts.count("3 runs") == 2  # the title and the heading
+    assert page.text.count("run 2") > 5  # in legends, the configuration and what happened
+    assert page.text.count(names[1]) == 3  # in the table of runs, one legend, one configuration
+
+
+def test_a_mesh_that_takes_what_is_left_has_its_pipeline_drawn(tmp_path):
+    config = {"micro_batches": 6, "mesh": {"pp": -1, "dp_shard": 2}, "pipeline_schedule": "1f1b"}
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    started = {"event": "started", "step": 0}
+    lines(tmp_path / "history.jsonl", [started | {"ranks": 8}])
+    page = page_of(tmp_path)
+    assert f"1f1b, bubble {3 / 9:.1%}" in page.text  # (ranks - 1) / (micro-batches + ranks - 1)
+    assert "6 micro-batches (its configuration)" in page.text
+    lines(tmp_path / "history.jsonl", [started | {"ranks": 7}])
+    assert "pipeline" not in page_of(tmp_path).figures
 
 
 def test_a_file_of_metrics_alone_is_enough(tmp_path):

@@ -8,7 +8,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import TypeGuard, get_args
 
 import numpy as np
 
@@ -102,8 +102,8 @@ def _png(index: np.ndarray) -> str:
 
 def pipeline_timeline(run: RunData) -> str:
     """Draw who works on what, and when, in a step; empty for a run without a pipeline."""
-    ranks = run.setting("mesh.pp", 1)
-    if not isinstance(ranks, int) or not 1 < ranks <= 64:
+    ranks = _layout(run).get("pp", 1)
+    if not 1 < ranks <= 64:
         return ""
     from forgekit.parallel.pipeline.schedule import PipelineSchedule
     from forgekit.run.schedule_clock import timeline
@@ -155,14 +155,32 @@ def pipeline_timeline(run: RunData) -> str:
 
 def _micro_batches(run: RunData, ranks: int) -> tuple[int, str]:
     """Micro-batches of a step, and how they are known."""
+    if _is_count(count := run.setting("micro_batches")):
+        return count, "its configuration"
     rows, batch = run.setting("global_batch_size"), run.setting("batch_size")
-    worlds = [event.get("ranks") for event in run.history if isinstance(event.get("ranks"), int)]
-    others = [run.setting(f"mesh.{name}", 1) for name in ("pp", "cp", "tp")]
-    if worlds and all(isinstance(n, int) and n > 0 for n in (rows, batch, *others, worlds[-1])):
-        count, rest = divmod(rows * math.prod(others), batch * worlds[-1])
+    layout = _layout(run)
+    data_ranks = math.prod(layout.get(name, 0) for name in ("dp_replicate", "dp_shard"))
+    if data_ranks and _is_count(rows) and _is_count(batch):
+        count, rest = divmod(rows, batch * data_ranks)
         if count and not rest:
-            return count, f"{rows} rows per step on {worlds[-1]} ranks"
+            return count, f"{rows} rows per step on {math.prod(layout.values())} ranks"
     return 2 * ranks, "two per rank: the run does not say how many"
+
+
+def _layout(run: RunData) -> dict[str, int]:
+    """Sizes of the mesh; one that was to take what is left follows from the ranks of a start."""
+    defaults = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1}
+    layout = {name: run.setting(f"mesh.{name}", size) for name, size in defaults.items()}
+    known = {name: size for name, size in layout.items() if _is_count(size)}
+    worlds = [event["ranks"] for event in run.history if _is_count(event.get("ranks"))]
+    left = [name for name, size in layout.items() if size == -1]
+    if len(left) == 1 and worlds and worlds[-1] % (held := math.prod(known.values())) == 0:
+        known[left[0]] = worlds[-1] // held
+    return known
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
 
 
 def attention_mask(run: RunData) -> str:
@@ -174,8 +192,8 @@ def attention_mask(run: RunData) -> str:
     from forgekit.data.batches.sequence_slices import slice_positions
     from forgekit.model.attention import document_mask
 
-    cp = run.setting("mesh.cp", 1)
-    cp = cp if isinstance(cp, int) and 1 <= cp <= 8 else 1
+    cp = _layout(run).get("cp", 1)
+    cp = cp if cp <= 8 else 1
     size = 2 * cp * math.ceil(24 / (2 * cp))
     packed = run.setting("data.doc_ids")
     ends = (round(0.4 * size), round(0.8 * size))

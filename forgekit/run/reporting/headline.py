@@ -69,7 +69,10 @@ def _evaluation(run: RunData) -> Number:
                 best = min(best or candidate, candidate)
     if best is None:
         return Number("best evaluation", "-", "no eval/.../loss")
-    return Number("best evaluation", short(best[0]), f"{best[1]}, at step {best[2]:,}")
+    loss, name, step = best
+    steps, values = run.metrics.column(f"eval/{name}/perplexity")
+    there = [f"; perplexity {short(value)}" for value in values[steps == step].tolist()]
+    return Number("best evaluation", short(loss), f"{name}, at step {step:,}{''.join(there)}")
 
 
 def _speed(run: RunData) -> Number:
@@ -81,7 +84,7 @@ def _speed(run: RunData) -> Number:
     _, used = run.metrics.column("perf/mfu")
     used = used[np.isfinite(used)]
     mfu = f"; MFU {used[-1]:.1%}" if len(used) else ""
-    return Number("tokens/s", short(float(np.median(last))), f"median of {len(last)} rows{mfu}")
+    return Number("tokens/s", short(float(np.median(last))), f"median of {len(last):,} rows{mfu}")
 
 
 def _time(run: RunData) -> Number:

@@ -9,6 +9,8 @@ from importlib.metadata import version as version_of
 from importlib.resources import files
 from typing import Any
 
+import attrs
+
 from forgekit.run.reporting.chart_svg import chart_html, words
 from forgekit.run.reporting.curves import Chart, short, step_axis
 from forgekit.run.reporting.diagrams import attention_mask, expert_maps, pipeline_timeline
@@ -17,6 +19,9 @@ from forgekit.run.reporting.run_data import RunData
 
 EVENTS = 50
 """The newest events, and bad steps, that are listed."""
+
+BAD_STEP = ("step", "spike", "loss", "grad_norm", "samples", "sources", "rows")
+"""What the page shows of a bad step's record."""
 
 LONGEST_VALUE = 300
 """Characters of a value of the configuration."""
@@ -43,7 +48,7 @@ def build_page(
     steps = step_axis([chart for _, chart in charts])
     sections: dict[str, list[str]] = {}
     for section, chart in charts:
-        sections.setdefault(section, []).append(chart_html(chart, steps))
+        sections.setdefault(section, []).append(chart_html(_tagged(chart, runs), steps))
     for run in runs:
         for section, drawn in _diagrams(run).items():
             sections.setdefault(section, []).extend(_named(run, runs, drawn))
@@ -51,7 +56,7 @@ def build_page(
     bodies |= {"Samples": _samples(runs), "What happened": _events(runs)}
     bodies["Configuration"] = _configuration(runs)
     bodies = {name: body for name, body in bodies.items() if body}
-    title = " and ".join(run.label for run in runs)
+    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].label
     return "".join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -69,6 +74,15 @@ def build_page(
     )
 
 
+def _tagged(chart: Chart, runs: Sequence[RunData]) -> Chart:
+    """A chart whose curves have the tags of runs; a wide one has room for their names too."""
+    if len(runs) == 1:
+        return chart
+    names = {run.label: run.title if chart.is_wide else run.tag for run in runs}
+    curves = [attrs.evolve(c, label=names.get(c.label, c.label)) for c in chart.curves]
+    return attrs.evolve(chart, curves=curves)
+
+
 def _part(name: str) -> str:
     return files("forgekit.run.reporting").joinpath(name).read_text("utf-8")
 
@@ -83,9 +97,10 @@ def _link(name: str) -> str:
 
 def _made(runs: Sequence[RunData], refresh_s: float | None) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    rows = ", ".join(f"{run.metrics.rows:,} rows of {words(run.folder)}" for run in runs)
+    total = sum(run.metrics.rows for run in runs)
+    of = f"{len(runs)} runs" if len(runs) > 1 else words(runs[0].folder)
     again = f" It is made again every {refresh_s:g} s while the run goes on." if refresh_s else ""
-    return f"Made {now} by forgekit {version_of('forgekit')} from {rows}.{again}"
+    return f"Made {now} by forgekit {version_of('forgekit')} from {total:,} rows of {of}.{again}"
 
 
 def _headline(runs: Sequence[RunData]) -> str:
@@ -107,7 +122,7 @@ def _headline(runs: Sequence[RunData]) -> str:
 
 
 def _key(number: int, run: RunData) -> str:
-    return f'<span class="key c{number % 8}">{words(run.label)}</span>'
+    return f'<span class="key c{number % 8}">{words(run.title)}</span>'
 
 
 def _alarm(is_alarming: bool) -> str:
@@ -147,7 +162,7 @@ def _named(run: RunData, runs: Sequence[RunData], drawn: Iterable[str]) -> Itera
             yield text
         else:
             number = runs.index(run) + 1
-            named = text.replace("<b>", f"<b>{words(run.label)}: ", 1)
+            named = text.replace("<b>", f"<b>{words(run.tag)}: ", 1)
             yield named.replace('" id="', f'" id="run{number}_', 1)
 
 
@@ -160,32 +175,30 @@ def _samples(runs: Sequence[RunData]) -> str:
 
 
 def _prefix(run: RunData, runs: Sequence[RunData]) -> str:
-    return f"{run.label}: " if len(runs) > 1 else ""
+    return f"{run.tag}: " if len(runs) > 1 else ""
 
 
 def _events(runs: Sequence[RunData]) -> str:
     """Starts, ends, changes and bad steps, in the order of time."""
     rows = [row for run in runs for row in _events_of(run)]
-    rows.sort(key=lambda row: row[0])
+    rows.sort(key=lambda row: row[1])
     left = f"<p>The last {EVENTS} of {len(rows)}.</p>" if len(rows) > EVENTS else ""
+    named = slice(0 if len(runs) > 1 else 1, None)  # one run needs no column of its name
     happened = _table(
-        ["time (UTC)", "run", "step", "what"],
-        ([words(x) for x in row] for row in rows[-EVENTS:]),
+        ["run", "time (UTC)", "step", "what"][named],
+        ([words(x) for x in row][named] for row in rows[-EVENTS:]),
     )
-    bad = [(run.label, record) for run in runs for record in run.bad_steps]
-    return f"{left}{happened if rows else ''}{_bad_steps(bad) if bad else ''}"
+    bad = [[run.tag, *_bad_step(record)] for run in runs for record in run.bad_steps]
+    listed = ([words(x) for x in row][named] for row in bad[-EVENTS:])
+    looked = (
+        f"<h3>Bad steps: {len(bad):,}</h3>{_table(['run', *BAD_STEP][named], listed)}<p>null: not "
+        "finite. <code>forgekit replay RUN --script FILE</code> looks at one again.</p>"
+    )
+    return f"{left}{happened if rows else ''}{looked if bad else ''}"
 
 
-def _bad_steps(bad: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    keys = ("step", "spike", "loss", "grad_norm", "samples", "sources", "rows")
-    listed = (
-        [words(label), *(words(_value(record.get(key), 80)) for key in keys)]
-        for label, record in bad[-EVENTS:]
-    )
-    return (
-        f"<h3>Bad steps: {len(bad):,}</h3>{_table(['run', *keys], listed)}<p>null: not finite. "
-        "<code>forgekit replay RUN --script FILE</code> looks at one again.</p>"
-    )
+def _bad_step(record: Mapping[str, Any]) -> list[str]:
+    return [_value(record.get(key), 80) for key in BAD_STEP]
 
 
 def _events_of(run: RunData) -> Iterator[tuple[str, str, str, str]]:
@@ -208,7 +221,7 @@ def _events_of(run: RunData) -> Iterator[tuple[str, str, str, str]]:
 def _at(event: Mapping[str, Any], run: RunData) -> tuple[str, str, str]:
     time = str(event.get("time", "")).replace("T", " ").replace("+00:00", "")
     step = event.get("step")
-    return time, run.label, f"{step:,}" if isinstance(step, int) else ""
+    return run.tag, time, f"{step:,}" if isinstance(step, int) else ""
 
 
 def _configuration(runs: Sequence[RunData]) -> str:
@@ -221,7 +234,7 @@ def _configuration(runs: Sequence[RunData]) -> str:
         return _list(flat[0])
     differing = [key for key in keys if len({one.get(key) for one in flat}) > 1]
     table = _table(
-        ["key", *(words(run.label) for run in runs)],
+        ["key", *(words(run.tag) for run in runs)],
         ([words(key), *(words(one.get(key, "")) for one in flat)] for key in differing),
     )
     same = {key: flat[0][key] for key in keys if key not in differing}

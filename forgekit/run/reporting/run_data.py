@@ -16,6 +16,9 @@ from forgekit.run.reporting.growing_files import GrowingFile, Metrics
 SAMPLES = 6
 """The newest samples that are shown."""
 
+LEGEND = 32
+"""Characters of all names that fit into the legend of a small chart."""
+
 SAMPLE_LENGTH = 2000
 """Characters of a sample that are shown."""
 
@@ -26,6 +29,7 @@ class RunData:
 
     Attributes:
         label: A short name, unique among the runs of a page.
+        tag: What small charts call it: its label, or its number where labels are long.
         folder: The run directory.
         metrics: The rows of ``metrics.jsonl``.
         config: ``config.json``; empty without one.
@@ -48,7 +52,13 @@ class RunData:
     bad_steps: list[dict[str, Any]] = attrs.field(factory=list)
     samples: list[tuple[str, str]] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
+    tag: str = ""
     _seen: dict[Path, tuple[int, ...]] = attrs.field(factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its label, after the tag if that is another."""
+        return self.label if self.tag == self.label else f"{self.tag}: {self.label}"
 
     @property
     def file(self) -> Path:
@@ -138,9 +148,10 @@ def open_runs(paths: list[Path]) -> list[RunData]:
         if files.count(file) > 1:
             raise ValueError(f"{path} is named twice; name each run once.")
     labels = _labels([file.absolute().parent for file in files])
+    is_short = sum(map(len, labels)) <= LEGEND
     runs = [
-        RunData(label, file.parent, GrowingFile(file))
-        for label, file in zip(labels, files, strict=True)
+        RunData(label, file.parent, GrowingFile(file), tag=label if is_short else f"run {number}")
+        for number, (label, file) in enumerate(zip(labels, files, strict=True), start=1)
     ]
     for run in runs:
         run.refresh()

@@ -61,7 +61,7 @@ class Topic:
 
 
 TOPICS = (
-    Topic("Training", "lr", "Learning rate", "per step", "train/lr", from_zero=True),
+    Topic("Training", "lr", "Learning rate", "of the schedule", "train/lr", from_zero=True),
     Topic(
         *("Training", "grad_norm", "Gradient norm", "L2, before clipping", "train/grad_norm"),
         is_noisy=True,
@@ -138,6 +138,7 @@ def build_charts(runs: Sequence[RunData]) -> list[tuple[str, Chart]]:
     """Make the charts of all runs, each with the section that it stands in."""
     names = sorted({name for run in runs for name in run.metrics.numbers}, key=by_number)
     names = [name for name in names if not HIDDEN.fullmatch(name) and _is_drawn(runs, name)]
+    names = [name for name in names if not _is_repeated(name, names, alone=len(runs) == 1)]
     charts = [("Training", chart) for chart in _loss_charts(runs)]
     used = {"train/loss"}
     for topic in TOPICS:
@@ -184,6 +185,16 @@ def _phases(run: RunData) -> Iterator[Mark]:
         step = phase.get("step", run.steps_of(phase["start"]) if "start" in phase else None)
         if isinstance(step, int | float) and math.isfinite(step):
             yield Mark(float(step), "phase", f"phase {number}")
+
+
+def _is_repeated(name: str, names: Sequence[str], *, alone: bool) -> bool:
+    """Whether another chart has the same curve: bits per byte are a multiple of the loss.
+
+    One run's losses are in the chart of its training loss too.
+    """
+    what, _, metric = name.rpartition("/")
+    better = {"perplexity": "loss", "loss": "bits_per_byte" if alone else ""}.get(metric, "")
+    return name.startswith("eval/") and f"{what}/{better}" in names
 
 
 def _is_drawn(runs: Sequence[RunData], name: str) -> bool:
