@@ -1,11 +1,14 @@
 """Prepares documents in processes that are killed at random moments, until one gets to the end.
 
+Moments are counted in reports of progress, so that they do not depend on how fast a machine is.
+
 Run as a script: ``kill_prepare.py kill SOURCE OUT SEED...`` or ``kill_prepare.py measure
 SOURCE...``. Processes are forked from one that has imported everything and computed nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -25,23 +28,30 @@ def small_steps():
     encode.AT_ONCE, encode.PIECE, prepare.ENTRY_BYTES, held_out.REPORT_BYTES = 2000, 500, 3000, 1000
 
 
-def make(source, out, **options):
+def make(source, out, *, kill_after=None, count_to=None, **options):
+    """Prepare; kill the process soon after a number of reports, or write how many there were."""
+    reports = itertools.count(1)
+
+    def report(*_):
+        time.sleep(0.001)
+        if next(reports) == kill_after:
+            threading.Timer(
+                random.uniform(0, 0.002), os.kill, (os.getpid(), signal.SIGKILL)
+            ).start()
+
     documents = text_documents(source, errors="skip")
     filters = {"short": lambda text: len(text) > 20}
     # Long enough that a kill hits the writing, and not always what comes before.
     options = {"held_out_every": 3, "shard_tokens": 5000, "sample_bytes": 20_000} | options
-    report = lambda *_: time.sleep(0.001)  # noqa: E731
     prepare.prepare(documents, out, vocab_size=300, filters=filters, progress=report, **options)
+    if count_to is not None:
+        count_to.write_text(str(next(reports) - 1))
 
 
-def forked(work, *args, kill_after=None, **options):
-    """Run in a child; return its exit status and resource usage, and how long it took."""
-    began = time.perf_counter()
+def forked(work, *args, **options):
+    """Run in a child; return its exit status and resource usage."""
     pid = os.fork()
     if not pid:
-        if kill_after is not None:
-            kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            threading.Timer(kill_after, kill).start()
         try:
             work(*args, **options)
         except BaseException as error:
@@ -49,20 +59,22 @@ def forked(work, *args, kill_after=None, **options):
             os._exit(1)
         os._exit(0)
     _, status, usage = os.wait4(pid, 0)
-    return status, usage, time.perf_counter() - began
+    return status, usage
 
 
 def kill(source, out, *seeds):
     """Print, for each seed, how many were killed and after how many documents each had an entry."""
     small_steps()
-    status, _, seconds = forked(make, source, f"{out}-undisturbed")
+    counted = Path(f"{out}-reports")
+    status, _ = forked(make, source, f"{out}-undisturbed", count_to=counted)
     assert status == 0, status
+    reports = int(counted.read_text())
     for seed in seeds:
         chance = random.Random(int(seed))
         entries, kills, status = [], 0, None
         while status != 0:
-            delay = seconds * chance.uniform(0, 0.3 + 0.1 * kills)
-            status, _, _ = forked(make, source, f"{out}-{seed}", kill_after=delay)
+            last = 1 + int(reports * chance.uniform(0.1, 0.5 + 0.1 * kills))
+            status, _ = forked(make, source, f"{out}-{seed}", kill_after=last)
             assert status in (0, signal.SIGKILL), status
             kills += status != 0
             for folder in Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new"):
@@ -76,7 +88,7 @@ def measure(*sources):
     encode.AT_ONCE = encode.PIECE = 2**16
     peaks = []
     for source in sources:
-        status, usage, _ = forked(make, source, f"{source}-out", shard_tokens=2**27)
+        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**27)
         assert status == 0, status
         peaks.append(usage.ru_maxrss / 1024)
     sys.stdout.write(json.dumps(peaks) + "\n")

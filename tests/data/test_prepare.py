@@ -292,7 +292,7 @@ def run_driver(*arguments):
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.parametrize("seeds", [(1,), pytest.param((1, 2, 3), marks=pytest.mark.oracle)])
+@pytest.mark.parametrize("seeds", [(2,), pytest.param((1, 2, 3), marks=pytest.mark.oracle)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, seeds):
     source = tmp_path / "source"
     source.mkdir()
@@ -307,7 +307,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, seeds):
     assert any(documents > 0 for each in found for documents in each["entries"])
     assert "from the start" not in log
     assert not list(tmp_path.glob(".out*"))
-    open_tokens(tmp_path / "out-1", verify=True)
+    open_tokens(tmp_path / f"out-{seeds[0]}", verify=True)
 
 
 LONGER = "the cat sat on a mat and the dog ran to the far hill"
