@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from run.huggingface_models import MODELS, SIZES
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -291,6 +292,32 @@ def test_every_rank_of_a_layout_counts_the_whole_model():
         for (numbers, peak), (layout, case) in zip(found, layouts, strict=True):
             assert numbers == pytest.approx(whole[case]), (layout, case)
             assert peak == 2e9, "that of all devices"
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "matmul", "peak"),
+    [
+        ("bf16", torch.float32, "highest", "bf16"),
+        ("fp16", torch.float32, "highest", "fp16"),
+        ("fp32", torch.float32, "highest", "fp32"),
+        ("fp32", torch.float32, "high", "tf32"),
+        ("fp32", torch.bfloat16, "highest", "bf16"),
+        ("fp32", torch.float64, "highest", None),
+    ],
+)
+def test_the_peak_is_that_of_the_dtype_of_products(precision, dtype, matmul, peak, monkeypatch):
+    """Masters may be wider, and float32 may be computed as TF32."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(fk.Transformer(DENSE).to(dtype), mesh, precision=precision)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    with FakeTensorMode():
+        state = attrs.evolve(state, targets=torch.zeros((), dtype=torch.int64, device="cuda"))
+    rows = fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8))
+    found = Utilization.of(Flops.of(model), state, fk.make_loader(rows, 1))
+    fk.shutdown()
+    assert (found and found.peak) == (peak and MACHINES["h100"].peaks[peak])
 
 
 @pytest.mark.parametrize(

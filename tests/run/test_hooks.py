@@ -138,6 +138,30 @@ def test_gradient_noise_finds_the_mean_and_the_spread_of_gradients_that_are_know
     assert found["noise/trace"].item() == pytest.approx(14.0, rel=0.1)
 
 
+def _proves(rank, world):
+    """Forward passes by the hook and by a step; and what replicas that differ mean to the hook."""
+    state, rows = build_state({"cp": 2}), [row[0] for row in micro_batches(1)]
+    passes = []
+    state.model.register_forward_hook(lambda *_: passes.append(1))
+    gradient_noise(state, rows, logits_loss)
+    by_hook = len(passes)
+    fk.accumulate(state, rows, logits_loss)
+    state = build_state({"dp_replicate": 2, "dp_shard": 1})
+    with torch.no_grad():
+        state.model.norm.weight.mul_(1 + rank)
+    noise = gradient_noise(state, rows, logits_loss)
+    with pytest.raises(ValueError, match=r"differ"):
+        fk.reduce_totals(fk.accumulate(state, rows, logits_loss), state)
+    return by_hook, len(passes) - by_hook, noise["noise/trace"].isfinite().item()
+
+
+def test_gradient_noise_proves_nothing_again_that_a_first_step_proves():
+    """Each proof would come once for every micro-batch."""
+    for by_hook, by_step, is_finite in run_ranks(_proves, 2):
+        assert (by_hook, is_finite) == (3, True)
+        assert by_step > 3
+
+
 @pytest.mark.bad_input
 def test_gradient_noise_needs_two_micro_batches():
     (row,) = micro_batches(1)[0]

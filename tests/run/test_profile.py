@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device.pretend import NAME
 from ranks import run_ranks
 from tensordict import TensorDict
 from torch.autograd import DeviceType
@@ -119,6 +120,25 @@ def test_ranks_write_traces_under_their_position_and_share_one_table(tmp_path):
     least, mean, most = map(float, line.split()[1:4])
     assert 0 < least <= mean <= most
     assert trace(folder / "rank1_dp_shard1.json.gz")["gloo:all_gather"] > 0
+
+
+def _still_busy(rank, world, out):
+    """A device that has a fifth of a second of work left when the host is done with a step."""
+    synchronize = torch.accelerator.synchronize
+
+    def slowly(*args):
+        time.sleep(0.2)
+        synchronize(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "synchronize", slowly)
+        (text,) = filter(None, train(out, 2, fk.build_mesh(device=NAME), first=2, steps=1))
+    return float(next(line for line in text.splitlines() if line.startswith("step ")).split()[2])
+
+
+def test_the_last_step_ends_when_the_device_has_done_it(tmp_path):
+    (milliseconds,) = run_ranks(_still_busy, 1, tmp_path, setup="device.pretend:install")
+    assert milliseconds >= 1e3 * (0.2 + HOST_S + WAIT_S)
 
 
 def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -233,6 +234,21 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     assert {tag.split("/")[0] for tag in texts} == {"config", "status"}
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 11)]
     killed.close()
+
+
+def test_a_row_is_in_tensorboards_file_when_it_has_been_taken(tmp_path, monkeypatch):
+    """On a slow disk too, and with nothing closed: tensorboard writes from a thread of its own."""
+    write = RecordWriter.write
+
+    def slowly(self, data):
+        time.sleep(0.02)
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", slowly)
+    with closing(fk.TensorBoard(tmp_path)) as tracker:
+        tracker(1, {f"a/{name}": 1.0 for name in range(8)})
+        shown, _ = scalars(tmp_path / "tensorboard")
+        assert len(shown) == 8
 
 
 RUN = """
