@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from forgekit.data.samples import IGNORED
@@ -22,7 +23,10 @@ from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_posi
 from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
 
 LOGITS, LOGITS_ON_CPU = 2**27, 2**21
-"""Numbers of logits in a chunk, on an accelerator and on a CPU."""
+"""Numbers of logits in a chunk, on an accelerator and on a CPU.
+
+Tensors without values, as in ``forgekit plan``, stand for those of an accelerator.
+"""
 
 
 def linear_cross_entropy(
@@ -177,5 +181,5 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: b
 
 def _chunk_rows(weight: Tensor) -> int:
     """Rows whose logits are large enough to fill the device and small beside the weight."""
-    logits = LOGITS_ON_CPU if weight.device.type == "cpu" else LOGITS
-    return max(16, logits // weight.shape[0])
+    is_on_cpu = weight.device.type == "cpu" and not isinstance(weight, FakeTensor)
+    return max(16, (LOGITS_ON_CPU if is_on_cpu else LOGITS) // weight.shape[0])
