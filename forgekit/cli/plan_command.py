@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import difflib
 import json
 import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import attrs
 from rich.console import Console
@@ -26,13 +26,15 @@ from forgekit.terminal import printable, tell
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
     from forgekit.run.plan.result import Plan
+    from forgekit.run.plan.sweep import LeftOut
+
+    Planner = Callable[..., Plan]
+    Swept = tuple[list[Plan], list[LeftOut]]
 
 ROWS = 8
 """Rows of the token file that stands in for one that is not there."""
-LONG = 16_384
-"""Positions of a row from which a sweep tries context parallelism."""
-TRIED = 4
-"""Changes of a layout that does not fit that are planned as well."""
+EVERY = 'sync="every" in the recipe\'s make_step'
+"""What a recipe says to reduce gradients after every micro-batch; it is no setting."""
 
 
 def add_plan(commands: Any) -> None:
@@ -96,13 +98,18 @@ def _check(options: argparse.Namespace, machines: Any) -> None:
         raise UsageError(f"--memory {options.memory}: it must be above 0, in GiB.")
 
 
-def _limit(options: argparse.Namespace) -> float:
-    """Bytes that tensors may have on a device."""
-    from forgekit.run.machines import MACHINES
-    from forgekit.run.plan.estimate import USABLE
-
-    given = options.memory
-    return USABLE * MACHINES[options.device].memory_bytes if given is None else given * 2**30
+def _check_spelling(settings: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise for what resembles an option of this command more than a key of the recipe."""
+    names = vars(_own_options().parse_args([]))
+    options = [f"--{name.replace('_', '-')}" for name in names]
+    known = [*options, "--config", "--help", *(f"--{key}" for key in keys)]
+    for word in (setting.partition("=")[0] for setting in settings):
+        nearest = difflib.get_close_matches(word, known, n=1)
+        if word.startswith("--") and word not in known and set(nearest) & set(options):
+            raise UsageError(
+                f"{printable(word)} is no option of forgekit plan and no key of the recipe; the "
+                f"nearest is {nearest[0]}."
+            )
 
 
 def _check_world(mesh: MeshSpec, options: argparse.Namespace) -> None:
@@ -118,11 +125,13 @@ def _check_world(mesh: MeshSpec, options: argparse.Namespace) -> None:
 def _configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any], str]:
     """The recipe's configuration, its names, and what to call it."""
     from forgekit.config import load_config
+    from forgekit.config.schema import keys_of
 
     given = options.recipe
     script = given if given.suffix == ".py" else recipe_file(options.recipes, str(given))
     script_file(script, "name a recipe's file, or one of `forgekit ls`.")
     recipe = names_of(script, "Config", "setup")
+    _check_spelling(options.settings, [key.name for key in keys_of(recipe["Config"])])
     try:
         config = load_config(recipe["Config"], options.settings, program=f"plan {script}")
     except SystemExit as stop:
@@ -133,28 +142,34 @@ def _configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any], str]:
 
 
 def _planned(
-    options: argparse.Namespace, recipe: dict[str, Any], folder: Path, config: Any
+    options: argparse.Namespace,
+    recipe: dict[str, Any],
+    folder: Path,
+    config: Any,
+    reduces_each: bool = False,
 ) -> Plan:
-    """Plan one configuration."""
+    """Plan one configuration, or it with gradients that are reduced after each micro-batch."""
     from forgekit.mesh import resolve_sizes
     from forgekit.run.plan.plan import Job, plan_step
-    from forgekit.steps.linear_cross_entropy import LOGITS
 
     pp, *_ = resolve_sizes(config.mesh, options.world)
     here = _without_machines(config, folder)
+
+    def setup() -> Any:
+        built = _complete(recipe, recipe["setup"](here))
+        return _reducing_each(built) if reduces_each else built
+
     job = Job(
-        setup=lambda: _complete(recipe, recipe["setup"](here)),
+        setup=setup,
         micro_batches=partial(_micro_batches, here),
         world=options.world,
         pp=pp,
         schedule=getattr(config, "pipeline_schedule", "1f1b"),
         device=options.device,
         node_size=options.node_size,
+        memory_limit=None if options.memory is None else options.memory * 2**30,
     )
-    # A CPU takes smaller chunks of logits, which is more traffic and less memory.
-    with mock.patch("forgekit.steps.linear_cross_entropy.LOGITS_ON_CPU", LOGITS):
-        plan = plan_step(job)
-    return attrs.evolve(plan, fits=plan.peak <= _limit(options))
+    return plan_step(job)
 
 
 def _complete(recipe: dict[str, Any], built: Any) -> Any:
@@ -169,7 +184,17 @@ def _complete(recipe: dict[str, Any], built: Any) -> Any:
     return built
 
 
-def _fitting(config: Any, plan: Callable[[Any], Plan], name: str) -> Plan | None:
+def _reducing_each(built: Any) -> Any:
+    """What ``setup`` returned, with a step that reduces gradients after every micro-batch."""
+    from forgekit.steps.make_step import make_step
+
+    names = ("state", "loader", "loss_fn", "stop", "end", "micro_batches")
+    given = {name: getattr(built, name, None) for name in names}
+    step = make_step(built.loss_fn, schedule=lambda _: 0.0, sync="every", stop=given["stop"])
+    return SimpleNamespace(**given, step=step)
+
+
+def _fitting(config: Any, plan: Planner, name: str) -> Plan | None:
     """Plan a configuration and, if it does not fit, what could be changed; None after an error."""
     from forgekit.run.plan.stand_ins import PlanError
 
@@ -180,15 +205,15 @@ def _fitting(config: Any, plan: Callable[[Any], Plan], name: str) -> Plan | None
     except Exception as error:
         tell(f"{printable(name)} would end with {type(error).__name__}: {printable(str(error))}")
         return None
-    return found if found.fits else attrs.evolve(found, remedies=_remedies(config, plan))
+    return found if found.fits else attrs.evolve(found, remedies=_remedies(config, found, plan))
 
 
-def _remedies(config: Any, plan: Callable[[Any], Plan]) -> tuple[str, ...]:
+def _remedies(config: Any, found: Plan, plan: Planner) -> tuple[str, ...]:
     """Changes with which a configuration would fit, each planned; the smallest need if none do."""
     tried: dict[str, Plan] = {}
-    for text, changed in itertools.islice(_changes(config), TRIED):
+    for text, changed, reduces_each in _changes(config, found):
         try:
-            tried[text] = plan(changed)
+            tried[text] = plan(changed, reduces_each)
         except Exception:  # a layout that is not valid is no remedy
             continue
     fitting = [text for text, one in tried.items() if one.fits]
@@ -197,20 +222,36 @@ def _remedies(config: Any, plan: Callable[[Any], Plan]) -> tuple[str, ...]:
     return tuple(f"{text}: {tried[text].peak / 2**30:.2f} GiB, {verdict}" for text in shown)
 
 
-def _changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Settings that need less memory, one change more in each."""
-    texts: list[str] = []
+def _changes(config: Any, found: Plan) -> Iterator[tuple[str, Any, bool]]:
+    """What needs less memory, one change more in each.
 
-    def change(text: str, **values: Any) -> tuple[str, Any]:
+    Until the last micro-batch ``sync="last"`` keeps gradients that are not sharded; a pipeline
+    always does.
+
+    Yields:
+        How to say it, the settings, and whether gradients are reduced after each micro-batch.
+    """
+    texts: list[str] = []
+    reduces_each = False
+    keeps = found.layout["pp"] == 1 and found.layout["dp_shard"] * found.layout["cp"] > 1
+
+    def change(text: str, **values: Any) -> tuple[str, Any, bool]:
         nonlocal config
         config = attrs.evolve(config, **values)
-        texts.append(text)
-        return " ".join(texts), config
+        texts.extend([text] if text else [])
+        every = [EVERY] if reduces_each else []
+        return " and ".join([*filter(None, [" ".join(texts)]), *every]), config, reduces_each
 
+    if keeps and found.micro_batches > 1:
+        reduces_each = True
+        yield change("")
     if getattr(config, "activation_checkpoint", "full") != "full":
         yield change("activation_checkpoint=full", activation_checkpoint="full")
     if getattr(config, "batch_size", 1) > 1 and hasattr(config, "global_batch_size"):
         yield change("batch_size=1", batch_size=1)
+        if keeps and not reduces_each:  # now there are several micro-batches
+            reduces_each = True
+            yield change("")
     if config.mesh.dp_replicate > 1:
         mesh = attrs.evolve(config.mesh, dp_replicate=1, dp_shard=-1)
         yield change("mesh.dp_replicate=1 mesh.dp_shard=-1", mesh=mesh)
@@ -218,119 +259,23 @@ def _changes(config: Any) -> Iterator[tuple[str, Any]]:
     yield change(f"mesh.dp_shard=-1 mesh.tp={mesh.tp}", mesh=mesh)
 
 
-@attrs.frozen
-class Refused:
-    """A layout of a sweep that does not run, or need not be planned.
+def _swept(options: argparse.Namespace, config: Any, plan: Planner) -> Swept | None:
+    """Plan the layouts of a world; None if none is valid."""
+    from forgekit.run.plan.sweep import layouts, sweep
 
-    Attributes:
-        layout: Its sizes.
-        refused: Why.
-    """
-
-    layout: dict[str, int]
-    refused: str
-
-
-def _swept(
-    options: argparse.Namespace, config: Any, plan: Callable[[Any], Plan]
-) -> tuple[list[Plan], list[Refused]] | None:
-    """Plan layouts; those that fit first, by estimated time. None if none is valid.
-
-    What is larger in pp * tp * cp communicates more: two sizes in a row that bring nothing faster
-    than a smaller one that fits end the sweep.
-    """
-    found: list[Plan] = []
-    refused: list[Refused] = []
-    behind = 0
-    by_size = itertools.groupby(layouts(config, options.world, options.node_size), _model_ranks)
-    for size, specs in by_size:
-        if behind == 2:
-            tell(f"pp * tp * cp from {size}: left out, as the two sizes before are no faster.")
-            break
-        best = min(map(_rank_of, found), default=None)
-        _plan_size(list(specs), config, plan, found, refused)
-        is_behind = best is not None and not best[0] and min(map(_rank_of, found)) == best
-        behind = behind + 1 if is_behind else 0
+    specs = layouts(config, options.world, options.node_size)
+    found, left_out = sweep(
+        specs,
+        lambda spec: plan(attrs.evolve(config, mesh=spec)),
+        lambda line: tell(printable(line)),
+    )
     if not found:
-        reasons = Counter(one.refused for one in refused).most_common(3)
-        tell(f"none of {len(refused)} layouts of {options.world} devices is valid:")
+        reasons = Counter(one.refused for one in left_out).most_common(3)
+        tell(f"none of {len(left_out)} layouts of {options.world} devices is valid:")
         for reason, count in reasons:
             tell(f"  {count} x {printable(reason)}")
         return None
-    return sorted(found, key=_rank_of), refused
-
-
-def _plan_size(
-    specs: list[MeshSpec],
-    config: Any,
-    plan: Callable[[Any], Plan],
-    found: list[Plan],
-    refused: list[Refused],
-) -> None:
-    """Plan layouts of one size and add them, those with the most shards first."""
-    full: dict[MeshSpec, str] = {}
-    for spec in specs:
-        sizes = {name: size for name, size in attrs.asdict(spec).items() if size > 1}
-        shown = " ".join(f"{name}={size}" for name, size in sizes.items()) or "one device"
-        apart = attrs.evolve(spec, dp_replicate=1, dp_shard=1)
-        try:
-            if apart in full:
-                raise ValueError(f"does not fit, as {full[apart]} with more shards does not")
-            one = plan(attrs.evolve(config, mesh=spec))
-        except Exception as error:
-            refused.append(Refused(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
-            tell(printable(f"{shown}: {refused[-1].refused}"))
-            continue
-        found.append(one)
-        if not one.fits:
-            full[apart] = shown
-        tell(f"{shown}: {one.step_seconds:.3f} s" + ("" if one.fits else ", does not fit"))
-
-
-def _rank_of(plan: Plan) -> tuple[bool, float]:
-    """Order of a sweep: what fits, by the time of a target; steps may differ in their targets."""
-    return not plan.fits, -plan.tokens_per_second_per_device
-
-
-def _model_ranks(spec: MeshSpec) -> int:
-    return spec.pp * spec.tp * spec.cp
-
-
-def layouts(config: Any, world: int, node_size: int) -> list[MeshSpec]:
-    """Find the layouts of a sweep, in powers of two: the fewest ranks per copy of a row first.
-
-    Tensor parallelism stays inside a node. Context parallelism is tried for sequences from
-    ``LONG`` positions, and where it is configured; expert parallelism where there are experts.
-    Parameters are sharded over all data ranks, over those of a node, or not at all.
-
-    Args:
-        config: A recipe's, with ``mesh``.
-        world: Number of ranks.
-        node_size: Ranks of a node.
-
-    Returns:
-        The layouts, by ``pp * tp * cp``, then the most shards first.
-    """
-    from forgekit.mesh import MeshSpec
-
-    given = config.mesh
-    model, data = getattr(config, "model", None), getattr(config, "data", config)
-    experts = getattr(getattr(model, "moe", None), "experts", 1)
-    length = getattr(data, "seq_len", getattr(config, "seq_len", 0))
-    powers = [2**n for n in range(4)]
-    contexts = powers if given.cp > 1 or length >= LONG else [1]
-    shares = [n for n in powers if experts % n == 0] if experts > 1 else [given.ep]
-    found: set[MeshSpec] = set()
-    for pp, tp, cp, ep in itertools.product(powers, powers, contexts, shares):
-        model_ranks = pp * tp * cp
-        if tp > node_size or world % model_ranks:
-            continue
-        ranks = world // model_ranks
-        for shards in {ranks, min(ranks, max(1, node_size // (tp * cp))), 1}:
-            if ranks % shards == 0 and shards * cp % ep == 0:
-                sizes = {"pp": pp, "tp": tp, "cp": cp, "ep": ep}
-                found.add(MeshSpec(**sizes, dp_replicate=ranks // shards, dp_shard=shards))
-    return sorted(found, key=lambda one: (_model_ranks(one), one.pp, one.cp, one.ep, -one.dp_shard))
+    return found, left_out
 
 
 def _without_machines(config: Any, folder: Path) -> Any:
@@ -368,19 +313,19 @@ def _micro_batches(config: Any, built: Any) -> int:
     return getattr(built, "micro_batches", None) or getattr(config, "micro_batches", 1)
 
 
-def _show(found: Plan | tuple[list[Plan], list[Refused]], options: argparse.Namespace) -> None:
+def _show(found: Plan | Swept, options: argparse.Namespace) -> None:
     from forgekit.run.plan.result import show_plan, show_sweep
 
-    plans, refused = found if isinstance(found, tuple) else ([found], [])
+    plans, left_out = found if isinstance(found, tuple) else ([found], [])
     if options.json:
-        shown = [*(one.as_json() for one in plans), *map(attrs.asdict, refused)]
+        shown = [*(one.as_json() for one in plans), *map(attrs.asdict, left_out)]
         print(json.dumps(shown if options.sweep else shown[0], indent=1))
         return
     console = Console(highlight=False, width=140)
     if options.sweep:
         show_sweep(plans, console)
-        reasons = Counter(one.refused for one in refused)
+        reasons = Counter(one.refused for one in left_out)
         for reason, count in reasons.most_common():
-            console.print(f"{count} not planned or not valid: {printable(reason)}", markup=False)
+            console.print(f"{count} x {printable(reason)}", markup=False)
     else:
-        show_plan(plans[0], console, _limit(options))
+        show_plan(plans[0], console)

@@ -23,7 +23,6 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import forgekit as fk
-from forgekit.cli import plan_command
 from forgekit.cli.program import main
 from forgekit.mesh import expert_view
 from forgekit.run.huggingface import files
@@ -39,8 +38,12 @@ from forgekit.run.plan.estimate import (
     seconds_of,
 )
 from forgekit.run.plan.plan import Job, plan_ranks, plan_step
+from forgekit.run.plan.result import Plan
 from forgekit.run.plan.stand_ins import PlanError, Told, pretending
+from forgekit.run.plan.sweep import BEHIND, layouts, sweep
+from forgekit.run.plan.sweep import LONG as LONG_ROWS
 from forgekit.run.plan.watch import StepWatch, Work
+from forgekit.steps.linear_cross_entropy import LOGITS, LOGITS_ON_CPU
 
 CHECKED = [
     Cell(
@@ -143,6 +146,7 @@ LARGE = {
     "pp-ep": _layout("pp-ep", {"pp": 2, "ep": 2}, moe=True),
 }
 """Each parallelism and their pairs, on eight ranks: a job for each."""
+ROOT = Path(__file__).parents[2]
 LONG_RUN = (pytest.mark.oracle, pytest.mark.timeout(600))
 
 
@@ -213,7 +217,7 @@ BIG = {
         world=1,
         sizes={},
         shape=attrs.evolve(
-            WIDE, dim=256, ffn_dim=1024, vocab_size=8192, positions=256, rows=8, micro_batches=2
+            WIDE, dim=256, ffn_dim=1024, vocab_size=1024, positions=256, rows=8, micro_batches=2
         ),
         options=options,
     )
@@ -317,6 +321,15 @@ def test_micro_batches_that_are_not_run_count():
     assert planned.targets == 4 * WIDE.rows * WIDE.positions
 
 
+def test_chunks_of_logits_are_those_of_an_accelerator():
+    """A CPU would take four of 16 rows here; the plan's memory and traffic are those of one."""
+    shape = attrs.evolve(WIDE, layers=1, dim=16, ffn_dim=16, vocab_size=2**17, rows=1)
+    (planned,) = plan_ranks(job_of(Cell(name="", world=2, sizes={}, shape=shape)))
+    logits = shape.positions * shape.vocab_size * 4
+    assert planned.memory["temporary"] > 2 * logits  # and their gradient
+    assert LOGITS_ON_CPU * 4 < logits < LOGITS * 4
+
+
 def test_stages_add_up_and_collectives_are_of_the_one_with_most():
     shape = attrs.evolve(LONG, layers=2, micro_batches=2)
     whole, staged = (
@@ -330,10 +343,39 @@ def test_stages_add_up_and_collectives_are_of_the_one_with_most():
     assert one.flops_per_step == two.flops_per_step
     assert one.targets_per_step == two.targets_per_step
     ranks = plan_ranks(job_of(staged))
+    seconds = [estimate(MACHINES["h100"], 8, r.work, r.calls, frozenset()) for r in ranks]
+    assert two.bubble == pytest.approx(1 / 3)  # (p - 1) / (m + p - 1)
+    assert two.step_seconds == pytest.approx(1.5 * max(one.busy for one in seconds))
     for traffic in two.collectives:
         sizes = [collectives_of(r.calls, r.dimensions) for r in ranks]
         most = max(each.get((traffic.op, traffic.dimension), (0, 0))[1] for each in sizes)
         assert traffic.bytes == most
+
+
+def test_what_is_computed_again_takes_time_and_is_no_flops():
+    """A small model waits for the host, so only a large one shows it."""
+    shape = attrs.evolve(WIDE, layers=1, dim=1024, ffn_dim=4096, rows=64, micro_batches=1)
+    options = {"activation_checkpoint": "full"}
+    kept, again = (
+        plan_step(job_of(Cell(name="", world=1, sizes={}, shape=shape, options=given)))
+        for given in ({}, options)
+    )
+    assert again.flops_per_step == kept.flops_per_step
+    repeated = kept.flops_per_step / 3 * 0.9  # a forward, but for the head
+    least = repeated / (PRODUCTS * MACHINES["h100"].peaks["tf32"])
+    assert again.step_seconds - kept.step_seconds > least
+    for one in (kept, again):
+        expected = one.flops_per_step / (one.step_seconds * MACHINES["h100"].peaks["tf32"])
+        assert one.mfu == pytest.approx(expected)
+
+
+def test_what_fits_is_up_to_the_limit():
+    job = job_of(Cell(name="", world=2, sizes={}, shape=attrs.evolve(WIDE, layers=1)))
+    given = plan_step(attrs.evolve(job, device="a100"))
+    assert given.memory_limit == 0.92 * 80e9
+    at, below = (plan_step(attrs.evolve(job, memory_limit=given.peak - less)) for less in (0, 1))
+    assert (given.fits, at.fits, below.fits) == (True, True, False)
+    assert at.memory_limit == given.peak
 
 
 def test_a_base_is_checked_and_not_read(tmp_path):
@@ -462,17 +504,18 @@ def test_time_of_a_step_by_hand():
     few, many = Counter({gather: 3}), Counter({gather: 10_000})
     assert estimate(h100, 8, work, few, frozenset()).compute == pytest.approx(compute)
     assert estimate(h100, 8, work, few, frozenset()).waiting == pytest.approx(3 * each)
-    assert estimate(h100, 8, work, few, frozenset(few)).waiting == 0
-    waiting = 10_000 * each - HIDDEN * compute
-    assert estimate(h100, 8, work, many, frozenset(many)).waiting == pytest.approx(waiting)
+    hidden = estimate(h100, 8, work, few, frozenset(few))
+    assert (hidden.waiting, hidden.exposed, hidden.busy) == (0, 0, hidden.compute)
+    exposed = 10_000 * each - HIDDEN * compute
+    assert estimate(h100, 8, work, many, frozenset(many)).exposed == pytest.approx(exposed)
     slow = attrs.evolve(work, kernels=10**6)
     assert estimate(h100, 8, slow, few, frozenset()).compute == HOST_S * 10**6
 
 
 def test_layouts_of_a_sweep_fill_the_world():
     moe = SimpleNamespace(moe=SimpleNamespace(experts=6))
-    config = SimpleNamespace(mesh=fk.MeshSpec(), model=moe, seq_len=plan_command.LONG)
-    found = plan_command.layouts(config, 16, node_size=4)
+    config = SimpleNamespace(mesh=fk.MeshSpec(), model=moe, seq_len=LONG_ROWS)
+    found = layouts(config, 16, node_size=4)
     assert len(found) == len(set(found)) > 5
     for spec in found:
         assert spec.pp * spec.dp_replicate * spec.dp_shard * spec.tp * spec.cp == 16
@@ -483,8 +526,86 @@ def test_layouts_of_a_sweep_fill_the_world():
     assert {spec.dp_shard for spec in found if spec.tp * spec.pp * spec.cp == 1} == {1, 4, 16}
     sizes = [spec.pp * spec.tp * spec.cp for spec in found]
     assert sizes == sorted(sizes)
-    short = SimpleNamespace(mesh=fk.MeshSpec(), seq_len=plan_command.LONG - 1)
-    assert {spec.cp for spec in plan_command.layouts(short, 16, node_size=4)} == {1}
+    short = SimpleNamespace(mesh=fk.MeshSpec(), seq_len=LONG_ROWS - 1)
+    assert {spec.cp for spec in layouts(short, 16, node_size=4)} == {1}
+
+
+PLANNED = Plan(
+    world=16,
+    device="h100",
+    layout={},
+    parameters=0,
+    active_parameters=0,
+    micro_batches=1,
+    targets_per_step=1,
+    flops_per_step=1,
+    step_seconds=1.0,
+    exposed_seconds=0.5,
+    tokens_per_second_per_device=1.0,
+    mfu=0.5,
+    bubble=0.0,
+    memory_limit=1.0,
+    fits=True,
+    ranks=(),
+    collectives=(),
+)
+
+
+def swept(**of_size):
+    """Sweep 16 ranks; what a plan finds, by ``pp * tp * cp`` as ``size1``, ``size2``, ..."""
+    specs = layouts(SimpleNamespace(mesh=fk.MeshSpec(), seq_len=1), 16, node_size=8)
+    seen = []
+
+    def plan(spec):
+        seen.append(spec)
+        found = of_size[f"size{spec.pp * spec.tp * spec.cp}"]
+        if isinstance(found, Exception):
+            raise found
+        return attrs.evolve(PLANNED, layout=attrs.asdict(spec), **found)
+
+    found, left_out = sweep(specs, plan, lambda line: None)
+    assert sorted(str(one.layout) for one in (*found, *left_out)) == sorted(
+        str(attrs.asdict(spec)) for spec in specs
+    )
+    return found, dict(Counter(one.refused for one in left_out)), seen
+
+
+def test_a_sweep_orders_what_fits_by_the_time_of_a_target():
+    """A longer step may have more targets, and be faster."""
+    found, left_out, seen = swept(
+        size1={"tokens_per_second_per_device": 9.0, "fits": False},
+        size2={"tokens_per_second_per_device": 2.0, "step_seconds": 1.0},
+        size4={"tokens_per_second_per_device": 3.0, "step_seconds": 5.0},
+        size8={"tokens_per_second_per_device": 2.5, "step_seconds": 2.0},
+        size16={"tokens_per_second_per_device": 1.0, "step_seconds": 1.0},
+    )
+    speeds = [one.tokens_per_second_per_device for one in found]
+    assert [one.fits for one in found] == [True] * (len(found) - 1) + [False]
+    assert speeds == [*sorted(speeds[:-1], reverse=True), 9.0]
+    assert left_out == {"not planned: dp_shard=16, with more shards, does not fit": 2}
+    assert {spec.pp * spec.tp * spec.cp for spec in seen} == {1, 2, 4, 8, 16}
+
+
+def test_a_sweep_ends_after_two_sizes_that_are_no_faster():
+    _, left_out, seen = swept(
+        size1={}, size2={"tokens_per_second_per_device": 0.9}, size4=ValueError("no"), size8={}
+    )
+    assert {spec.pp * spec.tp * spec.cp for spec in seen} == {1, 2, 4}
+    invalid = left_out.pop("ValueError: no")
+    ((reason, count),) = left_out.items()
+    assert reason == f"not planned: pp * tp * cp above 4, where {BEHIND} sizes were no faster"
+    assert len(seen) + count == invalid + count + len(seen) - invalid
+    faster = {"tokens_per_second_per_device": 2.0}
+    _, _, seen = swept(size1={}, size2={}, size4=faster, size8={}, size16=faster)
+    assert {spec.pp * spec.tp * spec.cp for spec in seen} == {1, 2, 4, 8, 16}
+
+
+def test_a_sweep_plans_fewer_shards_only_where_shards_are_waited_for():
+    hidden, exposed = {"exposed_seconds": 0.0}, {"exposed_seconds": 0.1}
+    _, left_out, seen = swept(size1=hidden, size2=exposed, size4=ValueError("no"))
+    shards = {size: [x.dp_shard for x in seen if x.pp * x.tp == size] for size in (1, 2)}
+    assert shards == {1: [16], 2: [8, 4, 1, 8, 1]}
+    assert left_out["not planned: dp_shard=16, with more shards, does not wait for them"] == 2
 
 
 def plan(capsys, *arguments):
@@ -541,6 +662,29 @@ def test_what_does_not_fit_says_what_would(capsys):
     assert "of the 68.5 GiB that tensors can have on a device" in said.out
 
 
+def test_what_does_not_fit_names_sync_where_micro_batches_keep_whole_gradients(capsys, tmp_path):
+    """A recipe that says so needs what the remedy says."""
+    sizes = ("model.dim=256", "model.layers=1", "model.vocab_size=64", "data.seq_len=8")
+    sizes += ("batch_size=1", "global_batch_size=24", "activation_checkpoint=full", "--world", 8)
+    text = (ROOT / "recipes" / "pretrain.py").read_text()
+    edited = text.replace("spikes=limit, stop=stop)", 'spikes=limit, stop=stop, sync="every")')
+    assert edited != text
+    (tmp_path / "edited.py").write_text(edited)
+    _, said = plan(capsys, tmp_path / "edited.py", *sizes, "--json")
+    every = peak_of(json.loads(said.out))
+    limit = str((every + 1024) / 2**30)
+    _, said = plan(capsys, "pretrain", *sizes, "--json", "--memory", limit)
+    found = json.loads(said.out)
+    assert peak_of(found) > every + 3 * 256 * 512 * 4  # the feed-forward's gradients, and more
+    assert not found["fits"]
+    remedy = f'sync="every" in the recipe\'s make_step: {every / 2**30:.2f} GiB, fits'
+    assert found["remedies"][0] == remedy
+
+
+def peak_of(found):
+    return max(rank["memory"]["peak"] for rank in found["ranks"])
+
+
 SWEPT = (*TINY, "model.tied=false", "batch_size=2", "global_batch_size=8", "--world", 2)
 
 
@@ -549,11 +693,16 @@ def test_a_sweep_ranks_layouts(capsys):
     """By time among those that fit, as each is planned alone; what is not valid ends nothing."""
     code, said = plan(capsys, "pretrain", *SWEPT, "model.kv_heads=1", "--sweep", "--json")
     assert code == 0, said.err
-    *found, refused = json.loads(said.out)
-    by_layout = {tuple(n for n, v in one["layout"].items() if v > 1): one for one in found}
-    assert set(by_layout) == {("dp_shard",), ("dp_replicate",), ("pp",)}
-    assert refused["layout"]["tp"] == 2
-    assert "key and value heads too. Change their numbers" in refused["refused"]
+    by_layout = {
+        tuple(n for n, v in one["layout"].items() if v > 1): one for one in json.loads(said.out)
+    }
+    assert set(by_layout) == {("dp_shard",), ("dp_replicate",), ("pp",), ("tp",)}
+    invalid, left_out = by_layout.pop(("tp",)), by_layout.pop(("dp_replicate",))
+    assert "key and value heads too. Change their numbers" in invalid["refused"]
+    assert left_out["refused"].startswith(
+        "not planned: dp_shard=2, with more shards, does not wait"
+    )
+    found = list(by_layout.values())
     assert [p["step_seconds"] for p in found] == sorted(p["step_seconds"] for p in found)
     sizes = (*SWEPT, "model.kv_heads=1", "--json")
     code, said = plan(capsys, "pretrain", *sizes, "mesh.pp=2")
@@ -566,9 +715,8 @@ def test_a_sweep_puts_last_what_does_not_fit(capsys):
     assert code == 0, said.err
     found = [one for one in json.loads(said.out) if "refused" not in one]
     assert {one["fits"] for one in found} == {False}
-    assert "does not fit, as dp_shard=2 with more shards does not" in said.err
-    peak = min(max(r["memory"]["peak"] for r in one["ranks"]) for one in found)
-    limit = str((peak + 1024) / 2**30)
+    assert "not planned: dp_shard=2, with more shards, does not fit" in said.out
+    limit = str((min(map(peak_of, found)) + 1024) / 2**30)
     code, said = plan(capsys, "pretrain", *SWEPT, "--sweep", "--memory", limit)
     assert code == 0, said.err
     fits = re.findall(r"(yes|no) +│", said.out)
@@ -591,6 +739,9 @@ def test_a_sweep_puts_last_what_does_not_fit(capsys):
         (["minimal"], "has no Config, setup; a recipe that this command can set up"),
         (["gone.py"], "gone.py is not there; name a recipe's file"),
         (["pretrain", "model.dime=3"], "model.dime"),
+        (["pretrain", "--model.dime=3"], "model.dime: unknown key; the nearest is model.dim"),
+        (["pretrain", "--wrold", "8"], "--wrold is no option of forgekit plan and no key of the "),
+        (["pretrain", "--node_size=4"], "the recipe; the nearest is --node-size."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -625,6 +776,24 @@ def test_a_setup_that_gives_no_step_says_so(capsys, tmp_path, body, code, match)
     found, said = plan(capsys, tmp_path / "recipe.py", "--world", 2)
     assert found == code
     assert match in said.err
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("import os\ndef setup(config:\n", "recipe.py, line 2, raised SyntaxError: '(' was never"),
+        ("a = 1\nb = a + c\n", "recipe.py, line 2, raised NameError: name 'c' is not defined; co"),
+        ("import nothing_of_that_name\n", "line 1, raised ModuleNotFoundError: No module named 'n"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named_with_its_line(capsys, tmp_path, text, match):
+    (tmp_path / "recipe.py").write_text(text)
+    code, said = plan(capsys, tmp_path / "recipe.py", "--world", 2)
+    assert code == 2
+    assert match in said.err
+    assert said.err.count("\n") == 1
+    assert "`python " in said.err
 
 
 @pytest.mark.oracle

@@ -42,16 +42,18 @@ class Seconds:
 
     Attributes:
         compute: Of its kernels.
-        waiting: Of communication that nothing hides.
+        waiting: Of communication that nothing can hide.
+        exposed: Of communication that computation could hide and is too short for.
     """
 
     compute: float
     waiting: float
+    exposed: float
 
     @property
     def busy(self) -> float:
         """All of it, but for the wait for other stages of a pipeline."""
-        return self.compute + self.waiting
+        return self.compute + self.waiting + self.exposed
 
 
 def peak_of(machine: Machine, dtype: torch.dtype) -> float:
@@ -85,7 +87,7 @@ def estimate(
             beside += spent
         else:
             ahead += spent
-    return Seconds(compute=compute, waiting=ahead + max(0.0, beside - HIDDEN * compute))
+    return Seconds(compute=compute, waiting=ahead, exposed=max(0.0, beside - HIDDEN * compute))
 
 
 def seconds_of(machine: Machine, node_size: int, call: Call) -> float:

@@ -48,6 +48,7 @@ class Job:
         schedule: The pipeline's.
         device: A name of ``forgekit.run.machines``.
         node_size: Ranks of a node.
+        memory_limit: Bytes that tensors may have on a device; ``USABLE`` of its memory if None.
     """
 
     setup: Callable[[], Any]
@@ -57,6 +58,7 @@ class Job:
     schedule: str = "1f1b"
     device: str = "h100"
     node_size: int = 8
+    memory_limit: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -105,20 +107,23 @@ def plan_step(job: Job) -> Plan:
     each = job.world // job.pp
     targets = first.targets * first.readers
     least = sum(count * each / peak_of(machine, dtype) for dtype, count in flops.items())
-    peak = max(r.memory["peak"] for r in found)
+    limit = USABLE * machine.memory_bytes if job.memory_limit is None else job.memory_limit
     return Plan(
         world=job.world,
         device=job.device,
         layout=first.layout,
         parameters=sum(r.parameters for r in found),
         active_parameters=sum(r.active for r in found),
+        micro_batches=first.micro_batches,
         targets_per_step=targets,
         flops_per_step=flops.total() * each,
         step_seconds=step,
+        exposed_seconds=max(one.exposed for one in seconds),
         tokens_per_second_per_device=targets / step / job.world,
         mfu=least / (step * job.world),
         bubble=bubble,
-        fits=peak <= USABLE * machine.memory_bytes,
+        memory_limit=limit,
+        fits=max(r.memory["peak"] for r in found) <= limit,
         ranks=tuple(
             RankMemory(rank=r.rank, pp=position, memory=r.memory)
             for position, r in enumerate(found)

@@ -42,19 +42,30 @@ class Traffic:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """A layout's step on a machine; bytes and seconds. See ``docs/plan.md``."""
+    """A layout's step on a machine; bytes and seconds. See ``docs/plan.md``.
+
+    Attributes:
+        micro_batches: Of a step, on each data-parallel rank.
+        exposed_seconds: Of the step: communication of sharded parameters and of rings that the
+            computation is too short to hide.
+        memory_limit: Bytes that tensors may have on a device.
+        remedies: Changes that need less memory, where the layout does not fit.
+    """
 
     world: int
     device: str
     layout: dict[str, int]
     parameters: int
     active_parameters: int
+    micro_batches: int
     targets_per_step: int
     flops_per_step: int
     step_seconds: float
+    exposed_seconds: float
     tokens_per_second_per_device: float
     mfu: float
     bubble: float
+    memory_limit: float
     fits: bool
     remedies: tuple[str, ...] = ()
     ranks: tuple[RankMemory, ...]
@@ -70,15 +81,17 @@ class Plan:
         return attrs.asdict(self)
 
 
-def show_plan(plan: Plan, console: Console, memory_bytes: float) -> None:
+def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan."""
     console.print(f"{_shown(plan)}: {plan.world} x {plan.device}", markup=False)
     rows = {
         "parameters": f"{plan.parameters:,}",
         "active parameters": f"{plan.active_parameters:,}",
+        "micro-batches": f"{plan.micro_batches:,}",
         "targets per step": f"{plan.targets_per_step:,}",
         "FLOPs per step": f"{plan.flops_per_step:.3e}",
         "step, estimated": f"{plan.step_seconds:.3f} s",
+        "of it, waiting for shards": f"{plan.exposed_seconds:.3f} s",
         "tokens per second and device": f"{plan.tokens_per_second_per_device:,.0f}",
         "MFU, estimated": f"{plan.mfu:.1%}",
     }
@@ -89,7 +102,7 @@ def show_plan(plan: Plan, console: Console, memory_bytes: float) -> None:
     console.print(_memory(plan))
     console.print(_collectives(plan))
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    have = f"of the {memory_bytes / GIB:.1f} GiB that tensors can have on a device"
+    have = f"of the {plan.memory_limit / GIB:.1f} GiB that tensors can have on a device"
     console.print(f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, {have}", markup=False)
     for remedy in plan.remedies:
         console.print(f"  {remedy}", markup=False)
