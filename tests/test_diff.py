@@ -1,5 +1,6 @@
 """Comparing a copied recipe with its origin, before and after the origin has changed."""
 
+import codecs
 import subprocess
 
 import pytest
@@ -138,6 +139,45 @@ def test_the_text_it_was_copied_from_can_be_named(recipes, tmp_path, capsys):
     assert "What my.py changed: nothing" in capsys.readouterr().out
 
 
+def test_a_copy_without_its_first_lines_is_compared_with_the_recipe_that_is_named(recipes, capsys):
+    mine(recipes).write_text(FIRST.replace("STEPS = 10", "STEPS = 500"))
+    (recipes / "train.py").write_text(LATER)
+    assert diff(recipes, "--recipe", "train") == 0
+    said = capsys.readouterr().out
+    assert f"my.py is compared with recipes/train.py of forgekit {VERSION}.\n" in said
+    assert "What my.py changed: +2 -2 lines\n" in said
+    assert said.endswith("changed since: nothing\n")
+
+
+def test_a_copy_without_its_first_lines_is_merged_from_the_text_that_is_named(
+    recipes, tmp_path, capsys
+):
+    (tmp_path / "then.py").write_text(FIRST)
+    mine(recipes).write_text(FIRST.replace("STEPS = 10", "STEPS = 500"))
+    (recipes / "train.py").write_text(LATER)
+    named = ["--recipe", "train", "--origin", str(tmp_path / "then.py")]
+    assert diff(recipes, *named, "--merge") == 0
+    assert "my.py is compared with then.py.\n" in capsys.readouterr().out
+    origin, text = read_stamp(mine(recipes).read_bytes())
+    assert text.decode() == LATER.replace("STEPS = 10", "STEPS = 500")
+    assert origin.digest == digest_of(LATER.encode())
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_a_copy_keeps_the_line_ends_that_an_editor_gave_it(mark, recipes, capsys):
+    dos = mine(recipes).read_bytes().replace(b"STEPS = 10", b"STEPS = 500").replace(b"\n", b"\r\n")
+    mine(recipes).write_bytes(mark + dos)
+    capsys.readouterr()
+    assert diff(recipes) == 0
+    assert "What my.py changed: +1 -1 lines\n" in capsys.readouterr().out
+    (recipes / "train.py").write_text(LATER)
+    assert diff(recipes, "--merge") == 0
+    merged = mine(recipes).read_bytes()
+    assert merged.count(b"\n") == merged.count(b"\r\n") == dos.count(b"\n")
+    _, text = read_stamp(merged.replace(b"\r\n", b"\n"))
+    assert text.decode() == LATER.replace("STEPS = 10", "STEPS = 500")
+
+
 def test_a_cache_that_cannot_be_written_does_not_keep_a_recipe_from_being_copied(
     recipes, tmp_path, monkeypatch
 ):
@@ -149,7 +189,17 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_recipe_from_being_copied
 
 def unstamped(recipes, tmp_path):
     mine(recipes).write_text(FIRST)
-    return [], "my.py does not say which recipe it was copied from: no line '# Copied from"
+    return [], "Name the recipe with --recipe; `forgekit ls` shows them."
+
+
+def stamped_and_named(recipes, tmp_path):
+    said = "my.py says that it was copied from recipes/train.py; leave out --recipe."
+    return ["--recipe", "train"], said
+
+
+def unknown(recipes, tmp_path):
+    mine(recipes).write_text(FIRST)
+    return ["--recipe", "trian"], "no recipe 'trian'; the nearest is 'train'. There are: train."
 
 
 def gone(recipes, tmp_path):
@@ -176,13 +226,25 @@ def empty(recipes, tmp_path):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("case", [unstamped, gone, another, in_the_way, empty])
+@pytest.mark.parametrize(
+    "case", [unstamped, stamped_and_named, unknown, gone, another, in_the_way, empty]
+)
 def test_what_cannot_be_compared_is_refused_and_nothing_is_written(case, recipes, tmp_path, capsys):
     arguments, message = case(recipes, tmp_path)
     before = mine(recipes).read_bytes()
     assert diff(recipes, *arguments) == 2
     assert message in capsys.readouterr().err
     assert mine(recipes).read_bytes() == before
+
+
+@pytest.mark.bad_input
+def test_what_cannot_be_written_says_so(recipes, capsys):
+    copy = mine(recipes).rename(mine(recipes).with_name(f"{'a' * 249}.py"))  # .orig is too long
+    (recipes / "train.py").write_text(LATER)
+    assert main(["diff", copy.name, "--merge"], recipes=recipes) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("forgekit: nothing was written, aaa")
+    assert said.endswith("aaa.py.orig: File name too long.\n")
 
 
 @pytest.mark.bad_input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import attrs
 
 from forgekit.cli.recipe_commands import replace_files
+from forgekit.cli.recipe_files import recipe_or_settings
 from forgekit.cli.recipe_origin import (
     VERSION,
     Origin,
@@ -30,19 +32,21 @@ from forgekit.terminal import printable, tell
 
 @attrs.frozen(kw_only=True)
 class Texts:
-    """The three texts that are compared; without stamps.
+    """The three texts that are compared; without stamps, with a line feed at each line's end.
 
     Attributes:
         origin: Which recipe the copy began as.
         before: The recipe as it was then.
         copy: The copy as it is now.
         upstream: The recipe as this version of forgekit has it.
+        is_dos: Whether the copy's lines end in a carriage return and a line feed.
     """
 
     origin: Origin
     before: bytes
     copy: bytes
     upstream: bytes
+    is_dos: bool
 
 
 def add_diff(commands: Any) -> None:
@@ -51,15 +55,26 @@ def add_diff(commands: Any) -> None:
     option = diff.add_argument
     option("copy", metavar="COPY", type=file_path, help="what `forgekit cp` wrote")
     option("--origin", metavar="FILE", type=file_path, help="the recipe as it was when copied")
+    option("--recipe", metavar="NAME", help="the recipe it began as, if its first lines are gone")
     option("--merge", action="store_true", help="write both changes into COPY, without asking")
     diff.set_defaults(command=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
-    texts = _read(options.copy, options.origin, options.recipes)
+    try:
+        return _compare(options)
+    except OSError as error:
+        raise UsageError(f"nothing was written, {error.filename}: {error.strerror}.") from None
+
+
+def _compare(options: argparse.Namespace) -> int:
+    texts = _read(options)
     origin, copy = texts.origin, options.copy.name
     old, new = (f"recipes/{origin.file} of forgekit {v}" for v in (origin.version, VERSION))
-    print(f"{printable(copy)} was copied from {old}.")
+    if options.recipe is not None and options.origin is not None:
+        old = options.origin.name
+    said = "was copied from" if options.recipe is None else "is compared with"
+    print(f"{printable(copy)} {said} {printable(old)}.")
     _show(f"What {copy} changed", old, texts.before, copy, texts.copy)
     _show(f"What forgekit {VERSION} changed since", old, texts.before, new, texts.upstream)
     if texts.upstream == texts.before:
@@ -70,30 +85,56 @@ def _diff(options: argparse.Namespace) -> int:
     return _merge(options.copy, texts, (copy, old, new))
 
 
-def _read(copy: Path, origin_file: Path | None, recipes: Path) -> Texts:
-    read = read_stamp(script_file(copy, "name a file that `forgekit cp` wrote.").read_bytes())
-    if read is None:
+def _read(options: argparse.Namespace) -> Texts:
+    copy = options.copy
+    content = script_file(copy, "name a file that `forgekit cp` wrote.").read_bytes()
+    text, stamp = _plain(content), read_stamp(_plain(content))
+    if stamp is not None and options.recipe is not None:
+        raise UsageError(
+            f"{copy} says that it was copied from recipes/{stamp[0].file}; leave out --recipe."
+        )
+    if stamp is not None:
+        origin, text = stamp
+        upstream = _upstream(copy, origin, options.recipes).read_bytes()
+    elif options.recipe is not None:
+        recipe = recipe_or_settings(options.recipes, options.recipe)
+        upstream = recipe.read_bytes()
+        first = upstream if options.origin is None else _named(options.origin)
+        origin = origin_of(first, recipe.name)
+    else:
         raise UsageError(
             f"{copy} does not say which recipe it was copied from: no line '# Copied from forgekit "
-            "...' stands at its top. Put back the one that `forgekit cp` wrote, or compare with "
-            "`forgekit cp NAME latest.py && diff latest.py COPY`."
+            "...' stands at its top. Name the recipe with --recipe; `forgekit ls` shows them."
         )
-    origin, text = read
+    before = _before(copy, origin, options.origin, upstream)
+    is_dos = 2 * content.count(b"\r\n") > content.count(b"\n")
+    return Texts(origin=origin, before=before, copy=text, upstream=upstream, is_dos=is_dos)
+
+
+def _plain(content: bytes) -> bytes:
+    """A text as recipes are written, whatever an editor or git has made of its line ends."""
+    return content.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n")
+
+
+def _named(file: Path) -> bytes:
+    return _plain(script_file(file, "name the recipe as it was.").read_bytes())
+
+
+def _upstream(copy: Path, origin: Origin, recipes: Path) -> Path:
+    """The recipe as this version of forgekit has it."""
     found = sorted(recipes.rglob(origin.file))
     if not found:
         raise UsageError(
             f"{copy} was copied from recipes/{origin.file} of forgekit {origin.version}, and "
             f"forgekit {VERSION} has no such recipe; `forgekit ls` shows those it has."
         )
-    upstream = found[0].read_bytes()
-    before = _before(copy, origin, origin_file, upstream)
-    return Texts(origin=origin, before=before, copy=text, upstream=upstream)
+    return found[0]
 
 
 def _before(copy: Path, origin: Origin, file: Path | None, upstream: bytes) -> bytes:
     """The recipe as it was when it was copied, known by its digest."""
     if file is not None:
-        content = script_file(file, "name the recipe as it was.").read_bytes()
+        content = _named(file)
         if digest_of(content) != origin.digest:
             raise UsageError(
                 f"{file} has sha256 {digest_of(content)}, and {copy} was copied from a file with "
@@ -136,7 +177,9 @@ def _merge(copy: Path, texts: Texts, names: tuple[str, str, str]) -> int:
     if saved.exists():
         raise UsageError(f"{saved} would be overwritten by the text before the merge; move it.")
     origin = origin_of(texts.upstream, texts.origin.file)
-    replace_files({saved: copy.read_bytes(), copy: stamped(merged, origin, copy.name)})
+    written = stamped(merged, origin, copy.name)
+    written = written.replace(b"\n", b"\r\n") if texts.is_dos else written
+    replace_files({saved: copy.read_bytes(), copy: written})
     keep_origin(texts.upstream)
     print(f"wrote {printable(str(copy))}; what it was is {printable(str(saved))}")
     if conflicts:

@@ -15,7 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forgekit.cli.recipe_files import recipe_file, recipe_files, settings_files
+from forgekit.cli.recipe_files import (
+    recipe_file,
+    recipe_files,
+    recipe_or_settings,
+    settings_files,
+)
 from forgekit.cli.recipe_origin import keep_origin, origin_of, stamped
 from forgekit.cli.usage import UsageError, exit_code
 from forgekit.terminal import printable
@@ -61,8 +66,7 @@ def _cp(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    recipe = settings_files(options.recipes).get(options.name.removesuffix(".toml"))
-    recipe = recipe or recipe_file(options.recipes, options.name)
+    recipe = recipe_or_settings(options.recipes, options.name)
     target = _target(recipe, options.target)
     settings = recipe.with_suffix(".toml")
     content = recipe.read_bytes()

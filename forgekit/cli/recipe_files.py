@@ -50,6 +50,16 @@ def recipe_file(folder: Path, name: str) -> Path:
     raise UsageError(f"no recipe {name!r}{nearest}. There are: {', '.join(recipes)}.")
 
 
+def recipe_or_settings(folder: Path, name: str) -> Path:
+    """The file of a recipe, of settings for a machine, or of a batch script.
+
+    Raises:
+        UsageError: If there is none of that name.
+    """
+    settings = settings_files(folder).get(name.removesuffix(".toml"))
+    return settings or recipe_file(folder, name)
+
+
 def names_of(script: Path, *wanted: str) -> dict[str, Any]:
     """Run a recipe without its main part and return its names; modules beside it are found.
 
