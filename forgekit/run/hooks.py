@@ -6,6 +6,7 @@ A hook is a function, and it is called where a recipe calls it. Those of gradien
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
@@ -31,7 +31,7 @@ from forgekit.steps.accumulate import accumulate
 from forgekit.steps.forward import LossFn
 from forgekit.steps.gradients import grad_norms
 from forgekit.steps.make_step import GradientHook
-from forgekit.steps.totals import Totals, reduce_totals
+from forgekit.steps.totals import Totals, reduce_totals, with_gradient_square
 
 WIDE = torch.float32
 """The narrowest dtype in which gradients are added and magnitudes read."""
@@ -96,7 +96,8 @@ def gradient_noise(
     gradient is left behind, nothing in ``state`` changes. Dropout is the same in each of them.
 
     Args:
-        state: The state; every rank calls it.
+        state: The state; every rank calls it. Parameters that its optimizer does not hold are left
+            out.
         batches: At least two micro-batches, as for ``accumulate``; those of the next step will do.
             A pipeline has to be able to run each alone.
         loss_fn: ``loss_fn(model, batch) -> Loss``.
@@ -117,20 +118,19 @@ def gradient_noise(
             "least 2. Lower batch_size, so that a step has more of them."
         )
     sharded = fsdp_modules(*state.layout.roots(state.model))
-    held = dict(state.model.named_parameters())
-    sums: dict[str, Tensor] = {}
+    sums: dict[Tensor, Tensor] = {}
     parts = []
     try:
         for batch in pulled:
             totals = accumulate(state, [batch], loss_fn, audit=False)
             parts.append(reduce_totals(totals, state, audit=False))
             release(sharded)
-            for name, parameter in held.items():
-                if parameter.grad is not None:
-                    wide = parameter.grad.detach().to(torch.promote_types(parameter.dtype, WIDE))
-                    sums[name] = sums[name].add_(wide) if name in sums else wide.clone()
-        for name, total in sums.items():
-            held[name].grad = total.to(held[name].dtype)
+            for p in state.model.parameters():
+                if p.grad is not None:
+                    wide = p.grad.detach().to(torch.promote_types(p.dtype, WIDE))
+                    sums[p] = sums[p].add_(wide) if p in sums else wide.clone()
+        for p, total in sums.items():
+            p.grad = total.to(p.dtype)
         return _noise(state, parts)
     finally:
         clear_gradients(state.model, sharded)
@@ -139,11 +139,12 @@ def gradient_noise(
 def _noise(state: TrainState, parts: Sequence[Totals]) -> dict[str, Tensor]:
     """Solve for the two unknowns; the parameters hold the sum of the parts' gradients."""
     targets = torch.stack([part["targets"] for part in parts])
-    squares = torch.stack(
-        [part["grad_sq"] / part["loss_scale"].double().square() for part in parts]
-    )
-    whole = attrs.evolve(parts[-1], sums=parts[-1].sums.clone().update({"targets": targets.sum()}))
-    large = grad_norms(state, whole, patterns=["*"])["*"].square()
+    scale = parts[-1]["loss_scale"].double()
+    squares = torch.stack([part["grad_sq"] for part in parts]) / scale.square()
+    whole = with_gradient_square(parts[-1], state)["grad_sq"]
+    if world_of(state.mesh) > 1:
+        dist.all_reduce(whole)
+    large = whole / (scale * targets.sum()).square()
     has = targets > 0
     count = has.sum()
     small = torch.where(has, squares / targets.square(), 0.0).sum() / count
@@ -223,9 +224,10 @@ def capture_activations(
 
     The file is ``folder/step_00000100/rank0.safetensors``, with the rank's position in the mesh in
     its name. Tensors are named ``<module>/<call>``, with ``/<index>`` behind it where a module
-    returns several; each is this rank's part, in the order of the calls (micro-batches). What
-    backward computes again is not captured again. A pipeline runs its modules once more before
-    the first step and evaluation of a kind, which counts as a call.
+    returns several, in tuples, lists, dicts or dataclasses; each is this rank's part, in the order
+    of the calls (micro-batches). What backward computes again is not captured again. A pipeline
+    runs its modules once more before the first step and evaluation of a kind, which counts as a
+    call.
 
     Args:
         state: The state; its step names the folder.
@@ -250,7 +252,7 @@ def capture_activations(
     def note(name: str, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # backward computes it again
             return
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = _tensors(output)
         for index, tensor in enumerate(tensors):
             local = tensor.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
@@ -278,6 +280,17 @@ def capture_activations(
     path = Path(folder) / step / f"{where}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(found, path)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """All tensors of what a module returned; to torch's pytrees a dataclass is a leaf."""
+    found = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf):
+            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def _matching(state: TrainState, patterns: Sequence[str]) -> dict[str, nn.Module]:

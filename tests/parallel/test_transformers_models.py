@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.run import capture_activations, layer_norms
 from forgekit.run.huggingface.transformers_names import transformers_names
 
 EVEN = {"vocab_size": 32}
@@ -222,6 +223,20 @@ def test_the_balance_term_of_a_model_is_a_mean_over_micro_batches_by_their_targe
     expected = {name: p.grad for name, p in model.named_parameters()}
     for found in run_ranks(_balanced, 2, tmp_path):
         assert relative_error(found, expected) < 1e-6
+
+
+def test_hooks_see_what_a_model_of_transformers_returns(tmp_path):
+    state, batches = plain_state(build("Llama", "cpu")), micro_batches(0)
+    with capture_activations(state, ["model", "model.norm"], tmp_path):
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    found = load_file(tmp_path / "step_00000000" / "rank0.safetensors")
+    assert found.keys() == {f"{name}/{call}" for name in ("model", "model.norm") for call in (0, 1)}
+    assert all(torch.equal(found[f"model/{call}"], found[f"model.norm/{call}"]) for call in (0, 1))
+    norms = layer_norms(state, totals)
+    layers = {f"grad_norm/model.layers.{i}" for i in range(state.model.config.num_hidden_layers)}
+    assert layers < norms.keys()
+    whole = torch.stack([*norms.values()]).square().sum().sqrt()
+    torch.testing.assert_close(whole, fk.clip(totals).grad_norm, rtol=1e-12, atol=0)
 
 
 def _refused(rank, world):

@@ -1,5 +1,6 @@
 """Hooks: norms by layer, gradient noise, histograms and captured activations, in layouts."""
 
+import dataclasses
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from oracle import SPEC, full_tensors, logits_loss, reference_gradients
 from ranks import run_again, run_ranks
 from safetensors.torch import load_file
 from tensordict import TensorDict
+from torch import nn
 
 import forgekit as fk
 from forgekit.run import capture_activations, every_steps, gradient_noise, histograms, layer_norms
@@ -136,6 +138,104 @@ def test_gradient_noise_finds_the_mean_and_the_spread_of_gradients_that_are_know
     found = gradient_noise(state, batches, lambda m, b: fk.Loss(m(b["x"]).sum(), len(b["x"])))
     assert found["noise/gradient_sq"].item() == pytest.approx(5.25, rel=0.1)
     assert found["noise/trace"].item() == pytest.approx(14.0, rel=0.1)
+
+
+@dataclasses.dataclass
+class Output:
+    """What some models return in place of a tensor."""
+
+    hidden: torch.Tensor
+    more: list
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = self.mix(x)
+        return Output(hidden, [2 * hidden, None, {"a": Output(hidden.sum(1), ["a note"])}])
+
+
+class Odd(nn.Module):
+    """Returns dataclasses; a weight is shared, others are frozen, unused or not optimized."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.out = Block(), nn.Linear(3, 3)
+        self.out.weight = self.block.mix.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.unused, self.left_out = nn.Linear(2, 2), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return Output(self.out(self.left_out(self.frozen(self.block(x).hidden))), [])
+
+
+def _odd():
+    """The model, its state, three micro-batches, and a loss of them."""
+    torch.manual_seed(0)
+    model = Odd().double()
+    trained = [p for name, p in model.named_parameters() if "left_out" not in name]
+    rows = [TensorDict({"x": torch.randn(n, 3).double()}, [n]) for n in (2, 5, 3)]
+
+    def loss_fn(model, batch):
+        return fk.Loss(model(batch["x"]).hidden.square().sum(), len(batch))
+
+    return fk.TrainState.create(model, torch.optim.AdamW(trained)), rows, loss_fn
+
+
+def _odd_squares(rows, loss_fn):
+    """Squared norms of the parameters' gradients of the mean loss, by torch alone."""
+    model = _odd()[0].model
+    (sum(loss_fn(model, row).sum for row in rows) / sum(map(len, rows))).backward()
+    named = model.named_parameters()
+    return {name: p.grad.square().sum().item() for name, p in named if p.grad is not None}
+
+
+def test_gradient_noise_is_that_of_what_is_trained():
+    state, rows, loss_fn = _odd()
+
+    def square(rows):
+        found = _odd_squares(rows, loss_fn)
+        return sum(value for name, value in found.items() if "left_out" not in name)
+
+    counts = np.array([len(row) for row in rows])
+    matrix = [[1, np.mean(1 / counts)], [1, 1 / counts.sum()]]
+    both = [np.mean([square([row]) for row in rows]), square(rows)]
+    true, trace = np.linalg.solve(matrix, both)
+    found = gradient_noise(state, rows, loss_fn)
+    assert found["noise/gradient_sq"].item() == pytest.approx(true, rel=1e-12)
+    assert found["noise/trace"].item() == pytest.approx(trace, rel=1e-12)
+
+
+def test_norms_and_histograms_count_a_shared_weight_once_and_frozen_ones_as_nothing():
+    state, rows, loss_fn = _odd()
+    totals = fk.reduce_totals(fk.accumulate(state, rows, loss_fn), state)
+    expected = dict.fromkeys(("block.mix", "out", "frozen", "unused", "left_out"), 0.0)
+    for name, square in _odd_squares(rows, loss_fn).items():
+        expected[name.rpartition(".")[0]] += square
+    norms = {name: norm.item() for name, norm in layer_norms(state, totals).items()}
+    assert norms == pytest.approx(
+        {f"grad_norm/{layer}": square**0.5 for layer, square in expected.items()}, rel=1e-12
+    )
+    assert min(expected[layer] for layer in ("block.mix", "out", "left_out")) > 0
+    counts = {name[19:]: sum(row) for name, row in histograms(state, totals).items()}
+    assert "out.weight" not in counts, "it is block.mix.weight"
+    assert (counts["block.mix.weight"], counts["frozen.weight"]) == (9, 0)
+    assert sum(map(sum, histograms(state).values())) == sum(p.numel() for p in Odd().parameters())
+
+
+def test_activations_in_a_dataclass_are_captured(tmp_path):
+    """Inside of each other, and beside what is no tensor."""
+    state, rows, loss_fn = _odd()
+    with capture_activations(state, ["block"], tmp_path):
+        fk.accumulate(state, rows[:1], loss_fn)
+    found = load_file(tmp_path / "step_00000000" / "rank0.safetensors")
+    mixed = _odd()[0].model.block.mix(rows[0]["x"])
+    expected = [mixed, 2 * mixed, mixed.sum(1)]
+    assert sorted(found) == [f"block/0/{index}" for index in range(3)]
+    assert all(torch.equal(found[f"block/0/{i}"], one) for i, one in enumerate(expected))
 
 
 def _proves(rank, world):
