@@ -327,5 +327,5 @@ def _document_lengths(doc_ids: Tensor) -> list[int] | None:
 
 def _is_cheaper(lengths: list[int], q: Tensor) -> bool:
     rows, positions, heads, _ = q.shape
-    one_by_one = sum(heads * length**2 + CALL_COST for length in lengths)
+    one_by_one = sum(heads * length * (length + 1) // 2 + CALL_COST for length in lengths)
     return one_by_one < rows * heads * positions**2

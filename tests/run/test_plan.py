@@ -286,6 +286,26 @@ def test_attention_by_hand():
     assert watch.memory()["peak"] < 4 * scores
 
 
+@pytest.mark.parametrize("documents", [None, 1, 3])
+def test_documents_take_the_work_and_memory_of_a_kernel_without_a_mask(documents):
+    q = torch.ones(2, 512, 4, 8, requires_grad=True)
+    ids = None if documents is None else torch.arange(512).expand(2, 512) * documents // 512
+    with StepWatch() as watch:
+        fk.model.attend_causal(q, q.detach(), q.detach(), doc_ids=ids).sum().backward()
+    rows = [171, 171, 170] if documents == 3 else [512]
+    assert watch.work.flops.total() == sum(2 * 6 * 4 * n**2 * 8 for n in rows)
+    assert watch.memory()["peak"] < 2 * 2 * 512 * 512  # a mask has more
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_in_chunks_has_three_products(dtype):
+    hidden, weight = torch.ones(8, 6, dtype=dtype), torch.ones(10, 6, dtype=dtype)
+    with StepWatch() as watch:
+        given = hidden[None].requires_grad_(), weight.requires_grad_()
+        fk.linear_cross_entropy(*given, torch.zeros(1, 8, dtype=torch.int64)).sum.backward()
+    assert watch.work.flops.total() == 3 * 2 * 8 * 6 * 10
+
+
 def test_collectives_by_hand():
     with pretending(5, 8, Told()), StepWatch() as watch:
         mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=2, dp_shard=2, ep=2, tp=2), device="cpu")

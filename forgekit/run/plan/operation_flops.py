@@ -22,6 +22,9 @@ _ATTENTION = MappingProxyType(
 A backward has five: one is the forward's again and, like other recomputation, not a model's FLOPs.
 """
 
+_IN_PLACE = MappingProxyType({aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm})
+"""Products that torch's registry knows under another name."""
+
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """FLOPs of an operation; 0 if it is neither a matrix product nor attention.
@@ -34,7 +37,7 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return _attention(*_ATTENTION[packet], args, kwargs)
     if packet is aten._grouped_mm:
         return _grouped(*args[:2])
-    known = flop_registry.get(packet)
+    known = flop_registry.get(_IN_PLACE.get(packet, packet))
     return 0 if known is None else int(known(*args, **kwargs, out_val=result))
 
 
