@@ -16,6 +16,7 @@ from forgekit.terminal import printable
 if TYPE_CHECKING:
     from forgekit.run.doctor.check import Check
 
+RANKS = "ranks (the processes of one job)"
 SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
 
@@ -42,7 +43,7 @@ def _doctor(options: argparse.Namespace) -> int:
     group = _group(out, world)  # last, since ranks that do not find each other wait
     if rank:
         return 0
-    bad += _show("ranks" if world > 1 else "two ranks on this machine", group)
+    bad += _show(RANKS if world > 1 else f"two {RANKS}, started here for this check", group)
     print(f"\n{bad} to mend before a run" if bad else "\nready")
     return 1 if bad else 0
 
@@ -64,7 +65,7 @@ def _group(out: Path, world: int) -> list[Check]:
             ranks = run_local_ranks(check_group, 2, str(out), folder=Path(folder), timeout_s=60.0)
         except Exception as error:
             remedy = "Look at /etc/hosts and the firewall: ranks talk over TCP."
-            return [Check("round trip on cpu", "bad", f"{error}. {remedy}")]
+            return [Check("sum on cpu", "bad", f"{error}. {remedy}")]
     return ranks[0]
 
 

@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 from ranks import run_ranks
 
@@ -54,23 +55,40 @@ def test_under_a_launcher_its_ranks_are_checked_and_the_first_one_speaks(tmp_pat
     (code, said), *others = run_ranks(launched, 3, port, str(tmp_path), group=False)
     assert code == 0
     assert said.endswith("\nready\n")
-    assert "\nranks\n  ok    round trip on cpu  3 ranks, " in said
+    assert "\nranks (the processes of one job)\n  ok    sum on cpu         3 ranks add up" in said
     assert f"3 of 3 ranks see {tmp_path}" in said
     assert others == [(0, ""), (0, "")]
 
 
-def test_extras_and_packages_that_are_missing_say_how_to_install_them(monkeypatch):
-    needs = ["torch>=2", "gone-core>=1", 'gone-extra>=1; extra == "track"', 'x; extra == "dev"']
+def test_extras_and_packages_that_are_missing_or_old_say_how_to_install_them(monkeypatch):
+    needs = ["torch>=2,<99", "gone-core>=1", "numpy>=99.1", "rich<2"]
+    needs += ['gone-extra>=1; extra == "track"', 'attrs>=99; extra == "text"']
+    needs += ['einops>=0.1; extra == "plot"', 'x; extra == "dev"']
     monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: needs)
     checks = {check.name: check for check in installed.check_installed()}
     assert checks["torch"].outcome == "good"
-    assert checks["gone-core"].outcome == "bad"
-    assert checks["gone-core"].text.endswith("Install forgekit again: pip install forgekit")
-    assert checks["extra track"].outcome == "note"
-    assert 'no gone-extra; features that need it are off. pip install "forgekit[track]"' in (
-        checks["extra track"].text
-    )
+    for name, range_ in (("gone-core", ">=1"), ("numpy", ">=99.1"), ("rich", "<2")):
+        assert checks[name].outcome == "bad"
+        assert checks[name].text.endswith(f'. pip install "{name}{range_}"')
+    assert checks["gone-core"].text.startswith("gone-core is not installed. ")
+    assert checks["numpy"].text.startswith(f"numpy {np.__version__} is installed and >=99.1 is ")
+    for extra, said in (("track", "gone-extra is not installed. "), ("text", "attrs ")):
+        assert checks[f"extra {extra}"].outcome == "note"
+        assert checks[f"extra {extra}"].text.startswith(said)
+        assert f'Features that need it are off; for them: pip install "forgekit[{extra}]"' in (
+            checks[f"extra {extra}"].text
+        )
+    assert checks["extra plot"].text.startswith("einops 0.")
     assert "extra dev" not in checks
+
+
+def test_a_torch_without_gloo_is_named(monkeypatch):
+    monkeypatch.setattr(installed.dist, "is_gloo_available", lambda: False)
+    (check,) = [check for check in installed.check_installed() if check.name == "backends"]
+    assert check.outcome == "bad"
+    assert check.text.endswith(
+        "Runs need gloo, on GPUs too: install the build of torch that pip finds."
+    )
 
 
 def test_a_full_disk_is_named_and_the_rest_is_still_looked_at(tmp_path):
@@ -127,7 +145,7 @@ def test_a_folder_where_nothing_can_be_written_ends_with_1(capsys):
     said = capsys.readouterr().out
     assert "BAD   writable           No such file or directory: /proc. Make /proc writable" in said
     assert "BAD   shared folder      rank 0 cannot write into /proc. Make it writable, or" in said
-    assert "  ok    round trip on cpu  2 ranks" in said
+    assert "  ok    sum on cpu         2 ranks" in said
     assert "  ok    clock skew" in said
     assert said.endswith("\n2 to mend before a run\n")
 
@@ -152,7 +170,7 @@ def test_clocks_that_are_apart_are_found_on_every_rank(ahead, outcome, tmp_path)
         apart = float(re.search(r"at most ([\d.]+) ms", skew.text)[1])
         assert apart == pytest.approx(1000 * abs(ahead), abs=50)
         assert outcome == "good" or "(rank 2). Let the machines keep time" in skew.text
-        assert outcomes(checks)["round trip on cpu"] == "good"
+        assert outcomes(checks)["sum on cpu"] == "good"
 
 
 def with_own_folder(rank, world, out):

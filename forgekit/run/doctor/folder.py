@@ -91,7 +91,7 @@ def _sync(folder: Path) -> str:
     try:
         start = time.perf_counter()
         os.fsync(handle)
-        return f"folders too, {1000 * (time.perf_counter() - start):.1f} ms"
+        return f"files and folders reach the disk, {1000 * (time.perf_counter() - start):.1f} ms"
     finally:
         os.close(handle)
 

@@ -47,12 +47,13 @@ def _round_trips(kind: str) -> Iterator[Check]:
         rate = large.nbytes / 2**20 / min(_sum_seconds(large) for _ in range(3))
         total = torch.ones((), device=device)
         dist.all_reduce(total)
-        name = f"round trip on {device}"
+        name = f"sum on {device}"
         if total.item() != world:
-            yield Check(name, "bad", f"{world} ranks added ones up to {total.item():g}.")
+            said = f"{world} ranks added ones up to {total.item():g}. Update the driver and torch."
+            yield Check(name, "bad", said)
             continue
-        said = f"{world} ranks, {1e6 * seconds:,.0f} us for one number, {rate:,.0f} MiB/s for 4 MiB"
-        yield Check(name, "good", said)
+        said = f"{world} ranks add up one number in {1e6 * seconds:,.0f} us, 4 MiB at {rate:,.0f}"
+        yield Check(name, "good", f"{said} MiB/s")
 
 
 def _sum_seconds(numbers: torch.Tensor) -> float:
@@ -91,7 +92,7 @@ def _clocks() -> Check:
     """How far the clocks of ranks are from the first one's, by the fastest of some exchanges."""
     skews = _all_ranks(_skew())
     rank = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
-    said = f"at most {1000 * abs(skews[rank]):.1f} ms from rank 0 (rank {rank})"
+    said = f"at most {1000 * abs(skews[rank]):.1f} ms from the clock of rank 0 (rank {rank})"
     if abs(skews[rank]) <= SKEW_S:
         return Check("clock skew", "good", said)
     return Check("clock skew", "bad", f"{said}. Let the machines keep time: chrony or systemd.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import operator
 import os
 import platform
 import re
@@ -10,56 +11,59 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from forgekit.devices import devices_here
 from forgekit.run.doctor.check import Check, tried
 
 GIB = 2**30
+BOUNDS = {">=": operator.ge, "<": operator.lt}
 
 
 def check_installed() -> Iterator[Check]:
     """Look at versions, extras, devices and backends of this process."""
     yield Check("python", "good", f"{platform.python_version()}, {platform.platform()}")
     needed, extras = _requirements()
-    remedy = "Install forgekit again: pip install forgekit"
-    for name in needed:
-        yield tried(name, lambda name=name: importlib.metadata.version(name), remedy)
-    for extra, names in extras.items():
-        missing = [name for name in names if _version(name) is None]
-        said = ", ".join(f"{name} {_version(name)}" for name in names if name not in missing)
-        yield (
-            Check(f"extra {extra}", "note", _install(extra, missing))
-            if missing
-            else Check(f"extra {extra}", "good", said)
+    for name, range_ in needed.items():
+        remedy = f'pip install "{name}{range_}"'
+        yield tried(name, lambda name=name, range_=range_: _version(name, range_), remedy)
+    for extra, packages in extras.items():
+        install = f'Features that need it are off; for them: pip install "forgekit[{extra}]"'
+        yield tried(
+            f"extra {extra}",
+            lambda packages=packages: ", ".join(
+                f"{n} {_version(n, r)}" for n, r in packages.items()
+            ),
+            install,
+            otherwise="note",
         )
     yield Check("processor", "good", f"{len(os.sched_getaffinity(0))} cores, {_memory()}")
     yield from _devices()
     yield _backends()
 
 
-def _requirements() -> tuple[list[str], dict[str, list[str]]]:
-    """Distributions that forgekit always needs, and those of each extra for its users."""
-    needed, extras = [], {}
+def _requirements() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Packages that forgekit always needs with their ranges, and those of each extra for users."""
+    needed, extras = {}, {}
     for line in importlib.metadata.requires("forgekit") or ():
-        name = re.match(r"[\w.\-]+", line)
+        package = re.match(r"([\w.\-]+)([^;\s]*)", line)
         extra = re.search(r"extra == ['\"]([\w\-]+)['\"]", line)
-        if name is None or (extra is not None and extra[1] in ("dev", "docs")):
+        if package is None or (extra is not None and extra[1] in ("dev", "docs")):
             continue
-        (needed if extra is None else extras.setdefault(extra[1], [])).append(name[0])
+        (needed if extra is None else extras.setdefault(extra[1], {}))[package[1]] = package[2]
     return needed, extras
 
 
-def _version(name: str) -> str | None:
+def _version(name: str, range_: str) -> str:
+    """The installed version of a package, which has to be in a range such as ``>=2.11,<3``."""
     try:
-        return importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _install(extra: str, missing: list[str]) -> str:
-    return (
-        f'no {", ".join(missing)}; features that need it are off. pip install "forgekit[{extra}]"'
-    )
+        raise ValueError(f"{name} is not installed") from None
+    bounds = re.findall(r"(>=|<)([\d.]+)", range_)
+    if not all(BOUNDS[sign](TorchVersion(version), bound) for sign, bound in bounds):
+        raise ValueError(f"{name} {version} is installed and {range_} is needed")
+    return version
 
 
 def _memory() -> str:
@@ -70,7 +74,10 @@ def _memory() -> str:
 def _devices() -> Iterator[Check]:
     kind = devices_here(bindable=True)[0]
     if kind == "cpu":
-        found = f"torch {torch.__version__} finds none; runs use the CPU"
+        found = (
+            f"torch {torch.__version__} finds none; runs use the CPU. On a machine that has one: "
+            "install the build of torch for it (pytorch.org), and its driver."
+        )
         yield Check("accelerator", "note", found)
         return
     module = torch.get_device_module(kind)
@@ -91,7 +98,10 @@ def _device(kind: str, index: int) -> str:
 
 
 def _backends() -> Check:
-    asked = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    asked = {"gloo (CPUs)": dist.is_gloo_available, "nccl (NVIDIA GPUs)": dist.is_nccl_available}
     found = [name for name, is_here in asked.items() if is_here()]
-    text = f"{' and '.join(found) or 'none'} in torch {torch.__version__}"
-    return Check("backends", "good" if "gloo" in found else "bad", text)
+    text = f"{' and '.join(found) or 'none'}: what ranks talk to each other through"
+    if dist.is_gloo_available():
+        return Check("backends", "good", text)
+    remedy = "Runs need gloo, on GPUs too: install the build of torch that pip finds."
+    return Check("backends", "bad", f"{text}. {remedy}")
