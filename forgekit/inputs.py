@@ -158,10 +158,12 @@ def nearest_multiples(size: int, divisor: int) -> str:
 
     Examples:
         >>> nearest_multiples(13, 4), nearest_multiples(3, 4)
-        ('12 and 16', '4')
+        ('the nearest are 12 and 16', 'the nearest is 4')
     """
     lower = max(size, 0) // divisor * divisor
-    return " and ".join(str(multiple) for multiple in (lower, lower + divisor) if multiple)
+    if not lower:
+        return f"the nearest is {divisor}"
+    return f"the nearest are {lower} and {lower + divisor}"
 
 
 def divisors(number: int) -> list[int]:

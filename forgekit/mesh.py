@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
-from forgekit.inputs import divisors, nearest_multiples
+from forgekit.inputs import divisors
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
@@ -301,8 +301,9 @@ def _nearest(sizes: Mapping[str, int], world: int) -> str:
     """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
-        near = nearest_multiples(world, model)
-        return f"that takes {near.replace('and', 'or')} ranks."
+        known = math.prod(size for size in sizes.values() if size != -1)
+        lower = world // known * known if -1 in sizes.values() else 0
+        return f"that takes {f'{lower} or ' if lower else ''}{lower + known} ranks."
     data = world // model
     replicate = min(divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
     return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

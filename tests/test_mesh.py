@@ -96,6 +96,16 @@ def test_sizes_fill_the_world(spec, world, sizes):
         ),
         ({"tp": 3}, 1, "tp 3: 1 rank is not divisible by 3; that takes 3 ranks."),
         (
+            {"dp_replicate": 4, "dp_shard": 8, "tp": 2},
+            1,
+            "dp_replicate 4 * dp_shard 8 * tp 2 = 64 does not fit 1 rank; that takes 64 ranks.",
+        ),
+        (
+            {"dp_replicate": 4, "tp": 2},
+            9,
+            "dp_replicate 4 * tp 2: 9 ranks are not divisible by 8; that takes 8 or 16 ranks.",
+        ),
+        (
             {"pp": 2, "cp": 2, "tp": 2},
             4,
             "pp 2 * cp 2 * tp 2: 4 ranks are not divisible by 8; that takes 8 ranks.",

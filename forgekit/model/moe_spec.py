@@ -120,8 +120,8 @@ class MoESpec:
             )
         if self.experts % self.groups:
             raise ValueError(
-                f"experts {self.experts} must be divisible by groups {self.groups}; the nearest "
-                f"are {nearest_multiples(self.experts, self.groups)}."
+                f"experts {self.experts} must be divisible by groups {self.groups}; "
+                f"{nearest_multiples(self.experts, self.groups)}."
             )
         if self.top_groups > self.groups:
             raise ValueError(

@@ -131,14 +131,13 @@ class TransformerSpec:
             if self.head_dim % 2:
                 raise ValueError(
                     f"head_dim {self.head_dim} must be even, so that rotary embedding can pair the "
-                    f"channels of a head; the nearest are {nearest_multiples(self.head_dim, 2)}."
+                    f"channels of a head; {nearest_multiples(self.head_dim, 2)}."
                 )
         elif self.dim % (2 * self.heads):
             step = 2 * self.heads
             raise ValueError(
                 f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
-                f"embedding can pair the channels of a head; the nearest are "
-                f"{nearest_multiples(self.dim, step)}."
+                f"embedding can pair the channels of a head; {nearest_multiples(self.dim, step)}."
             )
 
     def _check_moe(self) -> None:

@@ -124,8 +124,8 @@ def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:
         if rows % rest:
             raise ValueError(
                 f"'{name}.{leaf}' is {shapes[leaf]}; dp_shard * cp / ep = {rest} must divide its "
-                f"second dimension{f' / tp = {rows}' if rows != shapes[leaf][1] else ''}, the "
-                f"nearest are {nearest_multiples(rows, rest)}. Or raise ep."
+                f"second dimension{f' / tp = {rows}' if rows != shapes[leaf][1] else ''}, "
+                f"{nearest_multiples(rows, rest)}. Or raise ep."
             )
 
 

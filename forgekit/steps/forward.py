@@ -256,7 +256,7 @@ def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
         }
         shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
         raise ValueError(
-            f"input_ids has {positions} positions, which {multiple} = {shown} must divide; the "
-            f"nearest are {nearest_multiples(positions, multiple)}. Change data.seq_len or the "
+            f"input_ids has {positions} positions, which {multiple} = {shown} must divide; "
+            f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the "
             "mesh."
         )

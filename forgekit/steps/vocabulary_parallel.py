@@ -231,6 +231,6 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
         nearest = nearest_multiples(size, mesh.size())
         raise ValueError(
             f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
-            f"must divide it. The nearest are {nearest}."
+            f"must divide it; {nearest}."
         )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)

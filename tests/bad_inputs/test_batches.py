@@ -208,17 +208,17 @@ LOADING = {
     "a negative global batch": (
         lambda: loader().micro_batches(-4),
         ValueError,
-        r"^global_batch_size -4 must be divisible by .*; the nearest are 2\.$",
+        r"^global_batch_size -4 must be divisible by .*; the nearest is 2\.$",
     ),
     "no global batch": (
         lambda: loader().micro_batches(0),
         ValueError,
-        r"^global_batch_size 0 must be divisible by batch_size 2 \* 1 .*; the nearest are 2\.$",
+        r"^global_batch_size 0 must be divisible by batch_size 2 \* 1 .*; the nearest is 2\.$",
     ),
     "a global batch of half a micro-batch": (
         lambda: loader(world=4).micro_batches(12),
         ValueError,
-        r"^global_batch_size 12 must be divisible by .* = 8; the nearest are 8 and 16\.$",
+        r"^global_batch_size 12 must be divisible by .* = 8; the nearest are 8 and 16, or batch_size 1\.$",
     ),
     "a place before the start": (
         lambda: loader().seek(-1),

@@ -303,8 +303,17 @@ def test_micro_batches_of_a_global_batch_divide_exactly():
     message = r"global_batch_size 10 must be divisible by batch_size 2 \* 3 data-parallel ranks = 6"
     with pytest.raises(ValueError, match=message + "; the nearest are 6 and 12"):
         loader.micro_batches(10)
-    with pytest.raises(ValueError, match=r"global_batch_size 2 .* the nearest are 6\."):
+    with pytest.raises(ValueError, match=r"global_batch_size 2 .* the nearest is 6\."):
         loader.micro_batches(2)
+    with pytest.raises(ValueError, match=r"size 9 .* the nearest are 6 and 12, or batch_size 1\."):
+        loader.micro_batches(9)
+
+
+def test_a_global_batch_on_more_ranks_names_the_batch_size_that_fits():
+    """What a run of the defaults hears when it is resumed on two ranks."""
+    loader = make_loader(Rows(8), batch_size=8, world=2)
+    with pytest.raises(ValueError, match=r"= 16; the nearest is 16, or batch_size 4\.$"):
+        loader.micro_batches(8)
 
 
 # Transforms

@@ -244,7 +244,7 @@ BAD = {
         {"capacity": 100, "align": 16},
         "capacity 100 must be divisible by align 16; the nearest are 96 and 112",
     ),
-    "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest are 16"),
+    "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest is 16"),
     "method": (
         {"method": "ffd"},
         'method is .ffd.; it is one of "best_fit", "first_fit_decreasing", "sequ',

@@ -119,7 +119,7 @@ BAD = {
     ),
     "short": (
         {"world": 10},
-        r"18 positions .* 2 \* world = 20 .*; the nearest are 20\.",
+        r"18 positions .* 2 \* world = 20 .*; the nearest is 20\.",
     ),
     "rank": ({"rank": 3, "world": 3}, r"rank 3 must lie in range\(world=3\)"),
     "negative": ({"rank": -1, "world": 3}, "rank -1 must lie in range"),

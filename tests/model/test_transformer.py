@@ -274,7 +274,7 @@ SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq
             {"dim": 30},
             r"^dim 30 must be divisible by 2 \* heads = 12, so .*; the nearest are 24 and 36\.$",
         ),
-        ({"dim": 5}, r"the nearest are 12\.$"),
+        ({"dim": 5}, r"the nearest is 12\.$"),
         ({"kv_heads": 4}, r"^kv_heads 4 must divide heads 6; it can be one of \[1, 2, 3, 6\]\.$"),
         ({"dropout": 1.0}, r"^dropout 1.0 must be at least 0 and below 1\.$"),
         ({"dropout": -0.1}, r"^dropout -0.1 must be"),

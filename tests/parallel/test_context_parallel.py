@@ -490,7 +490,7 @@ def test_ranks_that_cannot_be_split_are_refused(arguments, message):
 
 
 def test_fewer_heads_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="with 8 ranks the nearest are 8 heads"):
+    with pytest.raises(ValueError, match="with 8 ranks the nearest is 8 heads"):
         check_heads(4, 8)
 
 

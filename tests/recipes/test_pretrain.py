@@ -202,7 +202,7 @@ REFUSED = {
     "a global batch that does not divide": (
         ["global_batch_size=10"],
         "error: global_batch_size 10 must be divisible by batch_size 4 * 1 data-parallel ranks = 4;"
-        " the nearest are 8 and 12.",
+        " the nearest are 8 and 12, or batch_size 2.",
     ),
     "a batch of nothing": (["batch_size=0"], "batch_size: 'batch_size' must be >= 1: 0."),
     "a vocabulary that is too small": (

@@ -154,6 +154,6 @@ def _check_divisible(positions: int, world: int, method: str) -> None:
     if positions % chunks:
         rule = f"2 * world = {chunks}" if chunks > world else f"world = {chunks}"
         raise ValueError(
-            f"{positions} positions must be divisible by {rule} to be sharded {method}; the "
-            f"nearest are {nearest_multiples(positions, chunks)}."
+            f"{positions} positions must be divisible by {rule} to be sharded {method}; "
+            f"{nearest_multiples(positions, chunks)}."
         )

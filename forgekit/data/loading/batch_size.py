@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from forgekit.inputs import LARGEST, check_integers, nearest_multiples
 
 
@@ -27,8 +29,10 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
     rows = batch_size * world
     if global_batch_size < 1 or global_batch_size % rows:
         nearest = nearest_multiples(global_batch_size, rows)
+        share, rest = divmod(global_batch_size, world)
+        smaller = f", or batch_size {math.gcd(share, batch_size)}" if share > 0 and not rest else ""
         raise ValueError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
-            f"{world} data-parallel ranks = {rows}; the nearest are {nearest}."
+            f"{world} data-parallel ranks = {rows}; {nearest}{smaller}."
         )
     return global_batch_size // rows

@@ -251,9 +251,7 @@ def _check_options(capacity: int, align: int, method: str, long: str) -> None:
     check_integers(capacity=(capacity, 1), align=(align, 1))
     if capacity % align:
         nearest = nearest_multiples(capacity, align)
-        raise ValueError(
-            f"capacity {capacity} must be divisible by align {align}; the nearest are {nearest}."
-        )
+        raise ValueError(f"capacity {capacity} must be divisible by align {align}; {nearest}.")
     check_choice("method", method, _METHODS)
     check_choice("long", long, get_args(LongDocuments))
 

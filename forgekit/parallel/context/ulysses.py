@@ -66,7 +66,7 @@ def check_heads(heads: int, ulysses: int) -> None:
         raise ValueError(
             f"{heads} query heads (a tensor-parallel rank's) must be divisible by ulysses = "
             f"{ulysses}, the ranks that share them; with {heads} heads that can be one of "
-            f"{divisors(heads)}, with {ulysses} ranks the nearest are {nearest} heads. A ring "
+            f"{divisors(heads)}, with {ulysses} ranks {nearest} heads. A ring "
             "takes any."
         )
 

@@ -223,7 +223,7 @@ def _check_divides(what: str, features: int, size: int) -> None:
     if features % size:
         nearest = nearest_multiples(features, size)
         raise ValueError(
-            f"{what} is {features}, which tp {size} must divide; the nearest are {nearest}. "
+            f"{what} is {features}, which tp {size} must divide; {nearest}. "
             f"Change it, or tp to one of {divisors(features)}."
         )
 

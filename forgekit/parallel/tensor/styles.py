@@ -326,6 +326,6 @@ def _check_positions(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
     size = mesh.size()
     if output == POSITIONS and ids.shape[1] % size:
         raise ValueError(
-            f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; the nearest are "
+            f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; "
             f"{nearest_multiples(ids.shape[1], size)}. Pad them (labels -100) or change the mesh."
         )
