@@ -10,10 +10,14 @@ import json
 from pathlib import Path
 
 import attrs
-import transformers
 
 import forgekit as fk
 from forgekit.config import key, load_config
+
+try:
+    import transformers
+except ImportError:
+    raise SystemExit('Needs transformers: pip install "forgekit[hf,text]"') from None
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}\n{{ m.content }}{{ eos_token }}\n{% endfor %}"

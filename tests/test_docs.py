@@ -6,14 +6,16 @@ import doctest
 import html
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import floors
 import pytest
 from distributed.matrix import LAYOUTS
-from runs import launch
+from runs import launch, load_recipe
 
 import forgekit as fk
+from forgekit.config import load_config, to_dict
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -108,6 +110,31 @@ def test_names_of_tests_and_files_in_the_text_exist(name):
     assert all(f"def {test}(" in sources for test in re.findall(r"`(test_\w+)`", text))
     paths = re.findall(r"`((?:tests|docs|recipes|benchmarks)/[\w/]+\.py)`", text)
     assert all((root / path).exists() for path in paths), paths
+
+
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("README.md", 6), ("docs/index.md", 2), ("docs/experts.md", 2), ("docs/finetuning.md", 4)],
+)
+def test_commands_of_a_page_can_be_run_one_after_the_other(page, least):
+    """Each is a configuration of its recipe, and none goes on with a run of another model."""
+    text = (DOCS.parent / page).read_text()
+    blocks = "".join(re.findall(r"^```console\n(.*?)^```$", text, re.M | re.S))
+    trained, copied, count = {}, {}, 0
+    for line in blocks.replace("\\\n", " ").split("\n"):
+        words = shlex.split(line, comments=True)
+        if words[1:3] == ["forgekit", "cp"] and len(words) == 5:
+            copied[words[4]] = words[3]
+        scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+        if words[1:2] not in (["python"], ["torchrun"]) or "--help" in words:
+            continue
+        script = words[scripts[0]]
+        recipe = load_recipe(copied.get(script, Path(script).stem))
+        config = to_dict(load_config(recipe.Config, words[scripts[0] + 1 :]))
+        model = {name: config.get(name) for name in ("base", "model", "lora", "reference")}
+        assert trained.setdefault(config["out"], model) == model, line
+        count += 1
+    assert count >= least
 
 
 def test_each_event_names_a_line_of_the_recipe():

@@ -59,4 +59,4 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _tell_page(page: Path) -> None:
-    print(f"page      {printable(page)}  {page.stat().st_size / 1e6:.1f} MB", flush=True)
+    print(f"page      {printable(page)}  {page.stat().st_size / 1e3:,.0f} kB", flush=True)

@@ -92,7 +92,8 @@ def _optimizers(state: TrainState) -> Iterator[tuple[str, str]]:
 
 def _shown(names: Sequence[str]) -> str:
     kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
-    more = f" and {len(kinds) - SHOWN} kinds more" if len(kinds) > SHOWN else ""
+    left = len(kinds) - SHOWN
+    more = f" and {left} more {'kinds' if left > 1 else 'kind'}" if left > 0 else ""
     return ", ".join(kinds[:SHOWN]) + more
 
 

@@ -133,7 +133,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path, world):
     run_again(_save, world, tmp_path, 1)
     for refusal in run_again(_load_other, world, tmp_path):
         assert "of another model: shapes differ: 'model.weight' is [5, 6] there and [4" in refusal
-        assert refusal.endswith("Build the model that was saved.")
+        assert refusal.endswith("Build the model that was saved, or choose another run directory.")
 
 
 @pytest.mark.parametrize(

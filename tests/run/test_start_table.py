@@ -44,7 +44,7 @@ def test_the_lines_say_what_is_there():
         "memory": f"{mib:.1f} MiB of parameters and {mib:.1f} MiB of gradients on this rank",
         "step": "32 tokens, 4 rows of 8",
         "AdamW": f"21 tensors, {SIZE:,}: embedding.weight, layers.*.attention_norm.weight, "
-        "layers.*.attention.query.weight and 9 kinds more",
+        "layers.*.attention.query.weight and 9 more kinds",
     }
 
 
@@ -53,6 +53,14 @@ def test_frozen_parameters_have_no_gradients():
     model[0].requires_grad_(False)
     found = table(create(model, torch.optim.SGD(model[1].parameters(), lr=0.1)))
     assert found["memory"] == "2.0 MiB of parameters and 1.0 MiB of gradients on this rank"
+
+
+@pytest.mark.parametrize(("layers", "said"), [(3, "b.weight, c.weight"), (4, "and 1 more kind")])
+def test_kinds_of_parameters_are_counted_in_english(layers, said):
+    names = [chr(ord("a") + at) for at in range(layers)]
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in names})
+    found = table(create(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert found["SGD"].endswith(said)
 
 
 def test_a_mesh_of_one_rank_is_one_rank():
@@ -75,7 +83,7 @@ def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
     assert found["Muon"].startswith("17 tensors, ")
     assert found["AdamW"] == (
         "7 tensors, 656: layers.*.attention_norm.weight, layers.*.feed_forward_norm.weight, "
-        "layers.*.feed_forward.router.weight and 2 kinds more"
+        "layers.*.feed_forward.router.weight and 2 more kinds"
     )
 
 

@@ -259,7 +259,8 @@ def find_mismatch(
     there = {k: spec for k, spec in manifest["tensors"].items() if k.startswith("model.")}
     differences = [d for what in ("shape", "dtype") for d in _spec_difference(what, here, there)]
     if parts := [*_name_difference(here, there), *differences]:
-        return f"is of another model: {'; '.join(parts)}. Build the model that was saved"
+        what = f"is of another model: {'; '.join(parts)}"
+        return f"{what}. Build the model that was saved, or choose another run directory"
     if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
         what = f"is of an optimizer over other parameters: {'; '.join(parts)}"
         return f"{what}. Build the optimizer over the parameters that it had"
