@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= runs/stdlib
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help train test oracle chaos bench lint docs format clean
@@ -17,7 +17,7 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 	$(BIN)/forgekit prepare stdlib --out data/stdlib --vocab 4096
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/pretrain.py data.path=data/stdlib out=$(OUT) $(ARGS)
 
-# Many tests wait for processes, so two at a time; WORKERS=0 takes one after another, in one process.
+# Many tests wait for processes, so more at a time than cores; WORKERS=0 takes one after another, in one process.
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
