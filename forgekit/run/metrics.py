@@ -364,9 +364,10 @@ class MetricsLog:
             return
         self._file.write(row)
         step = row["step"]
-        # What a process before this one has shown of the step that the run goes on from.
-        shown = self._shown[1] if step == self._shown[0] else ()
+        # Each once: what an earlier part of the row, or of this step before a resume, has brought.
+        shown = self._shown[1] if step == self._shown[0] else frozenset[str]()
         values = {name: row[name] for name in row if name != "step" and name not in shown}
+        self._shown = step, shown | row.keys()
         for tracker in self._trackers:
             tracker(step, values)
 

@@ -78,7 +78,8 @@ def test_a_tracker_gets_each_row_and_event_the_configuration_and_how_the_run_end
     (written,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row[0] == event[0] == 5
     assert {"step": 5} | row[1] | event[1] == written
-    assert event[1] == {"samples": 40, "eval/a/loss": 5.0}
+    assert row[1]["samples"] == 40
+    assert event[1] == {"eval/a/loss": 5.0}  # what the row had is not shown twice
     assert (status, closed) == (("status", "finished"), "closed")
 
 
@@ -231,6 +232,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     assert [event.step for event in shown["train/loss"]] == [*range(1, 11)]
     assert [event.value for event in shown["train/loss"]] == [10.0 - step for step in range(1, 11)]
     assert [event.step for event in shown["eval/a/loss"]] == [5, 10]
+    assert [event.step for event in shown["samples"]] == [*range(1, 11)]
     assert {tag.split("/")[0] for tag in texts} == {"config", "status"}
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 11)]
     killed.close()
