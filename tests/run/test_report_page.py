@@ -411,12 +411,24 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
         *("5 lines of", "line 4 is '[1, 2]'", "Repair or delete them", "hibernating"),
         *("config.json is left out, it cannot be read: a list where an object belongs",),
         *("was written by forgekit 9.9", "migrated: forgekit 9.9, new [1]"),
+        *("metrics.jsonl ends in half a line, which is left out", "Resuming the run removes it"),
+        *("train/loss in 1, step 1 first", "a in 2, step 1 first", "huge in 1, step 2 first"),
     ):
         assert said in page.text, said
     assert [tag for tag, _ in page.tags].count("script") == 1
     steps, values = page.points("loss", "train")
     np.testing.assert_allclose(values, [3.0, 2.5], atol=1e-3)  # of step 3 the later one
     assert np.rint(steps).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("good", "rows"), [(0, 3), (4, 9)])
+def test_a_loss_that_is_no_number_any_more_is_no_small_one(tmp_path, good, rows):
+    losses = [{"train/loss": 2.0 if step <= good else math.nan} for step in range(1, rows + 1)]
+    lines(tmp_path / "metrics.jsonl", [{"step": i} | row for i, row in enumerate(losses, 1)])
+    text = page_of(tmp_path).text
+    assert f"not finite in the last {rows - good} of {rows} rows" in " ".join(text.split())
+    assert f"train/loss in {rows - good}, step {good + 1} first" in text
+    assert "half a line" not in text
 
 
 def test_a_run_that_has_failed_before_its_first_row_has_a_page(tmp_path):

@@ -29,9 +29,11 @@ class GrowingFile:
 
     Attributes:
         path: The file, which need not be there yet.
+        ends_in_half_a_line: Whether something followed the last whole line at the last look.
     """
 
     path: Path
+    ends_in_half_a_line: bool = False
     _start: int = 0
     _last: bytes = b""
     _seen: tuple[int, ...] = ()
@@ -59,6 +61,7 @@ class GrowingFile:
                 self._start, content = 0, file.read()
         self._seen = now
         end = content.rfind(b"\n") + 1  # what follows it is half a line
+        self.ends_in_half_a_line = end < len(content)
         lines = content[:end].splitlines()
         if lines:
             self._start += content.rfind(b"\n", 0, end - 1) + 1
@@ -132,6 +135,12 @@ class Metrics:
             steps, first = np.unique(steps[::-1], return_index=True)
             values = values[::-1][first]
         return steps, values
+
+    def gaps(self) -> list[tuple[str, int, int]]:
+        """Metrics with numbers that are not finite: name, how many rows, the first one's step."""
+        columns = {name: self.column(name) for name in self.numbers}
+        lost = {name: steps[np.isnan(values)] for name, (steps, values) in columns.items()}
+        return [(name, len(steps), int(steps[0])) for name, steps in lost.items() if len(steps)]
 
     def _keep(self, row: dict[str, Any]) -> None:
         step, numbers = row["step"], self.numbers

@@ -50,8 +50,10 @@ def _status(run: RunData) -> Number:
 def _loss(run: RunData) -> Number:
     values = run.metrics.column("train/loss")[1]
     finite = np.flatnonzero(np.isfinite(values))
-    if not len(finite):
+    if not len(values):
         return Number("loss", "-", "no train/loss")
+    if (lost := len(values) - 1 - (finite[-1] if len(finite) else -1)) > 0:
+        return Number("loss", "not finite", f"in the last {lost:,} of {len(values):,} rows", True)
     half = half_window(len(values))
     middle = np.median(values[finite[-half - 1 :]])
     detail = f"median of {min(half + 1, len(finite))} rows; last {short(float(values[finite[-1]]))}"

@@ -23,6 +23,9 @@ EVENTS = 50
 BAD_STEP = ("step", "spike", "loss", "grad_norm", "samples", "sources", "rows")
 """What the page shows of a bad step's record."""
 
+NAMED = 6
+"""Metrics of a note that are named."""
+
 LONGEST_VALUE = 300
 """Characters of a value of the configuration."""
 
@@ -137,6 +140,18 @@ def _notes(run: RunData) -> Iterator[str]:
         yield (
             f"{many} of {run.file} could not be read and are left out; line "
             f"{number} is {text!r}. Repair or delete them before the run is resumed."
+        )
+    if run.ends_in_half_a_line:
+        yield (
+            f"{run.file} ends in half a line, which is left out: the run is writing it, or was cut "
+            "off. Resuming the run removes it."
+        )
+    if gaps := run.metrics.gaps():
+        named = [f"{name} in {many:,}, step {first:,} first" for name, many, first in gaps[:NAMED]]
+        rest = [f"{len(gaps) - NAMED} more"] if len(gaps) > NAMED else []
+        yield (
+            f"Rows of {run.label} whose number is not finite (NaN, infinite), left out: "
+            f"{'; '.join(named + rest)}."
         )
     versions = {e["forgekit"] for e in run.history if isinstance(e.get("forgekit"), str)}
     if others := versions - {version_of("forgekit")}:

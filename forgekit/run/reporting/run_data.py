@@ -66,6 +66,11 @@ class RunData:
         return self._file.path
 
     @property
+    def ends_in_half_a_line(self) -> bool:
+        """Whether the last line of its metrics has no end."""
+        return self._file.ends_in_half_a_line
+
+    @property
     def is_running(self) -> bool:
         """Whether more may come: nothing says that the run has ended."""
         return self.status.get("status", "running") == "running"
