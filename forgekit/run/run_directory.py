@@ -126,7 +126,7 @@ class Run:
         if not isinstance(state, TrainState):
             state, loader, self._stop = state.state, state.loader, state.stop
         dataset = getattr(loader, "dataset", None)
-        _check_length(state, dataset)
+        check_length(state, dataset)
         barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
         flops = Flops.of(state.model).over_stages(state)
         log = MetricsLog(
@@ -421,8 +421,12 @@ def _started_with(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _check_length(state: TrainState, dataset: Any) -> None:
-    """Refuse rows that the model will not take, before the first one is read."""
+def check_length(state: TrainState, dataset: Any) -> None:
+    """Refuse rows that the model will not take, before the first one is read.
+
+    Raises:
+        ValueError: If the rows are longer than the model's longest.
+    """
     seq_len, limit = getattr(dataset, "seq_len", 0), state.layout.longest
     if limit is not None and seq_len > limit:
         raise ValueError(

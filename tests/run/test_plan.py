@@ -38,7 +38,7 @@ from forgekit.run.plan.estimate import (
     seconds_of,
 )
 from forgekit.run.plan.plan import Job, plan_ranks, plan_step
-from forgekit.run.plan.result import Plan
+from forgekit.run.plan.result import Plan, RankMemory
 from forgekit.run.plan.stand_ins import PlanError, Told, pretending
 from forgekit.run.plan.sweep import BEHIND, layouts, sweep
 from forgekit.run.plan.sweep import LONG as LONG_ROWS
@@ -564,9 +564,8 @@ PLANNED = Plan(
     tokens_per_second_per_device=1.0,
     mfu=0.5,
     bubble=0.0,
-    memory_limit=1.0,
-    fits=True,
-    ranks=(),
+    memory_limit=2.0,
+    ranks=tuple(RankMemory(rank=n, pp=n, memory={"peak": n + 1}) for n in range(2)),
     collectives=(),
 )
 
@@ -593,7 +592,7 @@ def swept(**of_size):
 def test_a_sweep_orders_what_fits_by_the_time_of_a_target():
     """A longer step may have more targets, and be faster."""
     found, left_out, seen = swept(
-        size1={"tokens_per_second_per_device": 9.0, "fits": False},
+        size1={"tokens_per_second_per_device": 9.0, "memory_limit": 1.5},  # one of two ranks fits
         size2={"tokens_per_second_per_device": 2.0, "step_seconds": 1.0},
         size4={"tokens_per_second_per_device": 3.0, "step_seconds": 5.0},
         size8={"tokens_per_second_per_device": 2.5, "step_seconds": 2.0},
@@ -618,6 +617,13 @@ def test_a_sweep_ends_after_two_sizes_that_are_no_faster():
     faster = {"tokens_per_second_per_device": 2.0}
     _, _, seen = swept(size1={}, size2={}, size4=faster, size8={}, size16=faster)
     assert {spec.pp * spec.tp * spec.cp for spec in seen} == {1, 2, 4, 8, 16}
+
+
+def test_a_sweep_goes_on_until_something_fits():
+    full = {"memory_limit": 0.0}
+    found, _, seen = swept(size1=full, size2=full, size4=full, size8=full, size16={})
+    assert {spec.pp * spec.tp * spec.cp for spec in seen} == {1, 2, 4, 8, 16}
+    assert found[0].fits
 
 
 def test_a_sweep_plans_fewer_shards_only_where_shards_are_waited_for():

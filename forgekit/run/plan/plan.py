@@ -27,8 +27,9 @@ from forgekit.run.plan.collectives import Call, dimension_of
 from forgekit.run.plan.estimate import USABLE, estimate, peak_of
 from forgekit.run.plan.result import Plan, RankMemory, Traffic
 from forgekit.run.plan.stand_ins import NotToldError, PlanError, Told, pretending
-from forgekit.run.plan.steps import measure_step
+from forgekit.run.plan.steps import entered, measure_step
 from forgekit.run.plan.watch import StepWatch, Work
+from forgekit.run.run_directory import check_length
 from forgekit.run.schedule_clock import timeline
 from forgekit.state import Agreement
 
@@ -123,7 +124,6 @@ def plan_step(job: Job) -> Plan:
         mfu=least / (step * job.world),
         bubble=bubble,
         memory_limit=limit,
-        fits=max(r.memory["peak"] for r in found) <= limit,
         ranks=tuple(
             RankMemory(rank=r.rank, pp=position, memory=r.memory)
             for position, r in enumerate(found)
@@ -159,8 +159,10 @@ def _plan_rank(job: Job, rank: int, told: Told, agreed: Agreement | None) -> Pla
     with pretending(rank, job.world, told), StepWatch() as watch:
         try:
             built = job.setup()
-            micro_batches = job.micro_batches(built)
-            found = measure_step(built, watch, micro_batches, agreed)
+            with entered(built):
+                check_length(built.state, getattr(built.loader, "dataset", None))
+                micro_batches = job.micro_batches(built)
+                found = measure_step(built, watch, micro_batches, agreed)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
                 f"the step reads a number that computation gives ({error.func}), and forgekit plan "

@@ -66,10 +66,14 @@ class Plan:
     mfu: float
     bubble: float
     memory_limit: float
-    fits: bool
     remedies: tuple[str, ...] = ()
     ranks: tuple[RankMemory, ...]
     collectives: tuple[Traffic, ...]
+    fits: bool = attrs.field(init=False)
+
+    @fits.default  # pyright: ignore[reportAttributeAccessIssue]
+    def _fits(self) -> bool:
+        return self.peak <= self.memory_limit
 
     @property
     def peak(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -42,6 +42,17 @@ class Measured:
     targets: int
 
 
+@contextmanager
+def entered(built: Any) -> Iterator[None]:
+    """Let a recipe's loader work, and give back threads and signals when the block ends."""
+    with ExitStack() as stack:
+        parts: list[Any] = [built.loader, getattr(built, "stop", None)]
+        for part in parts:
+            if hasattr(part, "__exit__"):
+                stack.enter_context(part)
+        yield
+
+
 def measure_step(
     built: Any, watch: StepWatch, micro_batches: int, agreed: Agreement | None = None
 ) -> Measured:
@@ -65,23 +76,18 @@ def measure_step(
     _balance(state)
     is_staged = state.layout.stages is not None
     run = micro_batches if is_staged else min(micro_batches, 2)
-    with ExitStack() as stack:
-        parts: list[Any] = [built.loader, getattr(built, "stop", None)]
-        for part in parts:
-            if hasattr(part, "__exit__"):
-                stack.enter_context(part)
-        batches = groups(built.loader, run)
-        if agreed is not None:
-            state = donate(state, agreed=agreed)
-        first = next(batches)
-        state = _first_step(built, state, first if is_staged else [next(iter(first))])
-        watch.label("gradients", _gradients(state))
-        watch.end_step()
-        watch.begin()
-        counted = _Counted(next(batches), watch)
-        state, _ = built.step(state, counted)
-        watch.label("gradients", _gradients(state))
-        watch.end_step()
+    batches = groups(built.loader, run)
+    if agreed is not None:
+        state = donate(state, agreed=agreed)
+    first = next(batches)
+    state = _first_step(built, state, first if is_staged else [next(iter(first))])
+    watch.label("gradients", _gradients(state))
+    watch.end_step()
+    watch.begin()
+    counted = _Counted(next(batches), watch)
+    state, _ = built.step(state, counted)
+    watch.label("gradients", _gradients(state))
+    watch.end_step()
     calls, work = Counter(watch.calls), watch.work
     for _ in range(micro_batches - run):
         calls.update(counted.calls)
