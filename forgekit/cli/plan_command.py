@@ -19,7 +19,14 @@ import attrs
 from rich.console import Console
 
 from forgekit.cli.recipe_files import named, names_of, recipe_file
-from forgekit.cli.usage import UsageError, exit_code, file_path, integer, script_file
+from forgekit.cli.usage import (
+    UsageError,
+    add_settings,
+    exit_code,
+    file_path,
+    integer,
+    script_file,
+)
 from forgekit.inputs import brief, quoted
 from forgekit.terminal import printable, tell
 
@@ -44,11 +51,11 @@ def add_plan(commands: Any) -> None:
         parents=[_own_options()],
         allow_abbrev=False,
         help="find a recipe's memory, collectives and time without its machines",
-        usage="forgekit plan RECIPE [--config FILE] [KEY=VALUE ...] --world N --device NAME",
+        usage="forgekit plan RECIPE [--config FILE] [KEY=VALUE ...] [OPTIONS]",
     )
     recipe = "a .py file, or a name of `forgekit ls`"
     plan.add_argument("recipe", metavar="RECIPE", type=file_path, help=recipe)
-    plan.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    add_settings(plan)
     plan.set_defaults(command=_plan)
 
 

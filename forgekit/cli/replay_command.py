@@ -39,11 +39,13 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.step is not None and options.step < 1:
         raise UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")
+    if not options.run.is_dir():
+        raise UsageError(f"{options.run} is no run directory. Name what a recipe's out= was.")
     known = {bad["step"]: bad for bad in read_bad_steps(options.run)}
     step = options.step if options.step is not None else max(known, default=None)
     if step is None:
         raise UsageError(
-            f"{options.run} has no bad_steps.jsonl, so no step had to be left out. "
+            f"{options.run} has no bad_steps.jsonl: the run has no bad steps. "
             "--step N looks at another one."
         )
     _check_logged(options.run, step, known)

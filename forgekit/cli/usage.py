@@ -44,6 +44,13 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare a recipe's own settings, all that follows its name; there may be none."""
+    option = parser.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    option.help = "settings of the recipe, which its --help lists"
+    option.required = False
+
+
 def script_file(script: Path, remedy: str) -> Path:
     """Check that a script can be read: reading a file of the system that has no size may not end.
 

@@ -14,7 +14,7 @@ import attrs
 from rich.console import Console
 
 from forgekit.cli.recipe_files import named, names_of, recipe_file
-from forgekit.cli.usage import UsageError, exit_code, file_path, script_file
+from forgekit.cli.usage import UsageError, add_settings, exit_code, file_path, script_file
 
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
@@ -35,7 +35,7 @@ def add_verify(commands: Any) -> None:
     option("--keep-labels", action="store_true", help="mask no labels; else some in each batch")
     split = "let the gradient depend on the split into micro-batches"
     option("--keep-split", action="store_true", help=split)
-    option("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
+    add_settings(verify)
     verify.set_defaults(command=_verify)
 
 

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.bad_input
 COMMANDS = {
     "no such command": (["reports"], r"invalid choice: 'reports' (choose from "),
     "no recipe named": (["cp"], "the following arguments are required: NAME"),
+    "no recipe to plan": (["plan"], "the following arguments are required: RECIPE\n"),
+    "no recipe to compare": (["verify"], "the following arguments are required: RECIPE\n"),
     "too much": (["ls", "x"], "unrecognized arguments: x"),
     "colours": (["ls", "\x1b[31m"], r"unrecognized arguments: '\x1b[31m'"),
     "a recipe in colours": (["run", "\x1b[31m"], r"no recipe '\x1b[31m'. There are: "),
@@ -37,9 +39,9 @@ COMMANDS = {
     "a step in letters": (["replay", "gone", "--step", "x"], "invalid int value: 'x'"),
     "a script that is not there": (
         ["replay", "gone", "--step", "3", "--script", "gone.py"],
-        "--step 3: gone has logged no step after 0; choose that one.",
+        "gone is no run directory. Name what a recipe's out= was.",
     ),
-    "a run in colours": (["replay", "\x9b31m"], r"\x9b31m has no bad_steps.jsonl, so no step"),
+    "a run in colours": (["replay", "\x9b31m"], r"\x9b31m is no run directory. "),
     "no such recipe": (["run", "pretrian"], "no recipe 'pretrian'; the nearest is 'pretrain'. "),
     "a copy that would not run": (
         ["cp", "minimal", "a.txt"],
@@ -212,7 +214,7 @@ COMMANDS = {
     ),
     "a run that is not there": (
         ["replay", "gone"],
-        "gone has no bad_steps.jsonl, so no step had to be left out. --step N looks at another one",
+        "gone is no run directory. Name what a recipe's out= was.",
     ),
     "no recipe to verify": (
         ["verify", "gone.py", "mesh.tp=2"],

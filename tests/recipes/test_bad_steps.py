@@ -159,7 +159,7 @@ def test_more_ways_back_than_allowed_end_the_run(tokens, tmp_path):
 
 
 REFUSED = {
-    "no bad step": ([], "has no bad_steps.jsonl, so no step had to be left out. --step N looks"),
+    "no bad step": ([], "has no bad_steps.jsonl: the run has no bad steps. --step N looks"),
     "step 0": (["--step", "0"], "--step 0: steps are counted from 1, as in metrics.jsonl"),
     "a step to come": (["--step", "15"], "--step 15: .*knows has logged no step after 14; choose"),
     "no script": (
