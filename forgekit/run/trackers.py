@@ -329,7 +329,7 @@ class GuardedTracker:
         except queue.Full:
             self._complain("hangs")
         self._thread.join(0.0 if self._is_broken else self._closing_s)
-        if self._thread.is_alive() and not self._is_broken:
+        if self._thread.is_alive():
             self._complain(f"has not ended in {self._closing_s:g} s")
 
     def _put(self, what: str, *args: Any) -> None:

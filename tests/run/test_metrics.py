@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from runs import saved_step
 from tensordict import TensorDict
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
@@ -243,6 +245,22 @@ def test_what_is_no_training_is_outside_the_window_between_rows_too(tmp_path, st
     assert 0.05 <= 3 * rows[-1]["perf/step_seconds"] <= took - 0.3
 
 
+def test_a_save_of_a_run_is_outside_the_window(tmp_path, state, monkeypatch):
+    def slowly(*args, **options):
+        time.sleep(0.3)
+        return fk.checkpoint_save(*args, **options)
+
+    monkeypatch.setattr("forgekit.run.run_directory.checkpoint_save", slowly)
+    started = time.perf_counter()
+    with fk.open_run(tmp_path, {}) as run, run.start(state, every=3) as log:
+        state, _ = train(log, state, [1])
+        run.save(state)
+        _, rows = train(log, state, [2, 3])
+        took = time.perf_counter() - started
+    assert saved_step(tmp_path) == 1
+    assert 3 * rows[-1]["perf/step_seconds"] <= took - 0.3
+
+
 def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, every=2) as log:
@@ -251,6 +269,7 @@ def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
     with path.open("a") as file:
         file.write('{"step": 9, "train/lo')
     with MetricsLog(tmp_path, start_step=5, every=2) as log:
+        assert read_metrics(path) == before[:2], "what comes again is gone, should it not come"
         state, _ = train(log, at(state, 5), range(6, 9), loss=1.0)
     rows = read_metrics(path)
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
@@ -577,7 +596,9 @@ def _times(rank, world, out):
             time.sleep(0.05 * (rank + 1))
             loader.wait_seconds = step * (0.25 + 0.5 * rank)
             state = at(state, step)
-            rows.append(log(state, metrics_of(step)))
+            with CommDebugMode() as collectives:
+                rows.append(log(state, metrics_of(step)))
+            assert collectives.get_total_counts() == step - 1, "one for all times, none before"
     return rows
 
 
