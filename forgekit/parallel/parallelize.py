@@ -152,7 +152,7 @@ def parallelize(
     stages = _split(model, mesh, asked)
     roots = [model] if stages is None else stages.modules
     layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
-    if not on_meta:
+    if not on_meta and not _is_on_cpu(model, mesh):
         model.to(mesh.device_type)
     if ranks.tensor is not None:
         apply_plan(model, ranks.tensor, styles, whole)
@@ -346,6 +346,12 @@ def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
             f"example plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
         )
     return patterns
+
+
+def _is_on_cpu(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether a model is where it stays: torch cannot move parameters without values to there."""
+    tensors = (*model.parameters(), *model.buffers())
+    return mesh.device_type == "cpu" and all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _materialise(model: nn.Module, device: str, home: str) -> None:

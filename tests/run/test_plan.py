@@ -398,6 +398,54 @@ def test_what_fits_is_up_to_the_limit():
     assert at.memory_limit == given.peak
 
 
+class Foreign(torch.nn.Module):
+    """Shared weights, a buffer, own names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.head = torch.nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(16, 32))
+
+    def forward(self, words):
+        return self.head(self.embed(words) * self.scale)
+
+
+def two_losses(model, batch):
+    logits = model(batch["words"])
+    return fk.cross_entropy(logits, batch["labels"]) + fk.cross_entropy(logits, batch["labels"])
+
+
+def test_a_model_that_is_not_ours():
+    labels = torch.arange(32).view(2, 16)
+    labels[0, :5] = -100
+
+    def foreign():
+        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+        model = fk.parallelize(Foreign(), mesh)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        step = fk.make_step(two_losses, schedule=fk.constant(1e-3))
+        batch = TensorDict(words=torch.arange(32).view(2, 16), labels=labels, batch_size=[2])
+        return SimpleNamespace(state=state, step=step, loss_fn=two_losses, loader=[batch] * 8)
+
+    (planned,) = plan_ranks(job_of(Cell(name="", world=2, sizes={}), setup=foreign))
+    assert planned.parameters == planned.active == 64 * 32
+    assert planned.memory["parameters"] == 4 * (64 * 32 / 2 + 16 * 32)
+    assert planned.targets == WIDE.micro_batches * (32 - 5)
+    assert planned.work.flops == {torch.float32: WIDE.micro_batches * 6 * 32 * 64 * 32}
+
+
+def test_a_packed_base_has_as_many_parameters_as_it_was_packed_of():
+    shape = attrs.evolve(NF4, layers=1, micro_batches=1)
+    packed, plain = (
+        plan_ranks(job_of(Cell(name="", world=1, sizes={}, shape=shape, lora=lora)))[0]
+        for lora in ({"base": "nf4"}, {})
+    )
+    assert packed.parameters == packed.active == plain.parameters
+    assert packed.memory["parameters"] < plain.memory["parameters"]
+
+
 def test_a_base_is_checked_and_not_read(tmp_path):
     """Its weights may be of any size: a plan opens them for their names and shapes."""
     spec = fk.TransformerSpec(

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
 
 from forgekit.inputs import check_choice
 from forgekit.mesh import DIMENSIONS, data_ranks
-from forgekit.model.moe import MoE
 from forgekit.parallel.layout import size_of
+from forgekit.run.flops import Flops
 from forgekit.run.machines import MACHINES
 from forgekit.run.plan.collectives import Call, dimension_of
 from forgekit.run.plan.estimate import USABLE, estimate, peak_of
@@ -169,7 +169,7 @@ def _plan_rank(job: Job, rank: int, told: Told, agreed: Agreement | None) -> Pla
                 "computes none. Use torch.where in place of an if, or plan without this part."
             ) from error
         state = found.state
-        parameters, active = _sizes(state.model)
+        whole = Flops.of(state.model)
         sizes = {name: size_of(state.mesh, name) for name in DIMENSIONS}
         return PlannedRank(
             rank=rank,
@@ -182,8 +182,8 @@ def _plan_rank(job: Job, rank: int, told: Told, agreed: Agreement | None) -> Pla
             },
             work=found.work,
             layout=sizes | {"ep": state.layout.experts},
-            parameters=parameters,
-            active=active,
+            parameters=whole.parameters,
+            active=whole.active_parameters,
             targets=found.targets,
             micro_batches=micro_batches,
             readers=data_ranks(state.mesh)[1],
@@ -214,15 +214,3 @@ def _traffic(found: list[PlannedRank]) -> tuple[Traffic, ...]:
         Traffic(op=op, dimension=dimension, count=count, bytes=size)
         for (op, dimension), (count, size) in sorted(most.items())
     )
-
-
-def _sizes(model: Any) -> tuple[int, int]:
-    """Parameters of a rank's part of a model before sharding, and those that a token meets."""
-    shares = {
-        id(parameter): module.spec.top_k / module.spec.experts
-        for module in model.modules()
-        if isinstance(module, MoE)
-        for parameter in module.experts.parameters()
-    }
-    sizes = [(p.numel(), shares.get(id(p), 1.0)) for p in model.parameters()]
-    return sum(size for size, _ in sizes), round(sum(size * share for size, share in sizes))

@@ -120,7 +120,7 @@ class _Counted:
                 calls, work = Counter(watch.calls), Work().plus(watch.work, 1)
             if index == 1:
                 self.calls, self.work = watch.calls - calls, watch.work.plus(work, -1)
-            labels = batch.get("labels", batch["input_ids"])
+            labels = batch.get("labels", batch.get("input_ids", torch.empty(0)))
             self.targets += int((labels != IGNORED).sum())
             yield batch
 
