@@ -22,6 +22,7 @@ extensions = [
 html_math_renderer = "mathml"
 myst_enable_extensions = ["dollarmath"]
 html_theme = "furo"
+html_theme_options = {"light_css_variables": {"code-font-size": "73%"}}  # 100 columns fit
 exclude_patterns = ["_build", "layout_errors.md"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"

@@ -62,52 +62,52 @@ def main() -> None:
         _save(draw_timeline(schedule), folder / f"schedule_{schedule}.png")
 
 
-def draw_slices(places: int = 32, ranks: int = 4) -> Figure:
-    """Which rank holds which places of a row, by zigzag and contiguous slices."""
+def draw_slices(positions: int = 32, ranks: int = 4) -> Figure:
+    """Which rank holds which positions of a row, by zigzag and contiguous slices."""
     figure = Figure(figsize=(9, 2.1), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
     for axes, method in zip(panels, ("zigzag", "contiguous"), strict=True):
-        holder = np.zeros((1, places))
+        holder = np.zeros((1, positions))
         for rank in range(ranks):
-            mine = slice_positions(torch.arange(places), rank=rank, world=ranks, method=method)
+            mine = slice_positions(torch.arange(positions), rank=rank, world=ranks, method=method)
             holder[0, mine.numpy()] = rank
         axes.pcolormesh(holder, cmap=ListedColormap(RANKS[:ranks]), edgecolors="w", linewidth=0.6)
         axes.set_yticks([0.5], [{"zigzag": "ring (zigzag)"}.get(method, f"Ulysses ({method})")])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    panels[-1].set_xlabel("place in the row")
+    panels[-1].set_xlabel("position in the row")
     _legend(figure, {f"rank {rank}": RANKS[rank] for rank in range(ranks)})
     return figure
 
 
-def draw_masks(places: int = 24) -> Figure:
+def draw_masks(positions: int = 24) -> Figure:
     """Who may attend to whom: one document, three packed ones, and as a zigzag ring holds them."""
     documents = torch.tensor([[0] * 9 + [1] * 11 + [-1] * 4])
-    order = torch.cat([slice_positions(torch.arange(places), rank=r, world=2) for r in range(2)])
+    order = torch.cat([slice_positions(torch.arange(positions), rank=r, world=2) for r in range(2)])
     packed = document_mask(documents)[0, 0]
     shown = {
-        "causal": document_mask(torch.zeros(1, places))[0, 0],
+        "causal": document_mask(torch.zeros(1, positions))[0, 0],
         "two documents and padding": packed,
-        "the same, places in ring order": packed[order][:, order],
+        "the same, positions in ring order": packed[order][:, order],
     }
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (title, mask) in zip(figure.subplots(1, 3), shown.items(), strict=True):
         colors = ListedColormap((NOTHING, RANKS[0]))
         axes.pcolormesh(mask.int().numpy(), cmap=colors, edgecolors="w", linewidth=0.5)
         axes.set_title(title, fontsize=10)
-        _square(axes, places)
+        _square(axes, positions)
     _legend(figure, {"attends": RANKS[0], "does not": NOTHING})
     return figure
 
 
-def draw_ring(places: int = 8, ranks: int = 4) -> Figure:
+def draw_ring(positions: int = 8, ranks: int = 4) -> Figure:
     """What each rank of a ring computes in each step: two chunks of keys against two of queries."""
     figure = Figure(figsize=(9, 8.6), layout="constrained")
     for rank, row in enumerate(figure.subplots(ranks, ranks)):
         for step, axes in enumerate(row):
             source = (rank - step) % ranks
-            seen = np.zeros((places, places))
-            for area in areas_seen(rank, source, places):
+            seen = np.zeros((positions, positions))
+            for area in areas_seen(rank, source, positions):
                 part = seen[area.queries, area.keys]
                 part[:] = 1 if area.offset is None else np.tri(*part.shape, area.offset)
             colors = ListedColormap((NOTHING, RANKS[source]))
@@ -115,7 +115,7 @@ def draw_ring(places: int = 8, ranks: int = 4) -> Figure:
             axes.set_title(f"step {step}: {int(seen.sum())} pairs", fontsize=9)
             axes.set_ylabel(f"queries of rank {rank}" if step == 0 else "", fontsize=9)
             axes.set_xlabel(f"keys of rank {source}", fontsize=9)
-            _square(axes, places)
+            _square(axes, positions)
     return figure
 
 
@@ -141,7 +141,7 @@ def draw_packing(rows: int = 24, longest: int = 2048) -> Figure:
         axes.pcolormesh(colors, rasterized=True, **look)
         axes.hlines(np.arange(1, rows), 0, capacity, color="w", linewidth=1.5)
         axes.set_title(f"{title}: {(held >= 0).mean():.0%} filled", fontsize=10)
-        axes.set_xlabel("place in the row")
+        axes.set_xlabel("position in the row")
         axes.set_xticks([0, capacity // 2, capacity])
         axes.set_yticks([])
         axes.invert_yaxis()
@@ -258,10 +258,10 @@ def draw_timeline(schedule: PipelineSchedule, ranks: int = 4, micro_batches: int
     return figure
 
 
-def _square(axes: Axes, places: int) -> None:
+def _square(axes: Axes, positions: int) -> None:
     axes.set_aspect("equal")
-    axes.set_xlim(0, places)
-    axes.set_ylim(places, 0)
+    axes.set_xlim(0, positions)
+    axes.set_ylim(positions, 0)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)

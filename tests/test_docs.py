@@ -163,6 +163,20 @@ def _public(module):
     return set(importlib.import_module(module).__all__)
 
 
+def test_formulas_have_no_environments():
+    """The renderer of the pages prints an ampersand and an escaped underscore as they are."""
+    formulas = [
+        formula
+        for page in DOCS.rglob("*.md")
+        for pair in re.findall(r"\$\$(.+?)\$\$|\$([^$`\n]+)\$", page.read_text(), re.S)
+        for formula in pair
+        if "\\" in formula
+    ]
+    assert len(formulas) > 10
+    wrong = [formula for formula in formulas if re.search(r"\\begin|\\_|\\texttt|&", formula)]
+    assert wrong == []
+
+
 def test_the_picture_of_the_floors_is_the_contract():
     picture = floors.draw()
     drawn = re.findall(r'font-weight="bold"[^>]*>(\w+)</text>', picture)

@@ -1,0 +1,133 @@
+"""Command lines in the README and the documentation: commands, options, recipes and keys exist."""
+
+from __future__ import annotations
+
+import functools
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from forgekit.cli import main
+from forgekit.cli.recipe_files import recipe_or_settings
+from forgekit.cli.usage import UsageError
+from forgekit.config import load_config
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+OF_SLURM = (
+    "cpus-per-task dependency kill-on-bad-exit nodes ntasks-per-node open-mode requeue signal"
+)
+BATCH = {f"--{name}" for name in [*OF_SLURM.split(), "wait"]}
+"""Options of sbatch and srun, which are not here to be asked."""
+
+
+def lines_of(text):
+    """What a page tells the reader to type: lines of its blocks, and code that begins with us."""
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)
+    shells = [block for name, block in blocks if name in ("", "bash", "console", "sh", "text")]
+    typed = "\n".join(shells).replace("\\\n", " ")
+    starts = r"^(?:\$ )?((?:forgekit|python|torchrun|sbatch) .*?)(?:  +#.*)?$"
+    yield from re.findall(starts, typed, re.M)
+    yield from re.findall(r"`(forgekit [a-z][^`]*)`", text)
+
+
+def recipe_of(script, text):
+    """The recipe that a script is, or was copied from on this page."""
+    if script.name == "my.py":
+        copied = re.search(r"forgekit cp (\w+) my\.py", text)
+        return recipe_or_settings(RECIPES, copied[1] if copied else "pretrain")
+    return RECIPES / f"{script.stem}.py"
+
+
+@functools.cache
+def config_of(recipe):
+    return runpy.run_path(str(recipe), run_name="set_up")["Config"]
+
+
+def check_keys(recipe, words):
+    """Read keys and values as the recipe does; settings are files beside the recipes."""
+    given = [word for word in words if "=" in word or word == "--config"]
+    given += [str(RECIPES / word) for word in words if word.endswith(".toml")]
+    load_config(config_of(recipe), given)
+
+
+def help_of(command, capsys):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0, command
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", capsys.readouterr().out))
+
+
+def check_line(line, text, capsys):
+    """Raise unless what a line names exists."""
+    program, *words = shlex.split(line)
+    if program != "forgekit":
+        at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+        if at is not None:
+            check_keys(recipe_of(Path(words[at]), text), words[at + 1 :])
+        return
+    command, *rest = words
+    options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    assert options <= help_of(command, capsys), line
+    names = [word for word in rest if not word.startswith("--") and "=" not in word]
+    if command == "cp":
+        assert recipe_or_settings(RECIPES, names[0]).exists(), line
+    if command in ("run", "plan", "verify") and names:
+        keys = [word for word in rest if not word.startswith("--")]
+        check_keys(recipe_of(Path(names[0]), text), keys)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_tells_to_type_exists(page, capsys):
+    text = PAGES[page].read_text()
+    for line in lines_of(text):
+        if line != "forgekit COMMAND --help":
+            check_line(line, text, capsys)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forgekit nothing",
+        "forgekit report runs/a --watcher",
+        "forgekit cp pretrained my.py",
+        "forgekit plan pretrain mesh.xp=2 --world 8",
+        "torchrun --nproc-per-node 8 my.py model.dim=wide",
+        "sbatch train.sh pretrain.py runs/a --config pretrain_7_gpus.toml",
+    ],
+)
+def test_a_line_that_does_not_work_is_found(line, capsys):
+    with pytest.raises((AssertionError, SystemExit, UsageError)):
+        check_line(line, "", capsys)
+
+
+def test_options_in_the_text_exist(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.search(r"^  COMMAND\n((?:    .*\n)+)", capsys.readouterr().out, re.M)[1]
+    ours = {f for name in re.findall(r"^    (\w+)", commands, re.M) for f in help_of(name, capsys)}
+    launcher = set(re.findall(r"--[a-z][\w-]*", get_args_parser().format_help()))
+    known = ours | launcher | BATCH | {"--config", "--help"}
+    for page, path in PAGES.items():
+        spans = re.findall(r"`(--[a-z][^`]*)`", path.read_text())
+        if not page.startswith("docs/migration"):  # which name the options of others
+            found = {flag for span in spans for flag in re.findall(r"(?<!\S)--[\w.-]+", span)}
+            check_keys(RECIPES / "pretrain.py", [f"{f}=1e-4" for f in found if "." in f])
+            assert {flag for flag in found if "." not in flag} <= known, page
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
+def test_a_plan_on_a_page_is_of_a_run_that_starts(page, capsys):
+    text = PAGES[page].read_text()
+    plans = [line for line in lines_of(text) if line.startswith("forgekit plan ")]
+    assert plans
+    for line in plans:
+        words = shlex.split(line.replace(" my.py ", " pretrain "))[1:]
+        assert main(words) == 0, capsys.readouterr()
