@@ -140,6 +140,20 @@ def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
 
 
 @pytest.mark.bad_input
+@pytest.mark.bad_input
+@pytest.mark.parametrize("below", [".", "run", "a/b"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, below, is_link):
+    file = tmp_path / "file"
+    if is_link:
+        file.symlink_to(tmp_path / "gone")
+    else:
+        file.write_text("notes")
+    (check,) = check_folder(file / below)
+    assert check.outcome == "bad"
+    assert f"{file} is no folder. Move it, or choose another out=." in check.text
+
+
 def test_a_folder_where_nothing_can_be_written_ends_with_1(capsys):
     assert main(["doctor", "/proc/run"]) == 1
     said = capsys.readouterr().out

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from os.path import lexists
 from pathlib import Path
 
 from forgekit.run.doctor.check import Check, tried
@@ -22,6 +23,11 @@ def check_folder(directory: Path) -> Iterator[Check]:
     Args:
         directory: A run directory, or where one is to be; the nearest parent that is there is used.
     """
+    paths = directory.absolute(), *directory.absolute().parents
+    there = next(path for path in paths if lexists(path))
+    if not there.is_dir():
+        yield Check("writable", "bad", f"{there} is no folder. Move it, or choose another out=.")
+        return
     parent = nearest(directory)
     remedy = f"Make {parent} writable, or choose another out=."
     try:
