@@ -153,6 +153,16 @@ def quoted(names: Iterable[Any]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "nothing"
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun, as in a message.
+
+    Examples:
+        >>> counted(1, "bad step"), counted(1200, "bad step")
+        ('1 bad step', '1,200 bad steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest_multiples(size: int, divisor: int) -> str:
     """Write the multiples of ``divisor`` around a size that is none, for a message.
 

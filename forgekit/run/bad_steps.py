@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from forgekit.inputs import check_choice, check_integers
+from forgekit.inputs import check_choice, check_integers, counted
 from forgekit.run.checkpoints.contents import saved_fields
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
@@ -66,8 +66,8 @@ def bad_step_policy(
         >>> check({"step": 20, "train/skipped": 1})
         Traceback (most recent call last):
         forgekit.run.bad_steps.BadStepError: 3 bad steps (loss or gradient not finite, or a spike)
-        up to step 20, 1 of them since the last row; patience is 3. They changed nothing, so the
-        state is good: lower the learning rate, look at the data of these steps, or use policy
+        up to step 20, 1 of them since the last row; patience is 3. A bad step changes nothing, so
+        the state is good: lower the learning rate, look at the data of these steps, or use policy
         "roll_back" or "warn".
     """
     check_choice("policy", policy, get_args(BadSteps))
@@ -81,13 +81,14 @@ def bad_step_policy(
         bad = row["train/skipped"]
         streak = streak + bad if bad else 0
         if policy == "warn" and bad:
-            _log.warning("%d bad steps since the last row, at step %d", bad, row["step"])
+            many = counted(bad, "bad step")
+            _log.warning("%s since the last row, at step %d", many, row["step"])
         if policy == "raise" and streak >= patience:
             raise BadStepError(
-                f"{streak} bad steps (loss or gradient not finite, or a spike) up to step "
-                f"{row['step']}, {bad} of them since the last row; patience is {patience}. They "
-                "changed nothing, so the state is good: lower the learning rate, look at the data "
-                'of these steps, or use policy "roll_back" or "warn".'
+                f"{counted(streak, 'bad step')} (loss or gradient not finite, or a spike) up to "
+                f"step {row['step']}, {bad} of them since the last row; patience is {patience}. "
+                "A bad step changes nothing, so the state is good: lower the learning rate, look "
+                'at the data of these steps, or use policy "roll_back" or "warn".'
             )
         return policy == "roll_back" and row["train/skipped_in_a_row"] >= patience
 
@@ -138,7 +139,7 @@ def roll_back(
     bad, step, samples, skips = int(state.skipped), state.step, state.samples, state.skips
     if bad == 0:
         raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
-    which = f"the {bad} bad steps up to step {step}"
+    which = f"the {counted(bad, 'bad step')} up to step {step}"
     for name, field in saved_fields(state).items():
         if is_per_rank(state, field) and hasattr(getattr(state, name), "__iter__"):
             raise ValueError(
@@ -187,6 +188,6 @@ def _load_before(
         return state
     there = ", ".join(map(str, found)) or "none"
     raise BadStepError(
-        f"{which} are to be rolled back, and {directory} has no good checkpoint of step {step} or "
+        f"{which} cannot be rolled back: {directory} has no good checkpoint of step {step} or "
         f"before; it has {there}. {' '.join(damaged)} Save more often, or save step 0."
     )

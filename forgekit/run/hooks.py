@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_integers, quoted
 from forgekit.mesh import rank_name
 from forgekit.parallel.fsdp import clear_gradients, fsdp_modules, release
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
@@ -50,7 +50,7 @@ def every_steps(steps: int, hook: GradientHook) -> GradientHook:
     Raises:
         ValueError: If ``steps`` is less than 1.
     """
-    check_integers(every=(steps, 1))
+    check_integers(steps=(steps, 1))
     return lambda state, totals: {} if (state.step + 1) % steps else hook(state, totals)
 
 
@@ -114,8 +114,8 @@ def gradient_noise(
     pulled = list(batches)
     if len(pulled) < 2:
         raise ValueError(
-            f"gradient_noise got {len(pulled)} micro-batches, and compares the gradients of at "
-            "least 2. Lower batch_size, so that a step has more of them."
+            f"gradient_noise got {len(pulled)} of at least 2 micro-batches, whose gradients it "
+            "compares. Lower batch_size, so that a step has more of them."
         )
     sharded = fsdp_modules(*state.layout.roots(state.model))
     sums: dict[Tensor, Tensor] = {}
@@ -272,8 +272,8 @@ def capture_activations(
             hook.remove()
     if silent := [name for name, count in calls.items() if not count]:
         raise ValueError(
-            f"{silent[0]!r} and {len(silent) - 1} more modules returned no tensor: they did not "
-            "run, return none, or are compiled. Leave them out, or set compile=False."
+            f"modules returned no tensor: {quoted(silent[:4])}{', ...' * (len(silent) > 4)}. They "
+            "did not run, return none, or are compiled. Leave them out, or set compile=False."
         )
     from safetensors.torch import save_file
 

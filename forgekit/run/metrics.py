@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_integers, counted
 from forgekit.optim.shards import local
 from forgekit.parallel.layout import world_of
 from forgekit.run.bad_step_records import BadStepRecords
@@ -385,7 +385,7 @@ class MetricsLog:
         skipped = int(self._over_steps()["train/skipped"])
         self._bad.end_row(skipped)
         if skipped:
-            many = f"{skipped} bad step{'s' if skipped > 1 else ''}"
+            many = counted(skipped, "bad step")
             self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
         self._steps = []
 

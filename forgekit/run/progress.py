@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import IO, Any, cast
 
+from forgekit.inputs import counted
 from forgekit.terminal import Steady
 
 
@@ -70,7 +71,7 @@ class Bar:
 
 
 def _summary(row: Mapping[str, Any]) -> str:
-    bad = f"  {row['train/skipped']} bad steps" if row["train/skipped"] else ""
+    bad = f"  {counted(row['train/skipped'], 'bad step')}" if row["train/skipped"] else ""
     mfu = f"  mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else ""
     return (
         f"loss {row['train/loss_mean']:.4f}  lr {row['train/lr']:.1e}  "

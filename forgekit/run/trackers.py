@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from forgekit.data.optional_packages import require
 from forgekit.inputs import quoted
 from forgekit.run.durable_files import write_atomic
+from forgekit.run.metrics_file import read_metrics
 from forgekit.run.strict_json import finite
 
 ROOM = 1000
@@ -251,11 +252,7 @@ def _not_sent(sent: dict[str, Any], step: int, values: Mapping[str, float]) -> d
 
 def _rows(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
     """Numbers of the rows of ``metrics.jsonl`` after a step, up to another, with their step."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the last one, which is being written
-            return
+    for row in read_metrics(path) if path.exists() else ():
         if after < row["step"] <= last:
             yield {name: value for name, value in row.items() if isinstance(value, int | float)}
 

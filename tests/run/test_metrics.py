@@ -438,7 +438,7 @@ def test_without_a_terminal_there_is_a_plain_line_per_row(tmp_path, state, capfd
     assert out == ""
     assert len(lines) == 3
     assert lines[0].startswith("step 2/4  loss 9.0000  lr 2.9e-03  ")
-    assert lines[0].endswith(" tokens/s  1 bad steps")
+    assert lines[0].endswith(" tokens/s  1 bad step")
     assert lines[1:] == ["step 2  eval/held_out/loss 2.5000", "saved"]
     assert "\x1b" not in err
 
