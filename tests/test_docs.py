@@ -149,6 +149,15 @@ def test_each_event_names_a_line_of_the_recipe():
     assert [line for line in lines if line not in recipe] == []
 
 
+def test_every_event_of_transformers_is_on_the_page():
+    from transformers import TrainerCallback
+
+    page = (DOCS / "hooks.md").read_text()
+    events = {f"`{name}`" for name in dir(TrainerCallback) if name.startswith("on_")}
+    assert len(events) > 10
+    assert {event for event in events if event not in page} == set()
+
+
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
     listed = []
     for page in (DOCS / "api").glob("*.md"):
