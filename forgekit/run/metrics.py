@@ -13,7 +13,6 @@ written at once. What an evaluation adds to a step goes into that step's object.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +27,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import check_integers, counted
-from forgekit.optim.shards import local
 from forgekit.parallel.layout import world_of
 from forgekit.run.bad_step_records import BadStepRecords
 from forgekit.run.flops import Utilization
 from forgekit.run.host_copy import HostCopy, Moment
+from forgekit.run.memory_use import memory_of
 from forgekit.run.metrics_file import RowFile, read_metrics
 from forgekit.run.progress import Bar, Lines, short_number
 from forgekit.run.trackers import GuardedTracker, Tracker
@@ -46,7 +45,6 @@ SUMMED = frozenset({"loss", "targets", "skipped", "spikes"})
 """Metrics of all steps of a row that its sums are made of."""
 TARGETS = "targets"
 """Of all steps of a row; its speed is made of them."""
-GIB = 2.0**30
 
 
 class Waits(Protocol):
@@ -198,7 +196,7 @@ class MetricsLog:
         """
         self.flush()  # the device has this step to do meanwhile
         self.step, self.samples = state.step, state.samples
-        self._steps.append({name: metrics[name] for name in metrics.keys() & SUMMED})
+        self._window.steps.append({name: metrics[name] for name in metrics.keys() & SUMMED})
         self._bad.add(state, metrics)
         device = metrics["loss"].device
         if state.step % self._every == 0 or state.step == self._total:
@@ -206,7 +204,7 @@ class MetricsLog:
             if device.type == "cpu" or state.step == self._total:
                 self.flush()
             self._restart(Moment.now(device))
-        self._called = Moment.now(device)
+        self._window.called = Moment.now(device)
         if self._display is not None:
             self._display.step(state.step)
         row, self._row = self._row, None
@@ -271,11 +269,11 @@ class MetricsLog:
         if show:
             self.message(f"step {state.step}  {text}")
         now = Moment.now(state.targets.device)
-        if not self._steps:  # nothing but this evaluation has run since the last row
+        if not self._window.steps:  # nothing but this evaluation has run since the last row
             self._restart(now)
         elif any(name.startswith("eval/") for name in numbers):
-            self._away.append((self._called, now))
-        self._called = now
+            self._window.away.append((self._window.called, now))
+        self._window.called = now
 
     @contextmanager
     def outside(self, device: torch.device) -> Iterator[None]:
@@ -289,7 +287,7 @@ class MetricsLog:
         self.flush()
         began = Moment.now(device)
         yield
-        self._away.append((began, Moment.now(device)))
+        self._window.away.append((began, Moment.now(device)))
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one; the writing rank only.
@@ -301,43 +299,29 @@ class MetricsLog:
 
     def _begin_row(self, state: TrainState, metrics: TensorDictBase) -> _Due:
         """Start the one copy of a row; what the host knows is taken down now."""
-        loss = metrics["loss"]
+        loss, window = metrics["loss"], self._window
         named: dict[str, Any] = {
             name if "/" in name else f"train/{name}": value for name, value in metrics.items()
         }
-        named |= self._over_steps() | self._over_ranks(state, loss)
+        named |= window.sums() | self._over_ranks(state, loss)
         named["train/skipped_in_a_row"] = state.skipped.to(loss.device)
         numbers = HostCopy.start(_stacked(named))
         wait = None
         if self._loader is not None:
-            wait = (self._loader.wait_seconds - self._waited) / len(self._steps)
+            wait = (self._loader.wait_seconds - window.waited) / len(window.steps)
         ideal = {}
-        if self._utilization is not None and self._first is not None:
-            ideal = self._utilization.ideal(self._first, state.samples)
+        if self._utilization is not None and window.first is not None:
+            ideal = self._utilization.ideal(window.first, state.samples)
         return _Due(
             step=state.step,
             samples=state.samples,
             names=tuple(named),
             numbers=numbers,
-            memory=_memory_of(state, loss.device),
+            memory=memory_of(state, loss.device),
             ideal=ideal,
             wait=wait,
-            steps=len(self._steps),
-            began=self._clock,
-            away=self._away,
+            window=window,
         )
-
-    def _over_steps(self) -> dict[str, Tensor]:
-        """Sums and means over the steps since the last row."""
-        first = self._steps[0]
-        of = {name: torch.stack([step[name] for step in self._steps]).double() for name in first}
-        targets = torch.where(of["skipped"] > 0, 0.0, of["targets"])
-        losses = torch.where(targets > 0, of["loss"], 0.0)  # those of bad steps may be NaN
-        return {
-            TARGETS: of["targets"].sum(),
-            "train/loss_mean": (losses * (targets / targets.sum())).sum(),
-            **{f"train/{name}": of[name].sum() for name in ("skipped", "spikes") if name in of},
-        }
 
     def _over_ranks(self, state: TrainState, like: Tensor) -> dict[str, Tensor]:
         """Least, mean and most of the ranks' times up to the row before, in one reduction.
@@ -380,22 +364,52 @@ class MetricsLog:
     def _record_rest(self) -> None:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
         self.flush()
-        if self._file is None or not self._steps:
+        if self._file is None or not self._window.steps:
             return
-        skipped = int(self._over_steps()["train/skipped"])
+        skipped = int(self._window.sums()["train/skipped"])
         self._bad.end_row(skipped)
         if skipped:
             many = counted(skipped, "bad step")
             self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
-        self._steps = []
+        self._window.steps.clear()
 
     def _restart(self, now: Moment) -> None:
-        """Begin the sums of the next row."""
-        self._steps: list[dict[str, Tensor]] = []
-        self._first = self.samples
-        self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
-        self._clock = self._called = now
-        self._away: list[tuple[Moment, Moment]] = []  # what does not count as training
+        """Begin the next row."""
+        waited = 0.0 if self._loader is None else self._loader.wait_seconds
+        self._window = _Window(began=now, called=now, first=self.samples, waited=waited)
+
+
+@attrs.define(kw_only=True)
+class _Window:
+    """The steps since the last row.
+
+    Attributes:
+        began: When its time begins.
+        called: When the log was last called.
+        first: Samples before it; None if they are not known.
+        waited: Seconds that the loader had made its user wait before it.
+        steps: Of each step the metrics that sums are made of, on the device.
+        away: From when to when there was no training.
+    """
+
+    began: Moment
+    called: Moment
+    first: int | None
+    waited: float
+    steps: list[dict[str, Tensor]] = attrs.field(factory=list)
+    away: list[tuple[Moment, Moment]] = attrs.field(factory=list)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Sums and means over its steps."""
+        names = self.steps[0]
+        of = {name: torch.stack([step[name] for step in self.steps]).double() for name in names}
+        targets = torch.where(of["skipped"] > 0, 0.0, of["targets"])
+        losses = torch.where(targets > 0, of["loss"], 0.0)  # those of bad steps may be NaN
+        return {
+            TARGETS: of["targets"].sum(),
+            "train/loss_mean": (losses * (targets / targets.sum())).sum(),
+            **{f"train/{name}": of[name].sum() for name in ("skipped", "spikes") if name in of},
+        }
 
 
 @attrs.frozen(kw_only=True)
@@ -406,7 +420,7 @@ class _Due:
         names: Those of ``numbers``.
         ideal: Utilisations, times the seconds since the last row.
         wait: Seconds per step that the loader made its user wait.
-        steps: How many it has.
+        window: Its steps.
     """
 
     step: int
@@ -416,16 +430,14 @@ class _Due:
     memory: dict[str, float]
     ideal: dict[str, float]
     wait: float | None
-    steps: int
-    began: Moment
-    away: list[tuple[Moment, Moment]]
+    window: _Window
 
     def read(self) -> dict[str, Any]:
         """Wait for the numbers and return the row."""
         numbers = dict(zip(self.names, self.numbers.read().tolist(), strict=True))
         # Only now: the copy has waited for the device, so the clock has seen the steps end.
-        seconds = self.began.until(self.numbers.arrived)
-        seconds -= sum(start.until(end) for start, end in self.away)
+        seconds = self.window.began.until(self.numbers.arrived)
+        seconds -= sum(start.until(end) for start, end in self.window.away)
         targets = numbers.pop(TARGETS)
         numbers |= {name: int(n) for name, n in numbers.items() if _is_count(name, n)}
         return {
@@ -433,7 +445,7 @@ class _Due:
             "samples": self.samples,
             **numbers,
             "perf/tokens_per_second": targets / seconds,
-            "perf/step_seconds": seconds / self.steps,
+            "perf/step_seconds": seconds / len(self.window.steps),
             **self.memory,
             **({} if self.wait is None else {"perf/data_wait_seconds": self.wait}),
             **{name: best / seconds for name, best in self.ideal.items()},
@@ -465,27 +477,3 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Tensor:
             )
     wide = [tensor.detach().double() for tensor in tensors.values()]
     return torch.stack(wide) if wide else torch.empty(0)
-
-
-def _memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
-    """What this rank's parameters, gradients and the optimizer's state take, and the peak."""
-    parameters = list(state.model.parameters())
-    moments = [value for values in state.optimizer.state.values() for value in values.values()]
-    kinds = {
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "optimizer": moments,
-    }
-    held = {name: [local(x) for x in some if isinstance(x, Tensor)] for name, some in kinds.items()}
-    sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
-    sizes["peak"] = _peak(device)
-    if device.type != "cpu":  # what lies on the host is no part of the peak
-        there = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
-        sizes["activations"] = sizes["peak"] - sum(there)
-    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
-
-
-def _peak(device: torch.device) -> int:
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
