@@ -202,9 +202,22 @@ def test_the_table_of_commands_is_that_of_the_help():
     assert all(len(says) > 10 for says in found.values())
 
 
-def test_the_landing_page_leads_to_every_page():
-    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("*.md")}
-    text = (DOCS / "index.md").read_text()
-    listed = re.findall(r"^([\w/]+)$", "".join(text.split("{toctree}")[1:]), re.M)
-    listed = [name for name in listed if "/" not in name]
+@pytest.mark.parametrize("folder", [".", "api", "migration"])
+def test_an_index_leads_to_every_page_of_its_folder(folder):
+    pages = {path.stem for path in (DOCS / folder).glob("*.md")}
+    text = (DOCS / folder / "index.md").read_text()
+    listed = re.findall(r"^(\w+)$", "".join(text.split("{toctree}")[1:]), re.M)
     assert sorted(listed) == sorted(pages - {"index", "layout_errors"})
+
+
+def test_links_of_the_readme_lead_somewhere():
+    text = (DOCS.parent / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert len(links) > 10
+    for link in links:
+        path, _, anchor = link.partition("#")
+        headings = re.findall(
+            r"^#+ (.*)$", (DOCS.parent / path).read_text("utf-8", "replace"), re.M
+        )
+        slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+        assert not anchor or anchor in slugs, link
