@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +78,43 @@ def test_plans_are_published_runs(
     found = json.loads(capsys.readouterr().out)
     speed = found["tokens_per_second_per_device"]
     assert speed == pytest.approx(published, rel=SPREAD + 0.005)
+
+
+NANOTRON_1B = (50_264, 2048, 24, 32, 32, 4096)
+QWEN3_30B = (151_936, 2048, 48, 32, 4, 6144)
+QWEN3_MORE = (
+    "model.head_dim=128 model.qk_norm=true model.moe.experts=128 model.moe.top_k=8 "
+    "model.moe.ffn_dim=768 model.moe.bias_rate=none activation_checkpoint=full mesh.ep=8"
+)
+REPLICAS, STAGES = "mesh.dp_shard=1 mesh.dp_replicate", "mesh.pp=2 model.tied=false"
+LAYOUTS = {
+    "dp 16": (NANOTRON_1B, 16, 2, 1024, f"{REPLICAS}=16", 28_700, 1.43),
+    "dp 2 x tp 4": (NANOTRON_1B, 8, 8, 1024, f"{REPLICAS}=2 mesh.tp=4", 27_750, 1.01),
+    "dp 4 x tp 4": (NANOTRON_1B, 16, 16, 1024, f"{REPLICAS}=4 mesh.tp=4", 25_500, 1.11),
+    "pp 2 x tp 4": (NANOTRON_1B, 8, 8, 256, f"{STAGES} mesh.tp=4", 25_800, 1.04),
+    "pp 2 x tp 8": (NANOTRON_1B, 16, 32, 1024, f"{STAGES} mesh.tp=8", 15_600, 1.20),
+    "ep 8": (QWEN3_30B, 8, 4, 512, QWEN3_MORE, 12_040, 0.51),
+}
+"""Model, H100 devices, rows of a micro-batch and of a step, settings, tokens/s/device, ratio."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ratios_of_layouts_stand_in_the_page(name):
+    *_, published, ratio = LAYOUTS[name]
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    assert re.search(rf"\| {published:,} \| [\d,]+ \| {ratio:.2f} \|", page)
+
+
+@pytest.mark.oracle
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_plans_of_layouts_are_published_runs_in_the_stated_ratio(capsys, name):
+    model, world, rows, in_all, settings, published, ratio = LAYOUTS[name]
+    recipe = "moe" if model is QWEN3_30B else "pretrain"
+    sizes = [f"model.{name}={size}" for name, size in zip(NAMES, model, strict=True)]
+    sizes += ["model.max_seq_len=4096", "data.seq_len=4096", "precision=bf16"]
+    sizes += [f"batch_size={rows}", f"global_batch_size={in_all}", *settings.split()]
+    options = ["--world", str(world), "--device", "h100", "--memory", "1000", "--json"]
+    assert main(["plan", recipe, *sizes, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_second_per_device"] / published == pytest.approx(ratio, abs=0.02)
