@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import functools
 import html
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -135,6 +138,26 @@ def test_commands_of_a_page_can_be_run_one_after_the_other(page, least):
         assert trained.setdefault(config["out"], model) == model, line
         count += 1
     assert count >= least
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))]
+)
+def test_names_on_a_page_exist_and_take_the_arguments_that_it_shows(page):
+    text = (DOCS.parent / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    for name in re.findall(r"\bfk(?:\.\w+)+", text):
+        public(name)
+    for block in blocks:
+        for call in [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]:
+            name = ast.unparse(call.func)
+            if re.fullmatch(r"fk(\.\w+)+", name):
+                given = {option.arg for option in call.keywords if option.arg}
+                inspect.signature(public(name)).bind_partial(**dict.fromkeys(given))
+
+
+def public(name):
+    return functools.reduce(getattr, name.split(".")[1:], fk)
 
 
 def test_each_event_names_a_line_of_the_recipe():
