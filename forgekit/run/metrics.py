@@ -371,7 +371,6 @@ class MetricsLog:
         if skipped:
             many = counted(skipped, "bad step")
             self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
-        self._window.steps.clear()
 
     def _restart(self, now: Moment) -> None:
         """Begin the next row."""

@@ -8,7 +8,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
-from device.pretend import NAME, watching
+from device.pretend import NAME, PEAK, watching
 from distributed.models import adamw
 from oracle import SPEC, full_tensors, relative_error
 from ranks import run_ranks
@@ -18,6 +18,7 @@ from torch import nn
 import forgekit as fk
 from forgekit.run.bad_step_records import read_bad_steps
 from forgekit.run.checkpoints.contents import copy_to_host
+from forgekit.run.memory_use import memory_of
 
 SETUP = "device.pretend:install"
 
@@ -386,6 +387,27 @@ def test_rows_are_those_of_the_cpu_and_come_a_step_later(tmp_path, every, total,
                 assert (row[name] > 0) == (value > 0), name
             else:
                 assert row[name] == (value and pytest.approx(value, rel=1e-12)), name
+
+
+def memory_use(_rank, _world):
+    model = nn.Linear(64, 32, device=NAME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():  # on the host, as an optimizer that is offloaded has them
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)
+    found = memory_of(fk.TrainState.create(model, optimizer), torch.device(NAME))
+    return {name: size * 2**30 for name, size in found.items()}
+
+
+def test_what_lies_on_the_host_is_no_part_of_the_device_s_peak():
+    size = 4 * (64 * 32 + 32)
+    (found,) = run_ranks(memory_use, 1, group=False, setup=SETUP)
+    assert found == {
+        "memory/parameters_gib": size,
+        "memory/gradients_gib": 0,
+        "memory/optimizer_gib": size,
+        "memory/peak_gib": PEAK,
+        "memory/activations_gib": PEAK - size,
+    }
 
 
 def time_rows(_rank, _world, out):
