@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from forgekit.devices import devices_here
 from forgekit.run.doctor.check import Check, tried
 
 GIB = 2**30
-BOUNDS = {">=": operator.ge, "<": operator.lt}
+BOUNDS = MappingProxyType({">=": operator.ge, "<": operator.lt})
 
 
 def check_installed() -> Iterator[Check]:
