@@ -101,6 +101,7 @@ def test_every_part_of_a_run_is_on_its_page(run):
         *("def <b>f</b>(): \\x1b[31m", "data.doc_ids", "mesh.pp", "Bad steps: 1", "[7]"),
     ):
         assert said in page.text, said
+    assert "run" not in page.texts  # one run needs no column of its name
 
 
 def test_the_page_loads_nothing_from_elsewhere(run):
