@@ -36,7 +36,7 @@ def linear_cross_entropy(
 
     Rows are taken in chunks; each chunk's logits become a loss and a gradient at once and are
     dropped, so the backward pass only scales what the forward pass has found. Memory beyond the
-    inputs is one gradient of each and two chunks of logits.
+    inputs is one gradient of each that is trained and two chunks of logits.
 
     Args:
         hidden: ``[... d]``.
@@ -83,8 +83,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         columns: Columns | None,
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
-        grad_hidden = torch.empty_like(hidden) if backward else None
-        grad_weight = _empty_sum(weight, hidden) if backward else None
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if backward and needs_hidden else None
+        grad_weight = _empty_sum(weight, hidden) if backward and needs_weight else None
         is_masked = (labels == IGNORED)[:, None]
         take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
         size = _chunk_rows(weight)
@@ -94,8 +95,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
             found, gradient = take(part @ weight.T, labels[rows], z_loss, backward)
             losses[rows] = found
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
                 part = part.masked_fill(is_masked[rows], 0.0)
                 _add_product(grad_weight, gradient, part, is_first=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -107,10 +109,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor, _losses: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = (grad_weight * upstream).to(ctx.dtype)
-        return grad_hidden * upstream.to(grad_hidden.dtype), scaled, None, None, None, None
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * upstream).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _take_chunk(

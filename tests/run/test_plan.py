@@ -298,12 +298,26 @@ def test_documents_take_the_work_and_memory_of_a_kernel_without_a_mask(documents
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_in_chunks_has_three_products(dtype):
-    hidden, weight = torch.ones(8, 6, dtype=dtype), torch.ones(10, 6, dtype=dtype)
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_a_loss_in_chunks_has_a_product_for_each_gradient(dtype, trained):
+    """Under adapters the output projection is frozen: neither work nor memory for its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 8, 6), (1000, 6)
+    both = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     with StepWatch() as watch:
-        given = hidden[None].requires_grad_(), weight.requires_grad_()
-        fk.linear_cross_entropy(*given, torch.zeros(1, 8, dtype=torch.int64)).sum.backward()
-    assert watch.work.flops.total() == 3 * 2 * 8 * 6 * 10
+        given = [x.requires_grad_(is_trained) for x, is_trained in zip(both, trained, strict=True)]
+        loss = fk.linear_cross_entropy(*given, torch.zeros(1, 8, dtype=torch.int64))
+        held = watch.memory()["peak"]
+        loss.sum.backward()
+    assert watch.work.flops.total() == (1 + sum(trained)) * 2 * 8 * 6 * 1000
+    assert [x.grad is not None for x in given] == list(trained)
+    assert (held > 2 * 8 * 1000 * 4 + 1000 * 6 * 4) == trained[1]
+    hidden, weight = copies = [x.detach().float().requires_grad_() for x in both]
+    logits = (hidden @ weight.T)[0]
+    torch.nn.functional.cross_entropy(logits, torch.zeros(8).long(), reduction="sum").backward()
+    for found, expected in zip(given, copies, strict=True):
+        if found.grad is not None:
+            torch.testing.assert_close(found.grad.float(), expected.grad, rtol=0.05, atol=0.02)
 
 
 def test_collectives_by_hand():
