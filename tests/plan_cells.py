@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -95,9 +96,18 @@ def setup(cell):
     return SimpleNamespace(state=state, step=step, loss_fn=loss, loader=[batch] * (2 * count))
 
 
+class PatientWatch(StepWatch):
+    """Does not take for gradients what threads of gloo still hold where a backward pass ends."""
+
+    def _follow(self) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            time.sleep(0.05)
+        super()._follow()
+
+
 def measure(cell) -> dict[str, Any]:
     """Memory, collectives, FLOPs and traffic of a step, where this process is a rank."""
-    with StepWatch() as watch:
+    with PatientWatch() as watch:
         found = measure_step(setup(cell), watch, cell.shape.micro_batches)
         dimensions = {call: dimension_of(call, found.state.mesh) for call in found.calls}
     return {
