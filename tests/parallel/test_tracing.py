@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -346,6 +347,17 @@ def test_what_is_only_looked_at_may_be_kept():
     assert _rehearse(form(Form.forward, block=blocks(looked_at))(4)).travels == [
         [("layers.2", 0, 0)]
     ]
+
+
+def test_what_a_thread_lets_go_of_soon_is_not_kept():
+    """As a thread of gloo does with what it has sent."""
+
+    def sent(self, x):
+        threading.Timer(0.1, lambda _: None, [x * 2]).start()
+        return Mix.forward(self, x)
+
+    flow = _rehearse(form(Form.forward, block=blocks(sent))(4))
+    assert flow.travels == [[("layers.2", 0, 0)]]
 
 
 @pytest.mark.parametrize("forward", [_two_draws, _early_weight, _by_foreach])

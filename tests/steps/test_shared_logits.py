@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from oracle import SPEC, full_tensors, relative_error
-from ranks import run_again
+from ranks import RankError, run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -219,17 +219,36 @@ def _kl(logits: Tensor, target: Tensor, batch: Any) -> fk.Loss:
     return fk.Loss((each * is_target).sum(), is_target.sum())
 
 
-def _taught(rank, world, layout, shares):
+def _taught(rank, world, layout, shares, micro_batches):
     teacher: nn.Module = build(seed=5)
     if shares:
         mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
         teacher = fk.parallelize(teacher.requires_grad_(False), mesh)
-    return step_of(layout, partial(_distilled, teacher=teacher))
+    return step_of(layout, partial(_distilled, teacher=teacher), micro_batches)
+
+
+NO_ANSWER = {
+    (False, "tp2, cp2"): "loss_fn is no sum over positions",  # a plain teacher sees a slice
+    (True, "pp2, tp2"): "this rank holds 1 of 2 pipeline stages .* cannot be called on its own",
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("shares", "where"), NO_ANSWER)
+def test_a_teacher_that_cannot_answer_for_whole_rows_is_refused(shares, where):
+    layout = TWO[where]
+    world, _ = world_of(layout)
+    with pytest.raises(RankError, match=NO_ANSWER[shares, where]):
+        run_again(_taught, world, layout, shares, layout.get("pp", 1))
 
 
 @pytest.mark.parametrize(
     ("shares", "where"),
-    first_of([(False, "tp2"), (True, "tp2, fsdp2")], itertools.product([False, True], TWO)),
+    first_of(
+        [(False, "tp2"), (True, "tp2, fsdp2")],
+        [one for one in itertools.product([False, True], TWO) if one not in NO_ANSWER],
+    ),
 )
 def test_a_teacher_may_be_plain_or_shared(shares, where):
     layout = TWO[where]
@@ -242,8 +261,9 @@ def test_a_teacher_may_be_plain_or_shared(shares, where):
         return base + _kl(logits, target, batch).sum
 
     world, rows = world_of(layout)
-    expected, value, _ = reference(loss, rows)
-    check(run_again(_taught, world, layout, shares), expected, value)
+    micro_batches = layout.get("pp", 1)
+    expected, value, _ = reference(loss, rows, micro_batches)
+    check(run_again(_taught, world, layout, shares, micro_batches), expected, value)
 
 
 # A plain output beside shared logits

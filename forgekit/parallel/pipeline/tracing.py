@@ -9,6 +9,7 @@ the first update: see ``Trace``.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,9 @@ Label = Source | int
 
 OPAQUE = (Tensor, nn.Module, type)
 """Arguments whose attributes are no messages from part to part."""
+
+PATIENCE = 0.5
+"""Seconds in which a thread may let go: one of gloo holds what it sent a little longer."""
 
 PARAMETER_READ = (
     "loss_fn reads a parameter of the model; in a pipeline each rank holds some of them, and the "
@@ -270,7 +274,9 @@ class Trace(TorchDispatchMode):
             return
         torch.clear_autocast_cache()  # of weights, which it keeps until autocast ends
         gc.collect()  # what only a cycle holds is not kept
-        kept = self._kept(known)
+        patience = time.monotonic() + PATIENCE
+        while (kept := self._kept(known)) and time.monotonic() < patience:
+            time.sleep(0.01)
         if not kept:
             return
         raise ValueError(
