@@ -54,6 +54,7 @@ from forgekit.steps.forward import (
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.position_proof import check_positions
 from forgekit.steps.ranges import named, ranged
+from forgekit.steps.running_alike import running_alike
 from forgekit.steps.totals import LossSums, Totals
 
 
@@ -85,8 +86,8 @@ def accumulate(
             ``"every"`` one (less memory, more communication), or ``"hsdp_last"``: scattered after
             every one, summed across replicas after the last. All give the same gradient. A
             pipeline always waits for the last.
-        audit: Whether a run's first step proves the tensor-parallel plan, and that positions under
-            context parallelism are those of whole sequences.
+        audit: Whether a run's first step proves the tensor-parallel plan, that positions under
+            context parallelism are those of whole sequences, and that ranks run the same modules.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
@@ -95,9 +96,10 @@ def accumulate(
     Raises:
         TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
             ``Loss``.
-        ValueError: If there is no micro-batch, the loss does not depend on the parameters, a
-            sharded parameter has a gradient hook, or the optimizer holds one that is not sharded.
-            Whatever is raised, no gradient is left behind and the step can be tried again.
+        ValueError: If there is no micro-batch, the loss does not depend on the parameters, ranks
+            run different modules, a sharded parameter has a gradient hook, or the optimizer holds
+            one that is not sharded. Whatever is raised, no gradient is left behind and the step
+            can be tried again.
     """
     if isinstance(batches, TensorDictBase):
         raise TypeError(
@@ -158,6 +160,7 @@ def _run_whole(
     device = state.targets.device
     sums = LossSums(device)
     checks = [module.register_forward_hook(check_output) for module in (state.model, *sharded)]
+    compares = is_first and world_of(state.mesh) > 1 and not runs_compiled(state.model)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
@@ -169,7 +172,11 @@ def _run_whole(
                 check_positions(state, part, loss_fn)
             if is_first and index == 0 and state.layout.tensor > 1 and runs_compiled(state.model):
                 pass_eagerly(state, part, loss_fn)
-            with named("forward"), routers.noting():
+            with (
+                named("forward"),
+                routers.noting(),
+                running_alike(state.model, sharded, is_due=compares),
+            ):
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             if index == 0:

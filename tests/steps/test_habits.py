@@ -230,3 +230,22 @@ def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
         assert (
             relative_error(found, expected) < {"fp32": 1e-6, "bf16": 3e-2, "fp16": 3e-3}[precision]
         )
+
+
+APART = {
+    "other blocks": ([[(0, 0)], [(1, 0)]], r"rank 0 is at layers\.1 and rank 1 at layers\.0"),
+    "one block more": ([[(1, 0)], []], r"rank 0 is at the end of loss_fn and rank 1 at layers\.1"),
+    "later, other blocks": ([[], [(0, 2)]], r"rank 0 is at layers\.0 and rank 1 at layers\.1"),
+}
+
+
+def _apart(rank, world, layout, case):
+    skips, message = APART[case]
+    with pytest.raises(ValueError, match=rf"ranks run different modules: {message}\. FSDP pairs"):
+        _gradients(_state(layout, _Model(skips[rank]).double()))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("layout", "case"), in_turn(list(LAYOUTS), list(APART)))
+def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
+    run_again(_apart, 2, layout, case)
