@@ -226,6 +226,7 @@ ASSIGNED: dict[str, dict[str, str]] = {
         "register_module_forward_pre_hook(replace)": WHILE,
         "register_forward_hook(note)": WHILE,
     },
+    "steps/running_alike.py": {"register_forward_pre_hook(compare, prepend=True)": WHILE},
     "steps/update.py": {"optimizer.grad_scale": TORCH, "optimizer.found_inf": TORCH},
 }
 """What the files write to things that are not their own, and why each may."""
