@@ -233,7 +233,10 @@ def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
 
 
 APART = {
-    "one block more": ([[(1, 0)], []], r"rank 0 is at the end of loss_fn and rank 1 at layers\.1"),
+    "all blocks": (
+        [[(0, 0), (1, 0)], []],
+        r"rank 0 is at the end of loss_fn and rank 1 at layers\.0",
+    ),
     "other blocks": ([[(0, 0)], [(1, 0)]], r"rank 0 is at layers\.1 and rank 1 at layers\.0"),
     "later, other blocks": ([[], [(0, 2)]], r"rank 0 is at layers\.0 and rank 1 at layers\.1"),
 }

@@ -69,10 +69,10 @@ class Plan:
     remedies: tuple[str, ...] = ()
     ranks: tuple[RankMemory, ...]
     collectives: tuple[Traffic, ...]
-    fits: bool = attrs.field(init=False)
 
-    @fits.default  # pyright: ignore[reportAttributeAccessIssue]
-    def _fits(self) -> bool:
+    @property
+    def fits(self) -> bool:
+        """Whether no rank needs more than the limit."""
         return self.peak <= self.memory_limit
 
     @property
@@ -82,7 +82,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """A tree of plain values."""
-        return attrs.asdict(self)
+        return {**attrs.asdict(self), "fits": self.fits}
 
 
 def show_plan(plan: Plan, console: Console) -> None:
