@@ -6,10 +6,7 @@ Under pytest-xdist each worker has its own, and the process that hands out the t
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 
 pytest.register_assert_rewrite("runs")  # here, before the first folder that imports it
 
-MARK = "bad_input"
 LONG = (
     "distributed/test_oracle.py",
     "recipes",
@@ -31,7 +27,6 @@ LONG = (
 )
 """What takes longest; a worker that got it last would keep the others waiting."""
 _HERE = Path(__file__).parent
-_found = pytest.StashKey[list[str] | None]()
 
 
 collect_ignore = ["run/lm_eval_tasks.py"]
@@ -78,14 +73,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note the bad inputs before -m and -k leave some out; None if not all files were read.
-
-    Workers are given whole files in the order of the tests: first those that take longest.
-    """
-    is_whole = set(_HERE.rglob("test_*.py")) <= {item.path for item in items}
-    named = any("::" in argument for argument in config.args)
-    marked = [item.nodeid for item in items if item.get_closest_marker(MARK)]
-    config.stash[_found] = marked if is_whole and not named else None
+    """Workers are given whole files in the order of the tests: first those that take longest."""
     if hasattr(config, "workerinput"):
         items.sort(key=_rank_of_file)
 
@@ -106,22 +94,3 @@ def signal_handlers() -> Iterator[None]:
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
     assert after == before, "a signal handler was left behind"
-
-
-@pytest.fixture(scope="session")
-def bad_inputs(pytestconfig: pytest.Config) -> list[str]:
-    """Names of all tests that are marked, also where only some tests were asked for."""
-    found = pytestconfig.stash[_found]
-    return _collected(pytestconfig.rootpath) if found is None else found
-
-
-def _collected(root: Path) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", MARK, str(_HERE)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    wanted = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    assert done.returncode in wanted, f"the tests cannot be collected:\n{done.stdout[-2000:]}"
-    return [line for line in done.stdout.splitlines() if "::" in line]
