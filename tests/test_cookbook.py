@@ -7,11 +7,15 @@ import os
 import re
 import runpy
 import socket
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
+
+from forgekit.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = DOCS / "cookbook"
@@ -33,6 +37,7 @@ CLAIMS = {
     ),
     "other_set": lambda *n: n[0] == n[1] < 1 < n[2] == n[3],
     "own_attend": lambda change, _, reached: change < 1e-12 and reached == 6,
+    "own_gpt": lambda *n: n[::2] == (1, 40) and n[3] < n[1] / 8,
     "own_model": lambda difference: difference < 1e-12,
     "own_optimizer": lambda first, last, skipped, moved: (
         last < first / 100 and (skipped, moved) == (1, 0)
@@ -47,6 +52,7 @@ CLAIMS = {
     "sources": lambda share, loss, parts: abs(share - 0.75) < 0.05 and loss == parts,
     "spikes": lambda none, without, one, limited: (none, one) == (0, 1) and limited < without / 5,
     "sweep": lambda *n: n[1] > n[3] > n[5] and n[-1] == n[4],
+    "teacher_on_ranks": lambda *n: n[::2] == (10, 20, 30) and n[5] < n[1] / 2,
     "two_counts": is_exact,
     "two_processes": lambda *n: n[::3] == (1, 2, 3, 4, 5) and 3 < n[1] < 4,
 }
@@ -59,7 +65,7 @@ def run(name, folder):
     """What a script prints, in an empty folder."""
     os.chdir(folder)
     shown = io.StringIO()
-    with redirect_stdout(shown):
+    with redirect_stdout(shown), mock.patch.object(sys, "argv", [name]):
         runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
     return shown.getvalue()
 
@@ -87,24 +93,29 @@ def test_a_script_prints_what_it_claims(name, tmp_path, monkeypatch):
     assert (shown.count("True"), shown.count("False")) == (SAID.get(name, 0), 0), shown
 
 
-def on_rank(rank, world, port, folder):
+def on_rank(rank, world, port, folder, name):
     started = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in (started | address).items():
             patch.setenv(key, str(value))
         patch.chdir(folder)
-        return run("two_processes", folder)
+        return run(name, folder)
 
 
-def test_two_processes_print_what_one_does(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.pp=2", "mesh.dp_shard=2"])
+def test_the_gpt_of_the_cookbook_is_exact_in_a_layout(mesh, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", str(SCRIPTS / "own_gpt.py"), mesh]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["two_processes", "teacher_on_ranks"])
+def test_two_processes_print_what_one_does(name, tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shown, nothing = run_ranks(on_rank, 2, port, tmp_path, group=False)
+    shown, nothing = run_ranks(on_rank, 2, port, tmp_path, name, group=False)
     assert nothing == ""
     monkeypatch.chdir(tmp_path)
-    for found, expected in zip(
-        numbers(shown), numbers(run("two_processes", tmp_path)), strict=True
-    ):
+    for found, expected in zip(numbers(shown), numbers(run(name, tmp_path)), strict=True):
         assert found == pytest.approx(expected, abs=2e-5)
