@@ -39,7 +39,7 @@ from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
 from forgekit.run.start_table import start_table
-from forgekit.run.stop_signal import StoppedError, StopSignal, is_ignored, put_back
+from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_ignored, put_back
 from forgekit.run.trackers import Tracker, make_trackers
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
@@ -48,8 +48,6 @@ USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
 
 StateT = TypeVar("StateT", bound=TrainState)
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 STDLIB = str(Path(os.__file__).parent) + os.sep
 
@@ -325,10 +323,11 @@ def open_run(
 
     Raises:
         SystemExit: With code 2 if the library refused what set-up asked for (its message, without
-            a traceback), with code 1 if the directory is in use. With code 0 if SIGTERM, SIGUSR1 or
-            SIGHUP came before ``start``, when there is nothing to save, and with code 1 if a stop
-            could not wait for the step's end; ``status.json`` says "stopped" then. All other errors
-            are raised again after ``status.json`` says "failed" and why, unless ``end`` was called.
+            a traceback), with code 1 if the directory is in use. With code 0 if a signal of
+            ``StopSignal``, Ctrl-C too, came before ``start``, when there is nothing to save, and
+            with code 1 if a stop could not wait for the step's end; ``status.json`` says "stopped"
+            then. All other errors are raised again after ``status.json`` says "failed" and why,
+            unless ``end`` was called.
     """
     with ExitStack() as stack:
         stack.enter_context(steady_streams())
@@ -353,11 +352,12 @@ def _stopping(run: Run) -> Iterator[None]:
     def on_signal(number: int, _frame: object) -> None:
         if run._log is None:
             raise StoppedError(f"{signal.Signals(number).name} during set-up")
-        signal.signal(number, signal.SIG_DFL)  # the loop has ended already
+        is_interrupt = number == signal.SIGINT  # the loop has ended already
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         signal.raise_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    heard = [number for number in SIGNALS if is_main and not is_ignored(number)]
+    heard = [number for number in STOP_SIGNALS if is_main and not is_ignored(number)]
     before = {number: signal.signal(number, on_signal) for number in heard}
     try:
         yield

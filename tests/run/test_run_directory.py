@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -500,7 +503,7 @@ def test_a_negative_number_of_steps_is_refused():
 # Signals before the run begins
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"])
 def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
     fk.run.write_status(tmp_path, "failed", reason="an earlier run")
     before = signal.getsignal(getattr(signal, name))
@@ -510,6 +513,86 @@ def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
     assert status(tmp_path)["status"] == "stopped"
     assert status(tmp_path)["reason"] == f"{name} during set-up"
     assert signal.getsignal(getattr(signal, name)) == before
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Streamed(fk.TrainState):
+    stream: Any = None
+
+
+class Interrupting:
+    """A field of a state that is signalled while a checkpoint reads or writes it."""
+
+    def __init__(self, name=None, at=None):
+        self.name, self.at = name, at
+
+    def state_dict(self):
+        return self._at("save") or {"n": 1}
+
+    def load_state_dict(self, _state):
+        self._at("load")
+
+    def _at(self, moment):
+        if self.at == moment:
+            signal.raise_signal(getattr(signal, self.name))
+
+
+def streamed(stream, mesh=None):
+    model = nn.Linear(2, 2)
+    model = model if mesh is None else fk.parallelize(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    return Streamed.create(model, optimizer, mesh=mesh, stream=stream)
+
+
+def _stopped_at(moment, name, out):
+    with pytest.raises(SystemExit) as caught, fk.open_run(out, {}) as run:
+        fk.checkpoint_load(streamed(Interrupting(name, moment)), run.checkpoints)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_a_checkpoint_is_loaded_is_a_clean_stop(tmp_path, name):
+    fk.checkpoint_save(streamed(Interrupting()), tmp_path / "checkpoints", blocking=True)
+    assert _stopped_at("load", name, tmp_path) == 0
+    assert status(tmp_path)["status"] == "stopped"
+    assert status(tmp_path)["reason"] == f"{name} during set-up"
+
+
+def _signalled_while_tensors_are_read(rank, world, out):
+    """Torch wraps what is raised while it reads the tensors of a checkpoint on several ranks."""
+    store = dist.FileStore(str(out / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    state = streamed(Interrupting(), fk.build_mesh(fk.MeshSpec(), device="cpu"))
+    fk.checkpoint_save(state, out / "checkpoints", blocking=True)
+
+    def signal_once(frame, event, _arg):
+        package = frame.f_globals.get("__name__", "")
+        if event == "call" and "read" in frame.f_code.co_name and DCP in package:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGTERM)
+
+    def load():
+        if rank == 1:
+            sys.setprofile(signal_once)
+        fk.checkpoint_load(state, out / "checkpoints")
+
+    with pytest.raises(SystemExit) as caught, fk.open_run(out, {}):
+        load()
+    return caught.value.code
+
+
+DCP = "torch.distributed.checkpoint"
+
+
+def test_a_signal_to_one_rank_while_all_load_is_a_clean_stop_of_all(tmp_path):
+    assert run_ranks(_signalled_while_tensors_are_read, 2, tmp_path, group=False) == [0, 0]
+    assert status(tmp_path)["status"] == "stopped"
+    assert status(tmp_path)["reason"] == "SIGTERM during set-up"
+
+
+def test_ctrl_c_in_a_save_is_no_failed_save(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fk.checkpoint_save(streamed(Interrupting("SIGINT", "save")), tmp_path, blocking=True)
 
 
 def _signalled_after_its_run(rank, world, out):

@@ -1,7 +1,8 @@
 """Ranks that save or load together: what fails on one of them fails on all.
 
 A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
-runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere.
+runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. What
+interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of them.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Ranks:
         answers = [answer] * self.world
         if self.group is not None:
             dist.all_gather_object(answers, answer, group=self.group)
-        for rank, (_, error) in enumerate(answers):
-            if error is not None:
-                raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
+        errors = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+        for _, error in errors:
+            _raise_interruption(error)
+        for rank, error in errors:
+            raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
         return [value for value, _ in answers]
 
     def together(self, function: Callable[[], T]) -> T:
@@ -59,6 +62,7 @@ class Ranks:
             dist.broadcast_object_list(answers, group=self.group, group_src=0)
         value, error = answers[0]
         if error is not None:
+            _raise_interruption(error)
             raise CheckpointError(error)
         return cast(T, value)
 
@@ -77,11 +81,26 @@ class Ranks:
         return values or []
 
 
-def _attempt(function: Callable[[], T]) -> tuple[Any, str | None]:
+def _attempt(function: Callable[[], T]) -> tuple[Any, str | BaseException | None]:
     try:
         return function(), None
     except BaseException as error:  # torch's CheckpointException derives from it
-        return None, explain(error)
+        return None, interruption_of(error) or explain(error)
+
+
+def _raise_interruption(error: str | BaseException) -> None:
+    if isinstance(error, BaseException):
+        raise error
+
+
+def interruption_of(error: BaseException) -> BaseException | None:
+    """Return the stop request or Ctrl-C behind an error: torch wraps it like any failure."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        causes = [interruption_of(cause) for cause, _ in error.failures.values()]
+        return next(filter(None, causes), None)
+    return None if isinstance(error, Exception) else error
 
 
 def explain(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import decode
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX, MANIFEST
 from forgekit.run.checkpoints.per_rank_fields import trees_of
-from forgekit.run.checkpoints.ranks import Ranks, explain
+from forgekit.run.checkpoints.ranks import Ranks, explain, interruption_of
 from forgekit.run.checkpoints.step_names import step_name
 from forgekit.run.checkpoints.storage import Checkpoint, Storage, committed, find_damage, survey
 
@@ -104,6 +104,8 @@ def read_tensors(
         try:
             dcp.load(dict(tensors), storage_reader=reader, **ranks.torch_options())
         except dcp.CheckpointException as error:
+            if (interruption := interruption_of(error)) is not None:
+                raise interruption from None
             raise _explained(path, error) from error
 
 

@@ -27,7 +27,7 @@ from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.local_storage import only_warns
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX
-from forgekit.run.checkpoints.ranks import Ranks, explain, ranks_of
+from forgekit.run.checkpoints.ranks import Ranks, explain, interruption_of, ranks_of
 from forgekit.run.checkpoints.read import forgekit_version
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.savable_optimizers import check_complete, check_inner_optimizers
@@ -231,6 +231,8 @@ def _write(
             # checkpoint is there all the same, and the save has not failed.
             done[:] = [ranks.first(commit)]
     except BaseException as error:
+        if (interruption := interruption_of(error)) is not None:
+            raise interruption from None
         if not done:
             raise CheckpointError(
                 f"step {step} could not be saved to {storage}: {explain(error)}. "
