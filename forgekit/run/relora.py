@@ -17,6 +17,7 @@ from forgekit.inputs import check_integers
 from forgekit.model.initial import copy_full
 from forgekit.model.lora_layers import LoraLayer, local_of, merged_weight
 from forgekit.model.nf4 import is_packed
+from forgekit.optim.average import average_of
 from forgekit.run.adapters import check_unmerged, let_go
 from forgekit.state import TrainState, donate
 
@@ -29,8 +30,9 @@ def relora(state: StateT, *, every: int) -> StateT:
     Call it after each step; what the model computes does not change. New values of ``A`` come from
     the adapter's seed, its name and the step, so every layout and every resumed run finds the same.
     The optimizer forgets what it kept for adapters (moments and their step counts begin again) and
-    keeps the rest; ReLoRA also warms the learning rate up again, which is the schedule's part. In a
-    base of 16 bits a merge rounds away what is below their precision.
+    keeps the rest; a running average begins again with the weights as they are. ReLoRA also warms
+    the learning rate up again, which is the schedule's part. In a base of 16 bits a merge rounds
+    away what is below their precision.
 
     Args:
         state: The state after a step, or before the first; consumed.
@@ -54,6 +56,8 @@ def relora(state: StateT, *, every: int) -> StateT:
         let_go(state.model)
         for layer in layers:
             _restart(layer, state)
+        if (average := average_of(state)) is not None:
+            average.restart()  # it holds factors whose product is in the base now
     return donate(state)
 
 

@@ -57,6 +57,29 @@ def test_a_merge_for_good_changes_no_logits_and_starts_anew(kind):
     assert not torch.isclose(again, first).any()
 
 
+@pytest.mark.parametrize(("rule", "share"), [(fk.EMA(0.9), 0.1), (fk.UniformAverage(1), 1.0)])
+def test_the_average_of_the_weights_begins_again_with_the_new_adapters(rule, share):
+    """What it held were factors whose product is in the base by then."""
+    model = move(build("dense"))
+    state = fk.TrainState.create(model, fk.adamw(model), average=rule)
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+    batches = [row[0] for row in batches_of(1)]
+    for _ in range(4):
+        state, _ = step(state, batches)
+    state = relora(state, every=4)
+    expected = model(IDS)
+    with fk.averaged(state):
+        assert torch.allclose(model(IDS), expected, rtol=0, atol=1e-12)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state, _ = step(state, batches)
+    after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with fk.averaged(state):
+        for name, parameter in model.named_parameters():
+            mean = torch.lerp(before[name], after[name], share)
+            assert torch.allclose(parameter, mean, rtol=0, atol=1e-14), name
+    assert any((after[n] - p).abs().max() > 1e-3 for n, p in before.items())
+
+
 def sharded(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
     state = train("dense", 5, 2, mesh, rank, world)
