@@ -138,7 +138,7 @@ class LoraLinear(nn.Linear):
         if self.lora_magnitude_vector is not None:
             out = out * self._stretch(self.lora_magnitude_vector).to(x.dtype)
             out = out if self.bias is None else out + self.bias
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def adapted_weight(self) -> Tensor:
         """The weight that the layer computes with, ``[out in]``, differentiable."""
@@ -176,7 +176,7 @@ class LoraLinear(nn.Linear):
             return F.linear(rows, self.weight, bias)
         flat = rows.reshape(-1, self.in_features)
         out: Tensor = PackedLinear.apply(flat, self.weight, self.out_features)  # pyright: ignore[reportAssignmentType]
-        out = out.view(*rows.shape[:-1], -1)
+        out = out.view(*rows.shape[:-1], self.out_features)
         return out if bias is None else out + bias
 
     def _stretch(self, magnitude: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from forgekit.model.initial import init_weights
-from forgekit.model.lora import Base, adapter_names, add_adapters
+from forgekit.model.initial import copy_full
+from forgekit.model.lora import Base, add_adapters
 from forgekit.model.lora_layers import (
     LoraLayer,
     LoraLinear,
+    full_of,
     local_of,
     lora_layers,
     merged_unpacked,
@@ -161,15 +162,19 @@ def unmerge_lora(model: nn.Module) -> None:
 def reset_magnitudes(model: nn.Module) -> None:
     """Set each DoRA magnitude to the lengths of its weight's rows as they are now, in place.
 
-    Call it, on every rank, when weights were loaded after ``add_lora``, and before training.
+    An adapter that has learned, so that its ``B`` is not zero, keeps its own. ``load_huggingface``
+    and ``checkpoint_load`` do this by themselves; call it, on every rank, after other changes of a
+    base that has adapters already, such as ``model.load_state_dict(base, strict=False)``.
 
     Args:
-        model: A model with adapters; without DoRA nothing changes.
+        model: A model with adapters, in any layout; without DoRA nothing changes.
     """
-    layers = {n: layer for n, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
-    names = {f"{n}.lora_magnitude_vector".lstrip(".") for n in layers}
     let_go(model)
-    init_weights(model, 0, only=names & set(adapter_names(model)))
+    for layer in lora_layers(model).values():
+        if isinstance(layer, LoraLinear) and (lengths := layer.lora_magnitude_vector) is not None:
+            initial = layer.initial_adapters()["lora_magnitude_vector"]()
+            has_learned = full_of(layer.lora_B).any().cpu()
+            copy_full(lengths, torch.where(has_learned, full_of(lengths).cpu(), initial))
 
 
 def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:

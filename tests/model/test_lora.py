@@ -36,6 +36,20 @@ def test_an_adapter_changes_nothing_at_first(kind):
     assert torch.allclose(build(kind)(IDS), expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"base": "nf4"}])
+def test_no_rows_make_no_rows(adapter):
+    """As an expert of a foreign model that no token chose."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    fk.add_lora(model, rank=2, targets="0", **adapter)
+    for shape in ((0, 128), (2, 0, 128)):
+        x = torch.ones(shape, requires_grad=True)
+        out = model(x)
+        out.sum().backward()
+        assert (out.shape, x.grad.shape) == (x.shape, x.shape)
+    fk.merge_lora(model)
+    assert model(torch.ones(3, 0, 128)).shape == (3, 0, 128)
+
+
 def test_experts_of_a_rank_that_is_no_multiple_use_the_grouped_product_all_the_same():
     model = move(build("experts", torch.float32))
     expected = move(build("experts"))(IDS)

@@ -23,6 +23,7 @@ from forgekit.inputs import check_integers, path_of
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.run.adapters import reset_magnitudes
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.huggingface.families import Family, differences, family_of, rules
@@ -76,8 +77,9 @@ def load_huggingface(
 
     The model may be laid out in any way; then every rank calls it. Values are cast to the dtype
     that they have in the model. Rows of a padded vocabulary become zero; what a ``Transformer`` has
-    besides its own parameters, such as adapters, stays. Everything is checked before the first
-    change: a directory that is refused leaves the model as it was.
+    besides its own parameters, such as adapters, stays; but magnitudes of DoRA whose adapter has
+    not learned yet become the lengths of the rows that were read. Everything is checked before the
+    first change: a directory that is refused leaves the model as it was.
 
     Args:
         model: What ``parallelize`` returned, or a plain model.
@@ -107,6 +109,7 @@ def load_huggingface(
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     names, stored = ranks.together(lambda: _check(model, path, names, held))
     ranks.together(lambda: read_into(tensors, names, stored))
+    reset_magnitudes(model)
 
 
 def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
