@@ -27,6 +27,7 @@ def add_export(commands: Any) -> None:
     option("--like", metavar="MODEL", help="a family, such as mistral, or a directory (llama)")
     option("--dtype", choices=DTYPES, help="of the weights (as they are)")
     option("--tokenizer", metavar="PATH", type=file_path, help="a tokenizer.json (the run's)")
+    option("--check", action="store_true", help="compare logits with those of transformers")
     export.set_defaults(command=_export)
 
 
@@ -42,7 +43,14 @@ def _export(options: argparse.Namespace) -> int:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     try:
         model, step = _load(options, spec)
-        save_huggingface(model, options.directory, tokenizer, options.like, dtype=dtype)
+        save_huggingface(
+            model,
+            options.directory,
+            tokenizer,
+            options.like,
+            dtype=dtype,
+            check_logits=options.check,
+        )
     except (CheckpointError, ValueError) as error:
         raise UsageError(str(error)) from None
     print(f"step       {step}")

@@ -196,7 +196,7 @@ def _write(
 
 
 def _is_adapter(path: Path) -> bool:
-    return {entry.name for entry in path.iterdir()} <= {CONFIG, TENSORS, "README.md"}
+    return {entry.name for entry in path.iterdir()} <= {CONFIG, TENSORS}
 
 
 def _together(work: Any) -> None:

@@ -8,6 +8,8 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import forgekit as fk
 from forgekit.run.huggingface.names import (
@@ -375,9 +377,21 @@ def test_models_of_no_family_are_refused(tmp_path, changes, message):
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path):
     vocab = {str(number): number for number in range(17)}
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    Tokenizer(WordLevel(vocab, unk_token="0")).save(str(path))
     with pytest.raises(fk.CheckpointError, match=r"^the tokenizer has 17 tokens and the model 16"):
         fk.save_huggingface(fk.Transformer(SPEC), tmp_path / "new", tokenizer=path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"model": {"vocab": {"a": 0}}, "added_tokens": []}', b"\xff\xfe"],
+)
+def test_a_file_that_no_tokenizer_can_be_built_from_is_refused(content, tmp_path):
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(fk.CheckpointError, match=r"^no tokenizer can be built from .*t\.json: "):
+        fk.save_huggingface(fk.Transformer(SPEC), tmp_path / "new", tokenizer=path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_directory_of_other_files_is_not_replaced(tmp_path):
@@ -387,6 +401,17 @@ def test_a_directory_of_other_files_is_not_replaced(tmp_path):
     (tmp_path / "new" / "notes.txt").write_text("mine")
     with pytest.raises(fk.CheckpointError, match=r"holds files that were not written here"):
         fk.save_huggingface(model, tmp_path / "new")
+    (tmp_path / "new" / "notes.txt").unlink()
+    for name in ("vae.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"):
+        mine = tmp_path / "new" / name
+        mine.write_bytes(b"mine")
+        with pytest.raises(fk.CheckpointError, match=r"were not written here .*would be deleted"):
+            fk.save_huggingface(model, tmp_path / "new")
+        assert mine.read_bytes() == b"mine"
+        mine.unlink()
+    fk.save_huggingface(model, tmp_path / "new", max_shard_size=4_000)
+    fk.save_huggingface(model, tmp_path / "new")  # in one file, where there were several
+    assert [path.name for path in (tmp_path / "new").glob("*.safetensors")] == ["model.safetensors"]
     with pytest.raises(TypeError, match=r"^model is a Linear; pass names=NameMap"):
         fk.save_huggingface(torch.nn.Linear(2, 2), tmp_path / "other")
 

@@ -461,9 +461,13 @@ def test_what_a_file_could_not_say_is_not_saved(model, message, tmp_path):
 
 @pytest.mark.bad_input
 def test_directories_of_others_are_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"notes\.txt"):
-        fk.save_adapter(build("plain"), tmp_path)
+    fk.save_adapter(build("plain"), tmp_path / "adapter")
+    for name in ("notes.txt", "README.md"):
+        (tmp_path / "adapter" / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=name):
+            fk.save_adapter(build("plain"), tmp_path / "adapter")
+        (tmp_path / "adapter" / name).unlink()
+    fk.save_adapter(build("plain"), tmp_path / "adapter")
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         fk.load_adapter(plain(), Path(tmp_path))
 

@@ -1,39 +1,32 @@
-"""Read an export back: the values that each rank holds, and the logits that come out of them."""
+"""Read an export back: its values, its configuration and, where asked for, its logits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from forgekit.inputs import brief
-from forgekit.model.transformer import Transformer
-from forgekit.parallel.context.context_parallel import with_sockets
+from forgekit.data.optional_packages import require
+from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.huggingface.families import differences, family_of
 from forgekit.run.huggingface.files import fill, reading, stored_tensors
 from forgekit.run.huggingface.load import (
     check_stored,
+    load_huggingface,
     local_part,
-    name_map,
     overlaps,
     read_config,
-    read_into,
 )
-from forgekit.run.huggingface.names import NameMap, named_tensors
-from forgekit.state import layout_of
-from forgekit.steps.forward import evaluating
+from forgekit.run.huggingface.names import NameMap
 
 POSITIONS = 16
 
-CLOSE, CLOSE_16_BITS = 1e-3, 0.25
-"""Relative differences; in 16 bits a router may choose other experts."""
+CLOSE = 1e-3
+"""Relative difference of logits."""
 
 
 @torch.no_grad()
@@ -62,110 +55,42 @@ def check_values(tensors: Mapping[str, Tensor], names: NameMap, directory: Path)
                 )
 
 
-def check_logits(ranks: Ranks, model: Transformer, directory: Path) -> None:
-    """Compare the logits of a few tokens with those that come out of the files.
-
-    Args:
-        ranks: All ranks; each calls it.
-        model: The model, in its layout. A pipeline cannot be called for logits and is passed over.
-        directory: The export.
+def check_spec(spec: TransformerSpec, directory: Path) -> None:
+    """Compare a model's spec with that of the files; a vocabulary may have lost its padding.
 
     Raises:
-        CheckpointError: If they differ, or the files describe another model. On every rank.
-    """
-    config = ranks.first(lambda: read_config(directory))
-    spec = family_of(config).read(config)
-    rows = spec.vocab_size
-    if different := [d for d in differences(spec, model.spec) if not d.startswith("vocab_size")]:
-        raise CheckpointError(f"config.json was read back as another model: {different}.")
-    layout = layout_of(model)
-    positions = min(POSITIONS * layout.sequence, spec.max_seq_len)
-    positions = positions // layout.sequence * layout.sequence
-    if layout.stages is not None or not positions:
-        return
-    ids = (torch.arange(positions) * 7919 % rows).unsqueeze(0)
-    found, dtype = _live_logits(model, ids)
-
-    def compare() -> None:
-        wanted = streamed_logits(directory, ids)
-        error = float((found[..., :rows] - wanted).norm() / wanted.norm())
-        is_rounded = dtype.itemsize == 2 or config.get("dtype") in ("bfloat16", "float16")
-        bound = CLOSE_16_BITS if is_rounded else CLOSE
-        if bool(found.isfinite().all()) and not error <= bound:
-            raise CheckpointError(
-                f"the export computes other logits than the model: they differ by {error:.1e} "
-                f"(at most {bound} in {brief(dtype)}), so it was not kept."
-            )
-
-    ranks.first(compare)
-
-
-@torch.no_grad()
-def streamed_logits(directory: Path, ids: Tensor) -> Tensor:
-    """Compute logits from a directory, with one block of the model in memory at a time.
-
-    Args:
-        directory: In the Hugging Face layout.
-        ids: ``[b s]``.
-
-    Returns:
-        ``[b s v]`` float32.
+        CheckpointError: If they describe another model.
     """
     config = read_config(directory)
-    family = family_of(config)
-    spec = family.read(config)
-    names, stored = name_map(family, spec, spec.vocab_size), stored_tensors(directory)
-    with torch.device("meta"):
-        model = Transformer(spec).float().eval()
-
-    def arrive(part: nn.Module, prefix: str) -> None:
-        part.to_empty(device="cpu")
-        for module in part.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()  # pyright: ignore[reportCallIssue]
-        own = {f"{prefix}.{name}": tensor for name, tensor in named_tensors(part).items()}
-        read_into(own, names, stored)
-
-    def head(hidden: Tensor, weight: Tensor) -> Tensor:
-        if model.output is not None:
-            arrive(model.output, "output")
-            weight = model.output.weight
-        return F.linear(hidden, weight)
-
-    def leave(part: nn.Module, *_: object) -> None:
-        part.to("meta")
-
-    parts = {"embedding": model.embedding, "norm": model.norm}
-    parts |= {f"layers.{number}": layer for number, layer in enumerate(model.layers)}
-    with ExitStack() as stack:
-        for name, part in parts.items():
-            hook = part.register_forward_pre_hook(lambda p, _, n=name: arrive(p, n))
-            stack.callback(hook.remove)
-            if part is not model.embedding or not spec.tied:
-                stack.callback(part.register_forward_hook(leave).remove)
-        return model(ids, head=head)
+    found = differences(family_of(config).read(config), spec)
+    if different := [one for one in found if not one.startswith("vocab_size")]:
+        raise CheckpointError(f"config.json was read back as another model: {different}.")
 
 
 @torch.no_grad()
-def _live_logits(model: Transformer, ids: Tensor) -> tuple[Tensor, torch.dtype]:
-    """``[b s v]`` logits in host memory, and in what dtype the model computes."""
-    layout, dtypes = layout_of(model), []
+def check_transformers(directory: Path) -> None:
+    """Compare logits that transformers computes from a directory with a ``Transformer``'s.
 
-    def head(hidden: Tensor, weight: Tensor) -> Tensor:
-        dtypes.append(weight.dtype)
-        return F.linear(hidden, weight)
+    Both models are built from the files, whole and in float32, in this process.
 
-    parameter = next(model.parameters())
-    is_sharded = isinstance(parameter, DTensor)
-    device = parameter.device_mesh.device_type if is_sharded else parameter.device
-    with (
-        evaluating(model, layout),
-        with_sockets(model, layout.sockets),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        logits = model(ids.to(device), head=head)
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        return logits.float().cpu(), dtypes[0]
+    Raises:
+        CheckpointError: If they differ, or transformers does not open it.
+    """
+    transformers = require("transformers", extra="hf")
+    config = read_config(directory)
+    spec = family_of(config).read(config)
+    ids = (torch.arange(min(POSITIONS, spec.max_seq_len)) * 7919 % spec.vocab_size).unsqueeze(0)
+    model = Transformer(spec).eval()
+    load_huggingface(model, directory)
+    options: dict[str, Any] = {"trust_remote_code": False, "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
+    expected = model(ids)
+    error = float((theirs(ids).logits - expected).norm())
+    if not error <= CLOSE * float(expected.norm()):
+        raise CheckpointError(
+            f"the export computes other logits in transformers: they differ by {error:.1e}, of "
+            f"{float(expected.norm()):.1e}, so it was not kept."
+        )
 
 
 def _bits(tensor: Tensor) -> Tensor:

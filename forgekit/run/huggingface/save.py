@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ from forgekit.model.lora_layers import LoraLinear, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.ranks import Ranks
-from forgekit.run.huggingface.check_export import check_logits, check_values
+from forgekit.run.huggingface.check_export import check_spec, check_transformers, check_values
 from forgekit.run.huggingface.families import Family, family_named, family_of, known_families
 from forgekit.run.huggingface.files import INDEX, SINGLE, read_json, write_json, write_tensors
 from forgekit.run.huggingface.load import name_map, overlaps, read_config
@@ -51,6 +52,9 @@ WRITER = "forgekit_version"
 
 GENERATION = "generation_config.json"
 
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files with weights that are written here, and so may be replaced."""
+
 STALE = ("auto_map", "_name_or_path", "original_max_position_embeddings", "quantization_config")
 """Keys of another model's config.json that say nothing about the one that is written."""
 
@@ -66,12 +70,12 @@ def save_huggingface(
     names: NameMap | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5_000_000_000,
+    check_logits: bool = False,
 ) -> None:
     """Write a model as a directory that transformers opens; every rank calls it.
 
-    It is read back before it gets its name: each rank compares its shards with the files, and the
-    first one computes logits from them block by block and compares them with the model's (a
-    pipeline cannot be called for logits, so there the values alone are compared).
+    It is read back before it gets its name: each rank compares its shards with the files, bit for
+    bit, and the first one the configuration with the model's spec.
 
     Args:
         model: What ``parallelize`` returned, or a plain model; does not change.
@@ -85,6 +89,8 @@ def save_huggingface(
         names: How a model of your own is named on disk; then ``like`` has its configuration.
         dtype: Of the weights on disk; the parameters' own if None. What has to be float32 stays.
         max_shard_size: Bytes of a file at most, one tensor at least.
+        check_logits: Whether logits that transformers computes from the directory are compared with
+            a ``Transformer``'s too, by the first rank, which holds both models then.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -124,8 +130,11 @@ def save_huggingface(
         ranks.first(lambda: _write_config(folder, config, plan, tokenizer, source))
         _write(ranks, folder, plan, tensors)
         ranks.together(lambda: check_values(tensors, names, folder))
-        if is_ours and isinstance(model, Transformer):
-            check_logits(ranks, model, folder)
+        if isinstance(model, Transformer) and is_ours:
+            spec = model.spec
+            ranks.first(lambda: check_spec(spec, folder))
+            if check_logits:
+                ranks.first(lambda: check_transformers(folder))
         ranks.first(stack.close)
 
 
@@ -204,7 +213,7 @@ def _is_ours(path: Path) -> bool:
         return False
     names = {"config.json", GENERATION, INDEX, *TOKENIZER_FILES}
     return all(
-        p.is_file() and (p.name in names or p.suffix == ".safetensors") for p in path.iterdir()
+        p.is_file() and (p.name in names or WEIGHTS.fullmatch(p.name)) for p in path.iterdir()
     )
 
 

@@ -42,7 +42,7 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> None:
         like: A directory in the same layout, or None.
 
     Raises:
-        CheckpointError: If a path leads to none.
+        CheckpointError: If a path leads to none, or ``tokenizers`` cannot open what was written.
     """
     if tokenizer is None:
         if like is not None:
@@ -53,6 +53,12 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> None:
         tokenizer.save_pretrained(str(directory))
     else:
         tokenizer.save(str(directory / TOKENIZER))
+    if (directory / TOKENIZER).exists():
+        try:
+            _open(directory)
+        except Exception as error:  # tokenizers has no class of its own
+            source = tokenizer if isinstance(tokenizer, str | os.PathLike) else like or TOKENIZER
+            raise CheckpointError(f"no tokenizer can be built from {source}: {error}.") from None
     if (directory / TOKENIZER).exists() and not (directory / SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if END_OF_TEXT in _added(directory):
@@ -61,15 +67,12 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> None:
 
 
 def count_tokens(directory: Path) -> int | None:
-    """One more than the highest id of ``tokenizer.json``; None if there is none, or it is odd."""
+    """One more than the highest id of ``tokenizer.json``; None if that cannot be known."""
     if not (directory / TOKENIZER).exists():
         return None
-    vocabulary = read_json(directory / TOKENIZER).get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, Mapping):
-        highest = max(vocabulary.values(), default=-1)
-    else:  # Unigram lists pieces with their scores
-        highest = len(vocabulary) - 1
-    return max(highest, *_added(directory).values(), -1) + 1
+    if (tokenizer := _open(directory)) is None:
+        return None
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
@@ -79,6 +82,15 @@ def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
     if found["eos_token_id"] is None and (directory / TOKENIZER).exists():
         found["eos_token_id"] = _added(directory).get(_end_of_text(directory))
     return found
+
+
+def _open(directory: Path) -> Any:
+    """The tokenizer of ``tokenizer.json``; None where ``tokenizers`` is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:  # an export does not fail for want of it
+        return None
+    return Tokenizer.from_file(str(directory / TOKENIZER))
 
 
 def _end_of_text(directory: Path) -> str | None:
