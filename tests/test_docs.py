@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import floors
@@ -230,7 +231,7 @@ def test_an_index_leads_to_every_page_of_its_folder(folder):
     pages = {path.stem for path in (DOCS / folder).glob("*.md")}
     text = (DOCS / folder / "index.md").read_text()
     listed = re.findall(r"^(\w+)$", "".join(text.split("{toctree}")[1:]), re.M)
-    assert sorted(listed) == sorted(pages - {"index", "layout_errors"})
+    assert sorted(listed) == sorted(pages - {"index", "layout_errors", "description"})
 
 
 def test_links_of_the_readme_lead_somewhere():
@@ -244,3 +245,10 @@ def test_links_of_the_readme_lead_somewhere():
         )
         slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
         assert not anchor or anchor in slugs, link
+
+
+def test_the_description_on_a_package_index_needs_no_file_of_the_repository():
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    text = (DOCS.parent / project["readme"]).read_text()
+    assert len(text) > 1000
+    assert [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link] == []

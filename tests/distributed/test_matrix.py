@@ -7,6 +7,7 @@ import itertools
 import attrs
 import pytest
 from covering import covering, in_turn, one_at_a_time, pairwise
+from distributed import proofs
 from distributed.matrix import FACTORS, LAYOUTS, default_cells, factors_of, full_cells, some_cells
 
 CELLS = default_cells()
@@ -76,3 +77,7 @@ def test_what_is_not_chosen_is_left_to_the_oracle():
         chosen = [one.values for one in every if not one.marks]
         assert len(chosen) == least
         assert [set(values) for values in zip(*chosen, strict=True)] == [*map(set, axes)]
+
+
+def test_the_page_of_what_is_proven_where_is_that_of_the_tables():
+    assert proofs.TARGET.read_text() == proofs.page()

@@ -1,0 +1,115 @@
+"""Write the page of what is proven where: ``python tests/distributed/proofs.py``.
+
+It is drawn from the tables that the tests themselves walk, and a test compares the two, so a cell
+says what runs: on every change (``make test``), or in the long run (``make oracle``).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+TARGET = TESTS.parent / "docs" / "proofs.md"
+HEAD = """\
+# What is proven where
+
+Each cell is a test on real ranks that compares every parameter's gradient, and parameters after
+optimizer steps, with one process in full batch: **●** in every run of `make test`, ○ in
+`make oracle` alone, empty: in none of these tables. `python tests/distributed/proofs.py` writes
+this page from the tables that the tests walk. The errors themselves are in {doc}`layouts`.
+
+"""
+COLUMNS: dict[str, Callable[[Any], bool]] = {
+    "ragged": lambda cell: cell.targets == "ragged",
+    "rank without targets": lambda cell: cell.targets == "rank_without",
+    "packed": lambda cell: cell.packed,
+    "recompute full": lambda cell: cell.recompute == "full",
+    "recompute selective": lambda cell: cell.recompute == "selective",
+    "logits": lambda cell: cell.loss == "logits",
+    "chunked head": lambda cell: cell.loss == "head",
+    "fp32": lambda cell: cell.dtype == "fp32",
+    "bf16": lambda cell: cell.dtype == "bf16",
+    "fp64": lambda cell: cell.dtype == "fp64",
+}
+"""What a cell of the oracle's table shows."""
+
+
+def page() -> str:
+    """The whole page."""
+    from distributed.matrix import (
+        LAYOUTS,
+        ROUTED,
+        default_cells,
+        full_cells,
+        routed_cells,
+        routed_default,
+    )
+
+    dense = _marks(COLUMNS, list(LAYOUTS), default_cells(), full_cells(list(LAYOUTS)))
+    columns = {name: shows for name, shows in COLUMNS.items() if name not in ("fp32", "bf16")}
+    routed = _marks(columns, list(ROUTED), routed_default(), routed_cells(list(ROUTED)))
+    parts = [
+        ("Dense models", _table("layout", list(COLUMNS), dense)),
+        ("Mixtures of experts", _table("layout", list(columns), routed)),
+        ("Adapters", _adapters()),
+    ]
+    return HEAD + "\n".join(f"## {title}\n\n{table}" for title, table in parts)
+
+
+def _marks(
+    columns: Mapping[str, Callable[[Any], bool]],
+    layouts: Iterable[str],
+    default: list[Any],
+    full: list[Any],
+) -> dict[str, list[str]]:
+    def mark(layout: str, shows: Callable[[Any], bool]) -> str:
+        for cells, sign in ((default, "●"), (full, "○")):
+            if any(cell.layout == layout and shows(cell) for cell in cells):
+                return sign
+        return ""
+
+    return {name: [mark(name, shows) for shows in columns.values()] for name in layouts}
+
+
+def _adapters() -> str:
+    """LoRA on dense models and experts, and on a base in 4 bits."""
+    from distributed import test_adapters, test_packed
+
+    kinds = ("dense", "experts", "base in 4 bits")
+    cases = [*_cases(test_adapters, "●", "CASES"), *_cases(test_adapters, "○", "LONG")]
+    cases += [*_cases(test_packed, "●", "CASES"), *_cases(test_packed, "○", "LONG")]
+    rows: dict[str, list[str]] = {}
+    for layout, kind, sign in cases:
+        row = rows.setdefault(layout, [""] * len(kinds))
+        row[kinds.index(kind)] = row[kinds.index(kind)] or sign
+    ordered = sorted(rows, key=lambda name: (math.prod(map(int, _digits(name))), name))
+    return _table("layout", list(kinds), {name: rows[name] for name in ordered})
+
+
+def _cases(module: Any, sign: str, table: str) -> Iterator[tuple[str, str, str]]:
+    for case in getattr(module, table).values():
+        kind = "base in 4 bits" if len(case) == 3 else "dense"
+        if isinstance(case[0], str) and case[0] in ("experts", "uneven"):
+            kind = "experts"
+        sizes = next(part for part in case if isinstance(part, Mapping))
+        above = {name: size for name, size in sizes.items() if size > 1}
+        yield " ".join(f"{name}={size}" for name, size in above.items()), kind, sign
+
+
+def _digits(name: str) -> list[str]:
+    return [part.partition("=")[2] for part in name.split() if not part.startswith("ep")] or ["1"]
+
+
+def _table(corner: str, columns: list[str], rows: Mapping[str, list[str]]) -> str:
+    lines = [f"| {corner} | {' | '.join(columns)} |", f"|---{'|:---:' * len(columns)}|"]
+    lines += [f"| `{name}` | {' | '.join(marks)} |" for name, marks in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    TARGET.write_text(page())
