@@ -30,7 +30,7 @@ def loss_fn(model, batch):
     logits, label = model(batch["image"]), batch["label"]
     right = (logits.argmax(-1) == label).sum()
     loss = F.cross_entropy(logits, label, reduction="sum")
-    return fk.Loss(loss, len(label), metrics={"accuracy": (right, len(label))})
+    return fk.Loss(loss, len(label), is_nll=True).with_metrics(accuracy=(right, len(label)))
 
 
 def images(seed, rows=32):

@@ -135,7 +135,7 @@ def parallelize(
     )
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     _check_ranks(model, mesh, asked)
-    _check_options(model, asked)
+    _check_options(model, mesh, asked)
     _check_model(model, mesh, asked)
     chosen = _choose_attention(model, mesh, asked)
     whole = dict(model.named_modules())
@@ -214,18 +214,18 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     check_alike(model, attrs.asdict(asked, recurse=False) | {"plan": plan, "mesh": sizes})
 
 
-def _check_options(model: nn.Module, asked: _Options) -> None:
-    what = asked.activation_checkpoint
+def _check_options(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
+    what, is_split = asked.activation_checkpoint, size_of(mesh, "pp") > 1
     check_choice("precision", asked.precision, get_args(Precision))
     check_choice("activation_checkpoint", what, get_args(ActivationCheckpoint))
     check_choice("pipeline_schedule", asked.pipeline_schedule, get_args(PipelineSchedule))
     check_choice("context_parallel", asked.context_parallel, get_args(ContextParallel))
     check_choice("attention", asked.attention, get_args(AttentionChoice))
     check_recompute(what, is_compiled=asked.compile, memory_budget=asked.memory_budget)
-    if not _blocks(model, asked.blocks) and (asked.compile or what != "none"):
+    if not _blocks(model, asked.blocks) and (asked.compile or what != "none" or is_split):
         raise ValueError(
-            f"{type(model).__name__} has no list 'layers' to compile or recompute; name its list "
-            f"of repeated layers with blocks=; {_lists(model)}"
+            f"{type(model).__name__} has no list 'layers' to compile, recompute or split into "
+            f"pipeline stages; name its list of repeated layers with blocks=; {_lists(model)}"
         )
 
 

@@ -20,6 +20,7 @@ from forgekit.run.stop_signal import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.pipelined import evaluate_staged
+from forgekit.steps.position_proof import check_positions
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
 PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
@@ -35,6 +36,7 @@ def evaluate(
     bytes_per_token: float | Mapping[str, float] | None = None,
     stop: StopSignal | None = None,
     trained_on: Any = None,
+    audit: bool = True,
 ) -> TensorDict:
     """Measure the mean loss over every target of one data set or of several, without dropout.
 
@@ -57,6 +59,8 @@ def evaluate(
             there an evaluation is finished first.
         trained_on: The dataset that the model is trained on, or its token file, whose tokenizer
             the sets must share.
+        audit: Whether context parallelism proves with the first micro-batch of each set that the
+            loss is a sum over positions, as the first step of a training does.
 
     Returns:
         TensorDict of ``[]`` float64, the same on every rank: ``loss`` per target, ``targets``,
@@ -65,8 +69,9 @@ def evaluate(
         partial results are not comparable.
 
     Raises:
-        ValueError: If a set has no micro-batch, it holds ids that the model does not have, or the
-            sets were tokenized with different tokenizers.
+        ValueError: If a set has no micro-batch, it holds ids that the model does not have, the
+            sets were tokenized with different tokenizers, or the loss is no sum over positions
+            under context parallelism.
 
     Examples:
         Two sets, as ``eval/code/loss`` and ``eval/prose/loss``::
@@ -85,7 +90,7 @@ def evaluate(
     results = {}
     for key, each in sets.items():
         size = bytes_per_token.get(key) if isinstance(bytes_per_token, Mapping) else bytes_per_token
-        found = _evaluate_one(state, each, loss_fn, size, stop, key)
+        found = _evaluate_one(state, each, loss_fn, size, stop, key, audit=audit)
         if not found:
             return TensorDict({}, [])
         results |= {f"eval/{key}/{metric}" if key else metric: v for metric, v in found.items()}
@@ -99,6 +104,8 @@ def _evaluate_one(
     bytes_per_token: float | None,
     stop: StopSignal | None,
     name: str,
+    *,
+    audit: bool,
 ) -> dict[str, torch.Tensor]:
     """Results of one set by metric; none if the evaluation was stopped."""
     layout = state.layout
@@ -107,9 +114,9 @@ def _evaluate_one(
         batches = _until_stopped(batches, state, stop)
     with evaluating(state.model, layout), mixing_tensors(layout):
         if layout.stages is None:
-            sums = _run_whole(state, batches, loss_fn, name)
+            sums = _run_whole(state, batches, loss_fn, name, audit=audit)
         else:
-            sums = evaluate_staged(state, batches, loss_fn)
+            sums = evaluate_staged(state, batches, loss_fn, audit=audit)
     if stop is not None and stop.requested:
         return {}
     if not sums.rows:
@@ -187,12 +194,19 @@ def _until_stopped(
 
 
 def _run_whole(
-    state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn, name: str
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    name: str,
+    *,
+    audit: bool,
 ) -> LossSums:
     device = state.targets.device
     sums = LossSums(device)
     for batch in batches:
         part = take_part(batch, state.layout, device)
+        if audit and not sums.rows and state.layout.context > 1:
+            check_positions(state, part, loss_fn)
         try:
             loss = compute_loss(state.model, part, loss_fn)
         except IndexError as error:

@@ -65,12 +65,10 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
 
 def is_good(totals: Totals) -> Tensor:
     """Whether a step has targets, a finite loss and a finite gradient, ``[]`` bool."""
-    square, targets = totals["grad_sq"], totals["targets"]
+    square = totals["grad_sq"]
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        # 0 times what is not finite is NaN, and so is 0 times what is divided by no targets.
-        square = square.addcdiv(totals["loss"], targets, value=0)
-        return square < math.inf  # False for NaN as well
-    return (square < math.inf) & (targets > 0)
+        square = square.add(totals["loss"], alpha=0)  # 0 times what is not finite is NaN
+    return (square < math.inf) & (totals["targets"] > 0)  # False for NaN as well
 
 
 def check_max_norm(max_norm: float) -> None:

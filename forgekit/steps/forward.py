@@ -148,7 +148,8 @@ def check_loss(loss: Loss) -> Loss:
     """Raise unless a loss can be trained on and reported.
 
     Raises:
-        ValueError: If it depends on no trainable parameter, or reports what every step reports.
+        ValueError: If it depends on no trainable parameter, its count depends on one, or it reports
+            what every step reports.
     """
     if loss.metrics and (taken := RESERVED & loss.metrics.keys()):
         raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
@@ -156,6 +157,12 @@ def check_loss(loss: Loss) -> Loss:
         raise ValueError(
             f"the loss that loss_fn returned has a sum of shape {tuple(loss.sum.shape)}; it must "
             "be one number. Sum it: Loss(losses.sum(), count)."
+        )
+    if isinstance(loss.count, Tensor) and loss.count.requires_grad:
+        raise ValueError(
+            "the loss that loss_fn returned has a count that carries a gradient; the step divides "
+            "by the sum of all counts and would drop it, which trains another objective. Detach "
+            "the count: Loss(sum, count.detach())."
         )
     if not loss.sum.requires_grad:
         raise ValueError(

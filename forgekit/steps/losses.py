@@ -75,8 +75,7 @@ class Loss:
                 "micro-batch mean by its targets (token_weighted), or forgekit.count_ahead to "
                 "rescale by the step's true counts."
             )
-        if twice := self.metrics.keys() & other.metrics.keys():
-            raise ValueError(f"both losses report {sorted(twice)}; rename one of each.")
+        self._check_names(other.metrics)
         rows = None
         if self.rows is not None and other.rows is not None:
             rows = (self.rows[0] + other.rows[0], self.rows[1])
@@ -86,6 +85,21 @@ class Loss:
     def __radd__(self, other: int) -> Loss:
         """Let ``sum`` add losses, which starts from 0."""
         return self if other == 0 else NotImplemented
+
+    def with_metrics(self, **metrics: Metric) -> Loss:
+        """Report further numbers beside the loss, which stays what it is; see ``metrics``.
+
+        Examples:
+            >>> loss = Loss(torch.tensor(6.0), 3, is_nll=True)
+            >>> loss.with_metrics(accuracy=(torch.tensor(2), 3)).is_nll
+            True
+        """
+        self._check_names(metrics)
+        return dataclasses.replace(self, metrics={**self.metrics, **metrics})
+
+    def _check_names(self, others: Mapping[str, Metric]) -> None:
+        if twice := self.metrics.keys() & others.keys():
+            raise ValueError(f"both losses report {sorted(twice)}; rename one of each.")
 
     def with_mean(self, aux: Tensor, weight: float) -> Loss:
         """Add a mean over this micro-batch, weighted by its number of targets.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,10 +52,10 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
     def by_source(model: Any, batch: TensorDictBase) -> Loss:
         loss = loss_fn(model, batch)
         sums, counts = _split(loss, batch, len(names))
-        metrics = {
-            f"source/{name}/loss": (sums[index], counts[index]) for index, name in enumerate(names)
-        }
-        return dataclasses.replace(loss, metrics={**loss.metrics, **metrics})
+        pairs = zip(sums, counts, strict=True)
+        return loss.with_metrics(
+            **{f"source/{n}/loss": pair for n, pair in zip(names, pairs, strict=True)}
+        )
 
     return by_source
 

@@ -103,7 +103,11 @@ def accumulate_staged(
 
 
 def evaluate_staged(
-    state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn
+    state: TrainState,
+    batches: Iterable[TensorDictBase],
+    loss_fn: LossFn,
+    *,
+    audit: bool = False,
 ) -> LossSums:
     """Compute the losses of any number of micro-batches, without gradients.
 
@@ -114,14 +118,17 @@ def evaluate_staged(
         state: The state, its model split by ``split_stages`` and in evaluation mode.
         batches: Micro-batches, the same on every rank of the pipeline.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
+        audit: Whether the first micro-batch shows under context parallelism that the loss is a sum
+            over positions.
 
     Returns:
         The losses on the rank of the last stage, zeros on the others; all count rows.
 
     Raises:
-        ValueError: If the ranks of the pipeline come with different micro-batches.
+        ValueError: If the ranks of the pipeline come with different micro-batches, or the loss is
+            no sum over positions.
     """
-    work = _Work(state, batches, length_of(batches), loss_fn)
+    work = _Work(state, batches, length_of(batches), loss_fn, audit)
     work.start()
     slot, received = 0, ()
     with work.stages.guarded():
@@ -133,6 +140,8 @@ def evaluate_staged(
             at = work.stages.at(slot)
             due = (at[0], work.shape(at[1])) if at is not None and work.has(at[1]) else None
             received = work.stages.pass_on(sent, due)
+    if audit and state.layout.context > 1:
+        raise_together(work.problem)
     return work.sums
 
 
@@ -290,7 +299,10 @@ class _Work:
         call = self._calls[0]
 
         def loss(out: Any) -> list[Tensor]:
-            return [v for v in values_of(self._loss(out, call)) if isinstance(v, Tensor)]
+            found = self._loss(out, call)
+            if self._state.model.training:
+                check_loss(found)
+            return [v for v in values_of(found) if isinstance(v, Tensor)]
 
         device = self.stages.device
         devices = [device] if device.type != "cpu" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -103,7 +104,8 @@ class LossSums:
         self.rows += rows
         self.is_nll &= loss.is_nll
         self.losses.append(loss.sum.detach())
-        self.counts.append(loss.count)
+        is_wrong = not isinstance(loss.count, Tensor) and loss.count < 0
+        self.counts.append(math.nan if is_wrong else loss.count)
         for name, metric in loss.metrics.items():
             sums = self.metrics.setdefault(name, ([], []))
             for values, value in zip(sums, pair_of(metric), strict=True):
@@ -117,16 +119,31 @@ class LossSums:
             for name, (sums, counts) in self.metrics.items()
         }
         values = {
-            "targets": self._total(self.counts),
+            "targets": self._targets(),
             "loss": self._total(self.losses),
             "loss_scale": loss_scale,
             "metrics": TensorDict(metrics, []),
         }
         return Totals(TensorDict(values, []), samples)
 
+    def _targets(self) -> Tensor:
+        """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
+        # The root of what is below zero is NaN, and so is 0 times infinity. No host reads a count.
+        roots = [stack.sqrt().sum() for stack in self._stacks(self.counts)]
+        return self._total(self.counts).add(self._total(roots), alpha=0)
+
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
+        parts = [stack.sum(dtype=torch.float64) for stack in self._stacks(values)]
+        total = sum(parts[1:], parts[0]).detach()
+        if total.device == self.device:
+            return total
+        # Added, not moved: an accelerator takes a number of the host without a wait.
+        return torch.zeros((), dtype=torch.float64, device=self.device) + total
+
+    def _stacks(self, values: Iterable[Tensor | float]) -> list[Tensor]:
+        """Tensors of one dtype each, which together might be rounded; numbers as their sum."""
         numbers = 0.0
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}  # stacked together they might be rounded
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in values:
             if not isinstance(value, Tensor):
                 numbers += value
@@ -137,17 +154,10 @@ class LossSums:
                 )
             else:
                 by_dtype.setdefault(value.dtype, []).append(value)
-        parts = [
-            torch.stack(values).sum(dtype=torch.float64) if values[1:] else values[0].double()
-            for values in by_dtype.values()
-        ]
-        if numbers or not parts:
-            parts.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
-        total = sum(parts[1:], parts[0]).detach()
-        if total.device == self.device:
-            return total
-        # Added, not moved: an accelerator takes a number of the host without a wait.
-        return torch.zeros((), dtype=torch.float64, device=self.device) + total
+        stacks = [torch.stack(v) if v[1:] else v[0] for v in by_dtype.values()]
+        if numbers or not stacks:
+            stacks.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
+        return stacks
 
 
 @ranged

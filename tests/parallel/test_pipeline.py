@@ -241,3 +241,15 @@ def _call_the_model(rank, world):
 
 def test_a_model_of_which_a_rank_holds_stages_cannot_be_called():
     run_ranks(_call_the_model, 2)
+
+
+def _without_layers(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    message = r"no list 'layers' to .* split into pipeline stages; .* blocks=; .*\['net\.body'\]"
+    with pytest.raises(ValueError, match=message):
+        fk.parallelize(_Nested(), mesh)
+    fk.parallelize(_Nested(), mesh, blocks="net.body")
+
+
+def test_a_pipeline_of_a_model_without_layers_asks_for_their_name():
+    run_ranks(_without_layers, 2)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from oracle import MICRO_BATCHES, SPEC, build_state, global_batch
-from ranks import run_again
+from covering import in_turn
+from oracle import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor
 
 import forgekit as fk
 
+NAN = math.nan
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2": (2, {"tp": 2}),
     "cp2": (2, {"cp": 2}),
@@ -91,6 +94,80 @@ def test_with_mean_stays_in_float64():
     loss = fk.Loss(torch.tensor(0.0).double(), 3).with_mean(torch.tensor(1 / 3).double(), 0.1)
     assert loss.sum.dtype == torch.float64
     assert loss.sum.item() == 0.1 * torch.tensor(1 / 3).double().item() * 3
+
+
+# Counts that no step can divide by
+
+
+def _per_gate(model, batch):
+    """A loss over what a gate lets in, its count with a gradient of its own."""
+    logits = model(batch["input_ids"])
+    return fk.Loss(logits.square().sum(), logits[..., 0].sigmoid().sum())
+
+
+def _gated(rank, world, layout):
+    state = build_state(layout, world)
+    batches = [row[0] for row in global_batch(1)]
+    batches = [batches[1]] * 2  # of one shape
+    before = full_tensors(state.model)
+    message = "count that carries a gradient|raised before|stage 1 of the pipeline"
+    with pytest.raises((ValueError, RuntimeError), match=message) as caught:
+        fk.accumulate(state, batches, _per_gate)
+    after = full_tensors(state.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.grad is None for p in state.model.parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"dp_shard": 2}), (2, {"pp": 2})])
+def test_a_count_with_a_gradient_is_refused_on_every_rank(world, layout):
+    """The step divides by a number: what the count's own gradient asks for would be dropped."""
+    found = run_ranks(_gated, world, layout) if world > 1 else [_gated(0, 1, layout)]
+    assert all("count that carries a gradient" in message for message in found)
+
+
+WRONG_COUNTS = {"all below zero": (-3.0, -3.0), "one below zero": (40.0, -1.0), "nan": (9.0, NAN)}
+
+
+def _counted(as_number, model, batch):
+    loss, counts = fk.cross_entropy(model(batch["input_ids"]), batch["labels"]), batch["counts"]
+    return fk.Loss(loss.sum, float(counts[0]) if as_number else counts[0])
+
+
+def _wrong_count(rank, world, layout, counts):
+    """A wrong count in the rows of the first data-parallel rank alone."""
+    state = build_state(layout, world)
+    data = fk.data_ranks(state.mesh)[0]
+    batches = [global_batch(1, seed=data)[1][0] for _ in counts]
+    for batch, count in zip(batches, (5.0, 5.0) if data else counts, strict=True):
+        batch["counts"] = torch.full(batch.batch_size, count)
+    before = full_tensors(state.model)
+    loss_fn = partial(_counted, world == 1)
+    # No loss over such counts is a sum over positions, which an audit would say.
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.1), audit="cp" not in layout)
+    state, metrics = step(state, batches)
+    after = full_tensors(state.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return float(metrics["skipped"]), int(state.targets), int(state.skipped)
+
+
+COUNTED = [(1, {}), (2, {"dp_shard": 2}), (2, {"cp": 2}), (2, {"pp": 2})]
+
+
+@pytest.mark.parametrize(("name", "sizes"), in_turn(list(WRONG_COUNTS) * 2, COUNTED))
+def test_a_step_with_a_count_below_zero_is_a_bad_one_on_every_rank(name, sizes):
+    """Also where the other counts make the sum a positive one."""
+    (world, layout), counts = sizes, WRONG_COUNTS[name]
+    args = (layout, counts)
+    found = run_again(_wrong_count, world, *args) if world > 1 else [_wrong_count(0, 1, *args)]
+    assert found == [(1.0, 0, 1)] * world
+
+
+def test_totals_below_zero_are_no_good_step():
+    totals = fk.Totals.of(targets=-8, loss=2.0, grad_sq=16.0, loss_scale=0.125)
+    correction = fk.clip(totals, max_norm=1.0)
+    assert not correction.finite
+    assert float(correction.factor) == 0.0
 
 
 # Labels that cannot hold what they have to

@@ -286,6 +286,19 @@ def test_one_name_for_two_metrics_is_refused():
     loss = fk.Loss(torch.tensor(1.0), 3, {"a": 1.0, "b": 1.0})
     with pytest.raises(ValueError, match=r"^both losses report \['b'\]; rename one of each\.$"):
         loss + fk.Loss(torch.tensor(1.0), 3, {"b": 2.0})
+    with pytest.raises(ValueError, match=r"^both losses report \['b'\]; rename one of each\.$"):
+        loss.with_metrics(b=2.0, c=1.0)
+
+
+def test_further_metrics_leave_a_loss_as_it_is():
+    rows = (torch.tensor([1.0, 4.0]), torch.tensor([1, 2]))
+    loss = fk.Loss(torch.tensor(5.0), 3, {"a": 1.0}, rows, torch.tensor(0.5), is_nll=True)
+    both = loss.with_metrics(b=(torch.tensor(2.0), 4), c=3)
+    assert dict(both.metrics) == {"a": 1.0, "b": (torch.tensor(2.0), 4), "c": 3}
+    assert dict(loss.metrics) == {"a": 1.0}
+    assert (both.sum, both.count, both.rows, both.means, both.is_nll) == (
+        (loss.sum, loss.count, loss.rows, loss.means, True)
+    )
 
 
 @pytest.mark.parametrize("split", [[8], [3, 5], [1] * 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 
 import attrs
@@ -191,6 +192,39 @@ def test_a_loss_that_is_no_sum_over_positions_is_refused(name, options):
 @pytest.mark.parametrize("name", ["preference by targets", "rows as count"])
 def test_stages_refuse_it_together(name):
     assert run_ranks(_refused, 4, name, {"cp": 2, "pp": 2}, {}) == [True] * 4
+
+
+def _evaluated(rank, world, name, sizes):
+    """Refused losses leave the model in training mode; an exact one is that of one process."""
+    state, batches = _state(sizes), [_batch(seed) for seed in range(2)]
+    if name in ADDED:
+        found = fk.evaluate(state, batches, ADDED[name])
+        return float(found["loss"]), float(found["targets"])
+    loss_fn, message = NOT_ADDED[name]
+    with pytest.raises(ValueError, match=f"loss_fn is no sum over positions: {message}"):
+        fk.evaluate(state, batches, loss_fn)
+    found = fk.evaluate(state, batches, loss_fn, audit=False)
+    assert state.model.training
+    return float(found["targets"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    in_turn(list(NOT_ADDED), [{"cp": 2}] * 5 + [{"cp": 2, "pp": 2}]),
+)
+def test_an_evaluation_refuses_a_loss_that_is_no_sum_over_positions(name, sizes):
+    world = math.prod(sizes.values())
+    assert run_ranks(_evaluated, world, name, sizes) == [True] * world
+
+
+@pytest.mark.parametrize("name", ["policy", "head"])
+def test_an_evaluation_of_a_sum_over_positions_is_exact(name):
+    model = fk.Transformer(SPEC).double()
+    state = fk.TrainState.create(model, fk.adamw(model))
+    whole = fk.evaluate(state, [_batch(seed) for seed in range(2)], ADDED[name])
+    for loss, targets in run_again(_evaluated, 2, name, {"cp": 2}):
+        assert loss == pytest.approx(float(whole["loss"]), rel=1e-10)
+        assert targets == float(whole["targets"])
 
 
 def _teacher_loss(teacher, model, batch):
