@@ -9,7 +9,7 @@ WORKERS ?= 3
 CODE := benchmarks docs forgekit recipes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help train test oracle chaos bench lint docs format clean
+.PHONY: help train test faults oracle chaos bench lint docs format clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ train: .venv/run ## train a small model on the standard library's sources; goes 
 # Many tests wait for processes, so more at a time than cores; WORKERS=0 takes one after another, in one process.
 test: .venv/dev ## run every test, those on several ranks included (ARGS="-k word" selects)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+faults: .venv/dev ## plant every fault of tests/faults and see it (ARGS="-k 'parallel:'" selects a room)
+	$(BIN)/pytest tests/faults -m "oracle or not oracle" $(ARGS)
 
 oracle: .venv/dev .venv/lm-eval/done .venv/trackio/done .venv/torchao ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)

@@ -7,7 +7,6 @@ them together: ranks need no collectives for it, and copies of a piece must be b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -17,9 +16,8 @@ from distributed.batches import global_batch
 from distributed.experts import balance_of
 from distributed.matrix import Cell
 from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model, prefer
-from distributed.mutations import MUTATIONS
 from oracle import full
-from ranks import run_again, run_ranks
+from ranks import run_again
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,38 +38,24 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 Found = dict[str, Any]
 
 
-def run_layout(
-    cells: Sequence[Cell], mutations: Sequence[str | None] | None = None
-) -> list[Sequence[Found]]:
-    """Run cells of one layout on its ranks; for each what every rank found, for ``merge``.
-
-    Args:
-        cells: The cells.
-        mutations: What is broken in each; nothing if not given.
-    """
-    world, broken = cells[0].row.world, list(mutations or [None] * len(cells))
-    run = run_ranks if mutations else run_again
-    by_rank = run(run_cells, world, list(cells), broken, timeout_s=60 + 20 * len(cells))
+def run_layout(cells: Sequence[Cell]) -> list[Sequence[Found]]:
+    """Run cells of one layout on its ranks; for each what every rank found, for ``merge``."""
+    world, timeout_s = cells[0].row.world, 60 + 20 * len(cells)
+    by_rank = run_again(run_cells, world, list(cells), timeout_s=timeout_s)
     return list(zip(*by_rank, strict=True))
 
 
-def run_cells(
-    rank: int,
-    world: int,
-    cells: Sequence[Cell],
-    mutations: Sequence[str | None],
-) -> list[Found]:
+def run_cells(rank: int, world: int, cells: Sequence[Cell]) -> list[Found]:
     """One rank's part; a model is laid out once for the cells that compute alike."""
     sizes = {"dp_shard": 1, **cells[0].row.sizes}
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     models: dict[Any, LaidOut] = {}
     found = []
-    for cell, mutation in zip(cells, mutations, strict=True):
-        kind = cell.dtype, cell.recompute, mutation
-        with MUTATIONS[mutation]() if mutation else nullcontext():
-            if kind not in models:
-                models[kind] = LaidOut(lay_out(cell, mesh), mesh)
-            found.append(run_cell(cell, models[kind]))
+    for cell in cells:
+        kind = cell.dtype, cell.recompute
+        if kind not in models:
+            models[kind] = LaidOut(lay_out(cell, mesh), mesh)
+        found.append(run_cell(cell, models[kind]))
     return found
 
 

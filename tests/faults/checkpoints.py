@@ -1,0 +1,4 @@
+"""Faults of checkpoints."""
+
+CHECKS: dict = {}
+FAULTS: list = []

@@ -1,0 +1,4 @@
+"""Faults of data."""
+
+CHECKS: dict = {}
+FAULTS: list = []

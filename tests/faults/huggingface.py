@@ -1,0 +1,4 @@
+"""Faults of huggingface."""
+
+CHECKS: dict = {}
+FAULTS: list = []

@@ -1,0 +1,4 @@
+"""Faults of lora."""
+
+CHECKS: dict = {}
+FAULTS: list = []

@@ -1,0 +1,4 @@
+"""Faults of metrics."""
+
+CHECKS: dict = {}
+FAULTS: list = []

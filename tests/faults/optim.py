@@ -1,0 +1,4 @@
+"""Faults of optim."""
+
+CHECKS: dict = {}
+FAULTS: list = []

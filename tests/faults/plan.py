@@ -1,0 +1,4 @@
+"""Faults of plan."""
+
+CHECKS: dict = {}
+FAULTS: list = []

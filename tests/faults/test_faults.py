@@ -1,0 +1,48 @@
+"""Every fault of the table is seen, and without a fault its check sees nothing.
+
+The default run has the quick rows; ``make faults`` has all, and ``ARGS="-k 'parallel:'"`` those of
+one room.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from faults.table import all_checks, all_faults, run
+
+FAULTS = all_faults()
+QUICK = {fault.check for fault in FAULTS.values() if fault.quick}
+
+
+def _rows(names, quick):
+    return [
+        pytest.param(name, id=name, marks=() if name in quick else pytest.mark.oracle)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", _rows(FAULTS, [n for n, fault in FAULTS.items() if fault.quick]))
+def test_a_fault_is_seen(name):
+    fault = FAULTS[name]
+    seen = run(fault.check, name, quick=fault.quick)
+    if isinstance(seen, dict):
+        assert not seen[fault.seen] < fault.least, seen
+    else:
+        assert re.search(fault.seen, seen, re.S), seen or "nothing was seen"
+        assert not seen.startswith("ranks ["), seen
+
+
+@pytest.mark.parametrize("check", _rows({fault.check: None for fault in FAULTS.values()}, QUICK))
+def test_without_a_fault_there_is_nothing_to_see(check):
+    seen = run(check, quick=check in QUICK)
+    far = (
+        {what: error for what, error in seen.items() if not error < 1}
+        if isinstance(seen, dict)
+        else seen
+    )
+    assert not far, far
+
+
+def test_every_check_has_a_fault():
+    assert all_checks().keys() == {fault.check for fault in FAULTS.values()}

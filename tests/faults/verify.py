@@ -1,0 +1,4 @@
+"""Faults of verify."""
+
+CHECKS: dict = {}
+FAULTS: list = []
