@@ -6,6 +6,7 @@ Under pytest-xdist each worker has its own, and the process that hands out the t
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,15 @@ def _rank_of_file(item: pytest.Item) -> int:
     """Where a test's file stands in ``LONG``; behind all of it if it does not."""
     places = [at for at, place in enumerate(LONG) if item.path.is_relative_to(_HERE / place)]
     return min(places, default=len(LONG))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Run every test in an empty folder: commands of a user leave data and runs in the checkout."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("here")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
 
 
 @pytest.fixture(autouse=True)

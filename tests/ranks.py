@@ -127,6 +127,7 @@ def _serve(parent: Connection) -> None:
     pools: dict[str, list[tuple[Any, Connection]]] = {}
     kept: dict[str, tuple[int, Path]] = {}
     folder = tempfile.TemporaryDirectory()
+    os.chdir(folder.name)  # and not the checkout, where a user's commands leave data and runs
     stores = (Path(folder.name) / str(number) for number in itertools.count())
     while request := parent.recv_bytes():
         job, timeout_s, setup, keep = pickle.loads(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import attrs
 import pytest
@@ -14,6 +15,8 @@ from oracle import SPEC
 from ranks import MOST_THREADS, RankError, run_ranks
 
 import forgekit as fk
+
+ROOT = Path(__file__).parents[1]
 
 
 def _sum(rank, world, start):
@@ -40,6 +43,22 @@ def _sleep(rank, world):
 
 def test_ranks_reduce_and_return_in_order():
     assert [r.item() for r in run_ranks(_sum, 4, torch.tensor(1.0))] == [10.0] * 4
+
+
+def _folder(rank, world):
+    return Path.cwd()
+
+
+def test_neither_tests_nor_ranks_run_in_the_checkout():
+    """There a user's own commands leave data and runs, and a recipe would read them."""
+    for folder in (Path.cwd(), *run_ranks(_folder, 2)):
+        assert not folder.is_relative_to(ROOT)
+
+
+def test_ci_trains_as_the_readme_does_before_it_tests():
+    commands = [line.split() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    targets = [words[1] for words in commands if words[:1] == ["make"]]
+    assert targets.index("train") < targets.index("test")
 
 
 def test_an_error_on_one_rank_surfaces_and_the_next_job_is_clean():
