@@ -117,7 +117,7 @@ def setup(config):
 
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly when asked to."""
-    fk.run.check_new_directory(export=config.export)
+    fk.run.check_new_directory(export=config.export, base=config.base)
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -134,8 +134,10 @@ def train(config, run):
             check(log(state, metrics))
             if fk.every(config.save_every, state):
                 run.save(state)
-        if run.end(state) and config.export:
+        run.save(state)
+        if config.export and not stop.requested:
             log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+        run.end(state)
 
 
 def main():

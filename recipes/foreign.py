@@ -72,6 +72,7 @@ def setup(config):
 
 def train(config, run):
     """Step, log, save; write the result for transformers."""
+    fk.run.check_new_directory(export=config.export, base=config.base)
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -85,8 +86,10 @@ def train(config, run):
             check(log(state, metrics))
             if fk.every(config.save_every, state):
                 run.save(state)
-        if run.end(state) and config.export is not None:
-            fk.save_huggingface(state.model, config.export, like=config.base)
+        run.save(state)
+        if config.export and not stop.requested:
+            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+        run.end(state)
 
 
 def main():

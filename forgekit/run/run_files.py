@@ -28,8 +28,8 @@ def check_directory(out: str | Path) -> None:
     """Refuse a run directory in which set-up would fail later, or hang.
 
     Raises:
-        ValueError: If it cannot be made or written, or if something else has the name of a file
-            or folder that a run keeps in it.
+        ValueError: If it cannot be made or written, holds a model, or if something else has the
+            name of a file or folder that a run keeps in it.
     """
     directory = path_of("out", out)
     try:
@@ -48,3 +48,8 @@ def check_directory(out: str | Path) -> None:
                 f"{path} is not a {kind}, and a run keeps one of that name. Move it away, or "
                 "choose another run directory, out=DIR."
             )
+    if any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"{directory} holds a model, whose config.json would be overwritten by the run's. "
+            "Choose another run directory, out=DIR."
+        )

@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 
 from forgekit.inputs import path_of
+from forgekit.mesh import process_rank
 from forgekit.model.lora_layers import lora_layers
 from forgekit.run.adapter_files import save_adapter
 from forgekit.run.adapters import merge_lora, unmerge_lora
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.save import wait_for_saves
 from forgekit.run.huggingface.load import read_config
 from forgekit.run.huggingface.save import save_huggingface
 from forgekit.state import TrainState
 
 
-def check_new_directory(**directories: str | os.PathLike[str] | None) -> None:
-    """Refuse a directory that is there already, before a run that writes it at its end.
+def check_new_directory(
+    *, base: str | os.PathLike[str] | None = None, **directories: str | os.PathLike[str] | None
+) -> None:
+    """Refuse a directory that a run could not write at its end, before it starts.
+
+    The first rank, which writes it, looks.
 
     Args:
+        base: A directory with weights of the same size; None asks for no room.
         **directories: By the argument's name its value; None is not written.
 
     Raises:
         FileExistsError: If there is anything of that name.
+        OSError: If it cannot be made: what is above it is a file or cannot be written, or has less
+            room than the files of ``base`` take.
     """
     for name, directory in directories.items():
-        if directory is not None and path_of(name, directory).exists():
+        if directory is None or process_rank():
+            continue
+        path = path_of(name, directory)
+        if os.path.lexists(path):
             raise FileExistsError(
                 f"{name} is {directory}, which exists already; the model would be written there "
                 "after the last step. Name a new directory, or remove this one."
+            )
+        above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+        if not above.is_dir():
+            raise NotADirectoryError(f"{name} is {directory}, and {above} is no folder.")
+        try:
+            tempfile.TemporaryDirectory(dir=above).cleanup()
+        except OSError as error:
+            raise OSError(
+                f"{name} is {directory}, and nothing can be written in {above}: {error.strerror}."
+            ) from None
+        files = () if base is None else path_of("base", base).glob("*.safetensors")
+        needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(above).free
+        if free < needed:
+            raise OSError(
+                f"{name} is {directory}, and the base's weights take {needed / 2**30:,.1f} GiB, "
+                f"while {above} has {free / 2**30:,.1f} GiB free. Make room, or name "
+                "a directory elsewhere."
             )
 
 
@@ -55,19 +87,25 @@ def export_tuned(
         What was written, to show.
 
     Raises:
-        CheckpointError: As ``save_huggingface``.
+        CheckpointError: As ``save_huggingface``; says what is missing.
     """
     source = path_of("base", base)
     config = read_config(source)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     adapter = Path(out) / "adapter" if lora_layers(state.model) else None
-    if adapter is not None:
-        save_adapter(state.model, adapter, base=str(source))
-        merge_lora(state.model)
+    wait_for_saves(state)
     try:
-        save_huggingface(state.model, directory, like=source, dtype=dtype)
-    finally:
         if adapter is not None:
+            save_adapter(state.model, adapter, base=str(source))
+            merge_lora(state.model)
+        save_huggingface(state.model, directory, like=source, dtype=dtype)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(
+            f"all steps are done and saved; the export to {directory} failed: "
+            f"{str(error).rstrip('.')}. When that is mended, the same command writes it."
+        ) from error
+    finally:
+        if any(layer.bases for layer in lora_layers(state.model).values()):
             unmerge_lora(state.model)
     beside = "" if adapter is None else f", its adapters alone: {adapter}"
     return f"exported to {directory}{beside}"

@@ -209,6 +209,19 @@ REFUSED = {
         {"export": "there"},
         "error: export is there, which exists already; the model would be written there after the",
     ),
+    "an export below a file": (
+        {"export": "bare/config.json/tuned"},
+        "error: export is bare/config.json/tuned, .*/bare/config.json is no folder",
+    ),
+    "an export where nothing can be written": (
+        {"export": "/proc/tuned"},
+        "error: export is /proc/tuned, and nothing can be written in /proc: ",
+    ),
+    "an export of more than there is room for": (
+        {"base": "vast", "export": "tuned"},
+        r"error: export is tuned, .* 32,768\.0 GiB, .* has [\d.,]+ GiB free",
+    ),
+    "a run where a model is": ({"out": "bare"}, "error: bare holds a model, .* overwritten"),
     "a wrong key": ({"learning_rate": 1}, "learning_rate: "),
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
     "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
@@ -251,13 +264,48 @@ def test_a_run_that_cannot_be_is_refused_before_it_starts(
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((base / name).read_bytes())
+    vast = tmp_path / "vast"
+    vast.mkdir()
+    (vast / "config.json").write_bytes((base / "config.json").read_bytes())
+    for number in range(4):
+        with (vast / f"model-0000{number}-of-00004.safetensors").open("wb") as file:
+            file.truncate(2**43)  # without any block of the disk
     settings, sentence = (REFUSED | OF_DPO)[case]
+    given = command_line(recipe, base, "run", **settings)
     with pytest.raises(SystemExit) as stop:
-        run_here(recipe, command_line(recipe, base, "run", **settings))
+        run_here(recipe, given)
     shown = capsys.readouterr().err
     assert stop.value.code == 2, shown
     assert any(re.match(sentence, line.strip()) for line in shown.splitlines()), shown
     assert not Path("run", "checkpoints").exists()
+    assert (bare / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_export_that_fails_at_the_end_is_no_finished_run(recipe, base, tmp_path, monkeypatch):
+    """What is missing is said, nothing that was trained is lost, and the same command goes on."""
+    out, tuned = tmp_path / "run", tmp_path / "tuned"
+    given = command_line(recipe, base, out, export=tuned, steps=2, **{"lora.rank": 2})
+    steps = fk.make_step
+
+    def occupying(*arguments, **options):
+        tuned.write_text("mine")
+        return steps(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fk, "make_step", occupying)
+        with pytest.raises(fk.CheckpointError, match=r"export to .*tuned failed: .* is a file"):
+            run_here(recipe, given)
+    status = status_of(out)
+    assert (status["status"], status["step"]) == ("failed", 2)
+    assert re.search(r"export to .*tuned failed: .*is a file.* the same command", status["reason"])
+    assert tuned.read_text() == "mine"
+    assert saved_step(out) == 2
+    tuned.unlink()
+    run_here(recipe, given)
+    assert status_of(out)["status"] == "finished"
+    assert fk.huggingface_spec(tuned) == fk.huggingface_spec(base)
+    assert len([row for row in rows_of(out) if "train/loss" in row]) == 2
 
 
 def _train(rank, world, folder, recipe, given):
