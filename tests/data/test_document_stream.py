@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from itertools import islice, pairwise
@@ -30,6 +31,16 @@ TOKENIZER = train_tokenizer(TEXTS, 300)
 
 def stream_of(documents, seq_len=8, batch_size=2, **options):
     return stream_documents(documents, seq_len, batch_size, **{"eos_id": 0, **options})
+
+
+def range_of(count):
+    """Documents that can be read again and again, and that nobody has counted."""
+
+    class Endless:
+        def __iter__(self):
+            return ([number % count] * 3 for number in itertools.count(1))
+
+    return Endless()
 
 
 def content(batch):
@@ -63,7 +74,7 @@ def test_a_row_is_as_written_by_hand():
         "labels": [[2, 3, 0, -100, 5, 6], [7, 8, 9, 0, -100, -100]],
         "position_ids": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0]],
     }
-    assert (stream.samples, list(stream)) == (2, [])
+    assert (stream.rows, list(stream)) == (2, [])
 
 
 def test_a_row_that_ends_on_a_closing_token_leaves_nothing_of_it_to_the_next():
@@ -104,7 +115,7 @@ def test_it_goes_on_exactly_from_any_micro_batch(documents, seq_len, batch_size,
     second = stream_of(documents, seq_len, batch_size)
     second.load_state_dict(state)
     assert [content(b) for b in islice(second, 12 - stop)] == whole[stop:]
-    assert second.samples == 12 * batch_size
+    assert second.rows == 12 * batch_size
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +212,15 @@ def test_epochs_follow_each_other_without_end_and_are_counted():
     stream = stream_of([[1, 2, 3], [4, 5]], seq_len=3, batch_size=1)
     assert targets(islice(stream, 40))[: 3 * 5] == 3 * pairs_of([[1, 2, 3], [4, 5]])
     assert stream.epoch == 20
-    assert (stream.samples, stream.is_endless) == (40, True)
+    assert (stream.rows, stream.is_endless) == (40, True)
 
 
-def test_groups_pull_micro_batches_when_they_are_used_and_count_samples():
+def test_groups_pull_micro_batches_when_they_are_used():
     stream = stream_of(random_documents(9, 50), rank=1, world=4)
     for number, group in enumerate(islice(groups(stream, stream.micro_batches(24)), 3)):
-        assert stream.samples == number * 24
+        assert stream.rows == number * 6
         assert len(list(group)) == 3
-        assert group.samples == 24
+        assert group.samples is None  # the step counts: other ranks' rows are not known here
     with pytest.raises(
         ValueError, match=r"size 20 must be divisible by batch_size 2 \* 4 data-par"
     ):
@@ -319,6 +330,28 @@ BAD_DOCUMENTS = {
 def test_documents_that_cannot_be_streamed_are_refused(documents, options, error, message):
     with pytest.raises(error, match=message):
         next(iter(stream_of(documents, **options)))
+
+
+COLLECTIONS = {
+    "ids": ([[1, 2, 3, 4, 5], [6, 7, 8]], [[9] * 5, [8] * 3]),
+    "lengths": ([[1, 2], [3]], [[1], [2, 3]]),
+    "one id": ([[1, 2, 3], [4]], [[1, 2, 3], [5]]),
+    "arrays": ([np.arange(3), np.arange(4)], [np.arange(4), np.arange(3)]),
+    "texts": (["ab", "c"], ["a", "bc"]),
+    "pairs": ([("a", "one"), ("b", "two")], [("a", "one"), ("b", "six")]),
+    "more": ([[1], [2]], [[1], [2], [3]]),
+    "without a length": (range_of(5), range_of(6)),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), COLLECTIONS.values(), ids=COLLECTIONS)
+def test_a_position_in_a_collection_belongs_to_its_contents(before, after):
+    is_text = not isinstance(next(iter(before))[-1], int | np.integer)
+    options = {"tokenizer": TOKENIZER} if is_text else {}
+    state = stream_of(before, 4, 1, **options).state_dict()
+    stream_of(before, 4, 1, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"is in other documents: .* Stream the same ones"):
+        stream_of(after, 4, 1, **options).load_state_dict(state)
 
 
 def test_a_position_of_another_rank_or_in_other_documents_is_refused():

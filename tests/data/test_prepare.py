@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from forgekit.data.corpus import encode, held_out
 from forgekit.data.corpus import prepare as preparing
@@ -339,12 +340,53 @@ def test_long_documents_are_encoded_in_pieces_and_give_the_same_ids(monkeypatch)
         assert found["c"].tolist() == tokenizer.encode(TEXTS[0]).ids
 
 
-def test_a_text_without_any_place_to_cut_comes_back_all_the_same(monkeypatch):
-    monkeypatch.setattr(encode, "PIECE", 7)
-    tokenizer = train_tokenizer(TEXTS, 400)
-    text = "the" * 50 + "\u2028ü" * 9
+def metaspace(tokenizers):
+    return tokenizers.pre_tokenizers.Metaspace()
+
+
+def unsplit(tokenizers):
+    return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def prefixed(tokenizers):
+    return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def of_digits(tokenizers):
+    parts = [tokenizers.pre_tokenizers.Digits(), unsplit(tokenizers)]
+    return tokenizers.pre_tokenizers.Sequence(parts)
+
+
+def foreign_tokenizer(splits, words=()):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = splits(tokenizers)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens(list(words))
+    return tokenizer
+
+
+FOREIGN = {
+    "Metaspace": foreign_tokenizer(metaspace),
+    "words over spaces": foreign_tokenizer(unsplit),
+    "a space before each text": foreign_tokenizer(prefixed),
+    "several rules": foreign_tokenizer(of_digits),
+    "an added word with a space": foreign_tokenizer(
+        lambda given: given.pre_tokenizers.ByteLevel(add_prefix_space=False), ["the lamp"]
+    ),
+    "trained here": train_tokenizer(TEXTS, 400),
+}
+
+
+@pytest.mark.parametrize("tokenizer", FOREIGN.values(), ids=FOREIGN)
+def test_long_documents_have_the_ids_of_the_whole_text_with_any_tokenizer(tokenizer, monkeypatch):
+    monkeypatch.setattr(encode, "PIECE", 50)
+    text = "the lamp " * 40 + " ".join(TEXTS) + "the" * 50 + "\u2028ü" * 90 + " the lamp"
     ((_, ids),) = encode_texts(tokenizer, [("a", text)])
-    assert tokenizer.decode(ids.tolist()) == text
+    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, caplog):

@@ -54,7 +54,7 @@ def _train(rank, world, directory, saved_at, steps):
         losses.append(metrics["loss"].item())
         if state.step == saved_at:
             checkpoint_save(state, directory, blocking=True)
-    assert state.samples == state.stream.samples
+    assert state.samples == state.stream.rows * world
     return losses
 
 
@@ -109,7 +109,7 @@ def _save(rank, world, directory):
     state = build(world, stream=stream_of(rank, world))
     for group in groups(state.stream, 2):
         assert len(list(group)) == 2
-        if state.stream.samples >= 3 * 2 * 2 * world:
+        if state.stream.rows >= 3 * 2 * 2:
             break
     pending = checkpoint_save(state, directory)
     following = pull(state.stream, 5)  # beside the save, which must not see it

@@ -96,7 +96,7 @@ def stream_train(rank, world):
     for batches in fk.groups(stream, 1, end=end):
         state, metrics = step(state, batches)
         targets.append(int(metrics["targets"]))
-    return targets, stream.samples
+    return targets, stream.rows, state.samples
 
 
 def test_document_streams_of_one_epoch_train_on_every_document_once():
@@ -104,6 +104,13 @@ def test_document_streams_of_one_epoch_train_on_every_document_once():
     assert first[0] == second[0]
     assert sum(first[0]) == 3 * 7
     assert all(first[0])
+
+
+def test_ranks_count_the_same_samples_where_their_streams_end_apart():
+    """A stream knows its own rows only: 4 and 2, of which each rank made a number of its own."""
+    (steps, rows, samples), (_, fewer, others) = run_again(stream_train, 2)
+    assert rows > fewer > 0
+    assert samples == others == 2 * len(steps)
 
 
 def empty_train(rank, world):

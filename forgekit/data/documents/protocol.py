@@ -8,7 +8,9 @@ documents: reader ``part`` of ``parts`` gets every ``parts``-th.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import attrs
@@ -19,6 +21,9 @@ from forgekit.inputs import check_choice, quoted, wrong_type
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
+
+HASHED = 1000
+"""Documents that stand for a collection of unknown length."""
 
 
 @attrs.frozen
@@ -97,8 +102,18 @@ class _Collection:
 
     items: Iterable[Any]
 
-    fingerprint = "collection"
     size = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the contents; of a collection without a length, of the first ones."""
+        digest = hashlib.sha256()
+        known = None if isinstance(self.items, Sized) else HASHED
+        for record in itertools.islice(self.read(), known):
+            content = record.content
+            ids = content.encode() if isinstance(content, str) else np.asarray(content).tobytes()
+            digest.update(f"{type(content).__name__} {len(ids)} ".encode() + ids)
+        return digest.hexdigest()
 
     def read(
         self, position: int | None = None, *, part: int = 0, parts: int = 1

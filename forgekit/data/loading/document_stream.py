@@ -132,9 +132,9 @@ class DocumentStream:
         return self._reader.wait_seconds
 
     @property
-    def samples(self) -> int:
-        """Rows that all ranks have consumed, without padding, after the last micro-batch."""
-        return self._cursor.rows * self.world
+    def rows(self) -> int:
+        """Rows with targets that this rank has read; how many the others have it cannot know."""
+        return self._cursor.rows
 
     @property
     def broken(self) -> int:
