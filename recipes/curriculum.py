@@ -1,6 +1,7 @@
 """Pretrain on several sources whose shares, and the learning rate, change along the way.
 
-Three folders of Python's own library stand for the sources; data.sources takes any others.
+Three folders of Python's own library stand for the sources. data.sources takes others in their
+place; data.weights and phases then name those.
 What a step sees, and its rate, follow from its number alone, so a run resumes exactly.
 
 python curriculum.py
@@ -17,6 +18,14 @@ import torch
 import forgekit as fk
 from forgekit.config import key, load_config, to_dict
 
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+SOURCES = {
+    "asyncio": LIBRARY / "asyncio",
+    "mail": LIBRARY / "email",
+    "tables": LIBRARY / "encodings",
+}
+WEIGHTS = {"asyncio": 1.0, "mail": 1.0, "tables": 2.0}
+
 
 @attrs.frozen(kw_only=True)
 class Data:
@@ -24,10 +33,10 @@ class Data:
 
     path: Path = key(Path("data/curriculum"), "Folder for the token files of the sources.")
     sources: dict[str, Path] = key(
-        {"asyncio": Path("asyncio"), "mail": Path("email"), "tables": Path("encodings")},
-        "Files or folders; relative ones are in the folder of Python's own library.",
+        {},  # not SOURCES: a table that is given is merged with its default
+        "Files or folders by name, in place of three of Python's own library.",
     )
-    weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "Shares.", at_least=0)
+    weights: dict[str, float] = key({}, "Shares; those of own sources by their rows.", at_least=0)
     temperature: float = key(1.0, "Above 1 evens the weights, to inf.", at_least=0, inf=True)
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
@@ -80,7 +89,7 @@ def loss_fn(model, batch):
 
 def write_token_files(data, vocab_size):
     """Make what is not there yet: one tokenizer for all, and the token file of each source."""
-    paths = {name: Path(sysconfig.get_path("stdlib"), path) for name, path in data.sources.items()}
+    paths = data.sources or SOURCES
     whole = fk.data.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
     for name, path in paths.items():
         fk.data.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
@@ -89,12 +98,14 @@ def write_token_files(data, vocab_size):
 def build_dataset(data, phases, seed):
     """Packed rows of each source, mixed."""
     rows = {}
-    for name in data.sources:
+    for name in data.sources or SOURCES:
         documents = fk.data.open_tokens(data.path / name)
         bins = fk.data.cached_bins(data.path / "bins", documents, data.seq_len)
         rows[name] = fk.packed_dataset(documents, bins)
     sizes = {name: len(dataset) for name, dataset in rows.items()}
-    mix = fk.make_order(sizes, data.weights, temperature=data.temperature, seed=seed, phases=phases)
+    weights = data.weights if data.sources else WEIGHTS | data.weights
+    options = {"temperature": data.temperature, "seed": seed, "phases": phases}
+    mix = fk.make_order(sizes, weights or None, **options)
     return fk.mixture_dataset(rows, mix)
 
 

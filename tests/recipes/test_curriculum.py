@@ -101,6 +101,25 @@ def test_a_run_that_is_stopped_inside_a_phase_goes_on_bitwise(given, undisturbed
     assert len({row["train/loss"] for row in results(out)}) == STEPS
 
 
+@pytest.mark.parametrize(
+    "command_line", ["data.sources={{a='{0}/a', b='{0}/b'}}", "data.sources.a={0}/a"]
+)
+def test_sources_that_are_given_take_the_place_of_the_default_ones(tmp_path, command_line):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            (tmp_path / name / f"{number}.txt").write_text(f"{name} {number} of a line\n" * 30)
+    recipe = load_recipe("curriculum")
+    given = [command_line.format(tmp_path), f"data.path={tmp_path}/data", "data.seq_len=32"]
+    config = recipe.load_config(recipe.Config, [*given, "phases=[]"])
+    recipe.write_token_files(config.data, 300)
+    order = recipe.build_dataset(config.data, [], 0).order
+    assert order.sources == tuple(config.data.sources) == ("a", "b")[: len(order.sources)]
+    assert order.shares(0, 2**20).tolist() == pytest.approx(
+        [size / sum(order.sizes) for size in order.sizes], abs=0.01
+    )
+
+
 BAD = {
     "unknown source": (
         "phases=[{step=3, weights={mails=1}}]",

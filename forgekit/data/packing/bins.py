@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ class Bins:
         """Share of positions that hold tokens, 0 to 1; the rest is padding."""
         return self.tokens / max(1, len(self) * self.capacity)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Identifies the bins: equal strings mean equal pieces in each. Reads all arrays."""
+        """Identifies the bins: equal strings mean equal pieces in each. Reads all arrays, once."""
         digest = hashlib.sha256(f"{self.capacity} {self.align} {self.dropped}".encode())
         for name in ARRAYS:
             array: NDArray[np.int64] = getattr(self, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -172,7 +172,7 @@ class ChatDataset:
         """Positions in a row."""
         return self.rows.seq_len
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the rows and their masks."""
         both = f"{self.rows.fingerprint} {self.flags.documents.fingerprint}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import attrs
@@ -117,7 +117,7 @@ class PackedDataset:
         """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
         return None if self.file is None else self.file.bytes_per_token
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the rows: equal strings mean the same row at each index.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -71,7 +72,7 @@ class PieceReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return PieceReader.of, (self.file or self.shards,)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the tokens."""
         if self.file is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -108,7 +109,7 @@ class TokenDataset:
         """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
         return self.file.bytes_per_token
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the rows: equal strings mean the same row at each index."""
         hashed = hashlib.sha256(f"{self.file.fingerprint} windows {self.seq_len}".encode())
