@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Literal, Protocol, get_args
 
 import attrs
+from torch.optim import Optimizer
 
 from forgekit.inputs import brief, check_integers, check_numbers
 
@@ -225,6 +227,38 @@ class PhasedSchedule:
         """
         end = (step + 1) * self.global_batch_size if end is None else end
         return self.schedule(step) * self.scales[bisect_left(self.starts, end)]
+
+
+def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
+    """Refuse a learning rate that an optimizer was given and that its schedule never has.
+
+    A step sets the rate of each group to the schedule's times the group's ``lr_scale``: another
+    one would be dropped.
+
+    Args:
+        optimizer: Before its first step.
+        schedule: What sets the rates.
+        steps: How many steps of the schedule are searched.
+
+    Raises:
+        ValueError: If a group's rate is neither its optimizer's default nor the schedule's.
+    """
+    for member in getattr(optimizer, "members", (optimizer,)):
+        default = signature(type(member)).parameters.get("lr")
+        for group in member.param_groups:
+            rate, scale = group.get("lr"), group.get("lr_scale", 1.0)
+            if rate is None or (default is not None and rate == default.default):
+                continue
+            scheduled = (
+                s for step in range(steps) for s in (schedule(step), schedule(step) * scale)
+            )
+            if not any(math.isclose(rate, s, rel_tol=1e-6) for s in scheduled):
+                raise ValueError(
+                    f"{type(member).__name__} was given lr={float(rate):g}, a rate that the "
+                    f"schedule never has (it begins with {schedule(0):g}); a step sets the rate of "
+                    "each group to the schedule's, times the group's lr_scale. Leave lr= out, and "
+                    'give a group another rate by group["lr_scale"].'
+                )
 
 
 _SHAPES: dict[Decay, Callable[[float], float]] = {

@@ -43,7 +43,7 @@ class StochasticAdamW(Optimizer):
         params: list[dict[str, Any]],
         names: dict[nn.Parameter, str],
         *,
-        lr: float,
+        lr: float = 1e-3,
         betas: tuple[float, float],
         eps: float,
         seed: int,

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from forgekit.data.loading.skipped_samples import positions
-from forgekit.optim.lr_schedules import PhasedSchedule
+from forgekit.optim.lr_schedules import PhasedSchedule, check_rates
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
 from forgekit.steps.clip import Correction, check_max_norm, clip
@@ -22,6 +22,9 @@ from forgekit.steps.update import update
 StateT = TypeVar("StateT", bound=TrainState)
 GradientHook = Callable[[TrainState, Totals], Mapping[str, Tensor]]
 """What ``make_step`` calls between the reduction and the update; returns metrics."""
+
+SEARCHED_STEPS = 100_000
+"""How far a schedule without a ``total`` is searched for the rate that an optimizer was given."""
 
 
 class Vote(Protocol):
@@ -76,7 +79,8 @@ def make_step(
         TensorDict of ``[]`` float64 on the device.
 
     Raises:
-        ValueError: If ``max_norm`` is not positive.
+        ValueError: If ``max_norm`` is not positive; by the first step of a run if the optimizer
+            was given a learning rate that the schedule never has.
     """
     check_max_norm(max_norm)
     voters = {
@@ -87,6 +91,8 @@ def make_step(
         totals = accumulate(state, batches, loss_fn, sync=sync, audit=audit)
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
+        if state.step == 0:
+            check_rates(state.optimizer, schedule, total or SEARCHED_STEPS)
         lr = _rate(schedule, state, totals.samples)
         options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
         totals = reduce_totals(totals, state, audit=audit, settings=options)

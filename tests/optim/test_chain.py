@@ -373,3 +373,52 @@ def test_a_checkpoint_takes_one_optimizer_that_needs_no_closure(tmp_path, functi
     with pytest.raises(TypeError, match=message):
         function(fk.donate(state, optimizer=make(model)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# Rates that were given
+
+
+def _given(model, name):
+    """Optimizers with rates that a schedule drops, and the rate that is dropped."""
+    matrices, rest = [model.weight], [model.bias]
+    return {
+        "a chain": fk.chain_optimizers(
+            torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=3e-4)
+        ),
+        "one optimizer": torch.optim.SGD(model.parameters(), lr=1e-2),
+        "a group": torch.optim.Adam([{"params": matrices, "lr": 1e-2}, {"params": rest}]),
+        "a tensor": torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2)),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["a chain", "one optimizer", "a group", "a tensor"])
+def test_a_rate_that_the_schedule_never_has_is_refused_before_anything_moves(name):
+    model = nn.Linear(2, 2)
+    state = fk.TrainState.create(model, _given(model, name))
+    before = model.weight.detach().clone()
+    schedule = fk.warmup_cosine(3e-4, warmup=3, total=9)
+    with pytest.raises(ValueError, match=r"was given lr=0\.01, .* never has .*begins with 0\.0001"):
+        one_step(state, schedule)
+    assert torch.equal(model.weight, before)
+
+
+def test_rates_of_the_schedule_and_scaled_ones_are_taken():
+    """The peak comes after the first step; a resumed run has whatever rate it had."""
+    model = nn.Linear(2, 2)
+    matrices = torch.optim.Muon([{"params": [model.weight], "lr_scale": 20.0}], lr=6e-3)
+    chain = fk.chain_optimizers(matrices, torch.optim.AdamW([model.bias], lr=3e-4))
+    state = fk.TrainState.create(model, chain)
+    state = one_step(state, fk.warmup_cosine(3e-4, warmup=3, total=9))
+    assert [group["lr"] for group in chain.param_groups] == [
+        pytest.approx(2e-3),
+        pytest.approx(1e-4),
+    ]
+    assert one_step(state, fk.constant(7.0)).step == 2
+
+
+def one_step(state, schedule):
+    def loss_fn(model, batch):
+        return fk.Loss(model(batch["x"]).square().sum(), 2)
+
+    batch = TensorDict({"x": torch.ones(2, 2)}, [2])
+    return fk.make_step(loss_fn, schedule=schedule)(state, [batch])[0]

@@ -96,7 +96,7 @@ def build(mesh=None):
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     model = model if mesh is None else fk.parallelize(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     return fk.TrainState.create(model, optimizer, mesh=mesh)
 
 
@@ -398,7 +398,7 @@ def test_a_replay_leaves_each_module_in_its_mode():
     """A part that is kept in evaluation mode must not begin to drop out after a look at a step."""
     model = nn.Sequential(nn.Linear(3, 2, dtype=torch.float64), nn.Dropout(0.5))
     model[1].eval()
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
     rows = torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.5, 2.5]], dtype=torch.float64)
 
     def loss_fn(model, batch):

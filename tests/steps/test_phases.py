@@ -33,7 +33,7 @@ def loss_fn(model, batch):
 
 def build(skips=()):
     model = nn.Linear(2, 1)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
     return fk.donate(state, skips=skips)
 
 

@@ -166,7 +166,7 @@ def test_limits_on_spikes_read_nothing_on_the_host(monkeypatch):
 
 def test_other_optimizers_cost_one_host_read(monkeypatch):
     """The control: the counter does count."""
-    state = build_state({}, 1, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    state = build_state({}, 1, lambda model: torch.optim.SGD(model.parameters()))
     assert _count_reads(state, monkeypatch)[0] == "__bool__"
 
 
@@ -265,7 +265,7 @@ def _bad_step(rank, world, build, what):
 
 
 def _sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), momentum=0.9)
 
 
 def _plain_adamw(model):
