@@ -33,7 +33,14 @@ from forgekit.optim.lion import lion
 from forgekit.optim.schedule_free import schedule_free
 from forgekit.optim.chain import chain_optimizers
 from forgekit.optim.average import EMA, UniformAverage
-from forgekit.optim.lr_schedules import constant, warmup_cosine, with_phases, wsd
+from forgekit.optim.lr_schedules import (
+    constant,
+    join_schedules,
+    rex,
+    warmup_cosine,
+    with_phases,
+    wsd,
+)
 from forgekit.parallel.fsdp import Precision
 from forgekit.parallel.activation_checkpoint import ActivationCheckpoint
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
@@ -110,6 +117,8 @@ __all__ = [
     "EMA",
     "UniformAverage",
     "constant",
+    "join_schedules",
+    "rex",
     "warmup_cosine",
     "with_phases",
     "wsd",

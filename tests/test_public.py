@@ -49,6 +49,8 @@ CONTRACT = [
     "count_ahead",
     "warmup_cosine",
     "wsd",
+    "rex",
+    "join_schedules",
     "make_loader",
     "groups",
     "Loss",

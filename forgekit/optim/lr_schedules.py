@@ -8,7 +8,7 @@ step that changes nothing is a step wasted. Past the end the last rate stays.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import pairwise
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from forgekit.inputs import brief, check_integers, check_numbers
 
 Schedule = Callable[[int], float]
-Decay = Literal["linear", "cosine", "sqrt"]
+Decay = Literal["linear", "cosine", "sqrt", "rex"]
 
 
 def constant(peak: float) -> Schedule:
@@ -67,8 +67,8 @@ def wsd(
         warmup: Steps until it is reached.
         decay: Steps of the decay at the end.
         total: Step at which ``final`` is reached.
-        shape: ``"linear"``, ``"cosine"``, or ``"sqrt"``: ``1 - sqrt(progress)``, which falls fast
-            at first.
+        shape: ``"linear"``, ``"cosine"``, ``"sqrt"``: ``1 - sqrt(progress)``, which falls fast
+            at first, or ``"rex"``, see ``rex``.
         final: Rate at the end.
 
     Returns:
@@ -123,10 +123,7 @@ def warmup_linear(peak: float, *, warmup: int, total: int, final: float = 0.0) -
 
     A run that is shorter than its warm-up ends while the rate still rises.
     """
-    _check_steps(warmup=warmup, total=total)
-    return _warmed(
-        _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="linear"), warmup
-    )
+    return _warmed_decay(peak, warmup, total, final, "linear")
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
@@ -139,10 +136,57 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, final: float = 0.0) -
         >>> [round(schedule(step), 3) for step in (0, 1, 2, 4, 6, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    _check_steps(warmup=warmup, total=total)
-    return _warmed(
-        _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape="cosine"), warmup
-    )
+    return _warmed_decay(peak, warmup, total, final, "cosine")
+
+
+def rex(peak: float, *, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """Warm up to ``peak``, then fall slowly at first and fast at the end.
+
+    With ``p`` the part of the decay that is over, the rate is ``(1 - p) / (1 - p / 2)`` of the way
+    from ``final`` to ``peak``: above the straight line at every budget of steps. A run that is
+    shorter than its warm-up ends while the rate still rises.
+
+    Examples:
+        >>> schedule = rex(peak=1.0, warmup=2, total=6)
+        >>> [round(schedule(step), 3) for step in (0, 1, 2, 4, 6, 9)]
+        [0.5, 1.0, 1.0, 0.667, 0.0, 0.0]
+
+    References:
+        REX: revisiting budgeted training, https://arxiv.org/abs/2107.04197
+    """
+    return _warmed_decay(peak, warmup, total, final, "rex")
+
+
+def join_schedules(*schedules: Schedule, at: Sequence[int]) -> Schedule:
+    """Follow one schedule after the other; each begins with its own step 0 where it takes over.
+
+    Args:
+        *schedules: The schedules.
+        at: The step at which the second begins, the third, and so on; increasing.
+
+    Returns:
+        A pure function of the step.
+
+    Raises:
+        ValueError: If ``at`` is not one step fewer than there are schedules, or does not increase.
+
+    Examples:
+        >>> schedule = join_schedules(linear(1.0, 4, final=0.5), constant(0.25), at=(2,))
+        >>> [schedule(step) for step in range(4)]
+        [1.0, 0.875, 0.25, 0.25]
+    """
+    starts = (0, *at)
+    if len(starts) != len(schedules) or any(later <= sooner for sooner, later in pairwise(starts)):
+        raise ValueError(
+            f"{len(schedules)} schedules are joined at the steps {tuple(at)}; give one step for "
+            "each schedule but the first, increasing and above 0."
+        )
+
+    def schedule(step: int) -> float:
+        current = bisect_right(starts, step) - 1
+        return schedules[current](step - starts[current])
+
+    return schedule
 
 
 class Scaled(Protocol):
@@ -265,6 +309,7 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "rex": lambda progress: (1.0 - progress) / (1.0 - 0.5 * progress),
 }
 
 
@@ -283,6 +328,12 @@ def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -
         return final + (peak - final) * _SHAPES[shape](progress)
 
     return schedule
+
+
+def _warmed_decay(peak: float, warmup: int, total: int, final: float, shape: Decay) -> Schedule:
+    _check_steps(warmup=warmup, total=total)
+    decay = _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape=shape)
+    return _warmed(decay, warmup)
 
 
 def _check_steps(**steps: int) -> None:

@@ -69,6 +69,21 @@ TABLE = [
         {0: 0.1, 3: 0.4, 9: 1.0, 10: 1.0, 11: 0.0},
     ),
     (
+        "rex, whose decay is (1 - p) / (1/2 + (1 - p) / 2)",
+        fk.rex(peak=2.0, warmup=2, total=10, final=1.0),
+        {0: 1.0, 1: 2.0, 2: 2.0, 4: 1 + 6 / 7, 6: 1 + 2 / 3, 8: 1.4, 10: 1.0, 11: 1.0},
+    ),
+    (
+        "three schedules, each from its own step 0",
+        fk.join_schedules(
+            fk.optim.linear(4.0, 8),
+            fk.optim.warmup(fk.constant(1.0), 2),
+            fk.wsd(8.0, warmup=0, decay=2, total=4, shape="linear"),
+            at=(3, 6),
+        ),
+        {0: 4.0, 2: 3.0, 3: 0.5, 4: 1.0, 5: 1.0, 6: 8.0, 8: 8.0, 9: 4.0, 10: 0.0, 99: 0.0},
+    ),
+    (
         "phases at, after and inside a step, two in one step",
         fk.with_phases(
             fk.constant(8.0),
@@ -141,7 +156,7 @@ def test_a_rate_depends_on_the_step_alone(schedule):
         (lambda: fk.wsd(1.0, warmup=5, decay=0, total=10), r"decay 0 = 5 must fit .* at least 1"),
         (
             lambda: fk.wsd(1.0, warmup=0, decay=2, total=4, shape="exp"),
-            r"^shape is 'exp'; it is one of linear, cosine, sqrt\.$",
+            r"^shape is 'exp'; it is one of linear, cosine, sqrt, rex\.$",
         ),
         (
             lambda: fk.wsd(1.0, warmup=-1, decay=2, total=4),
@@ -150,6 +165,14 @@ def test_a_rate_depends_on_the_step_alone(schedule):
         (
             lambda: fk.warmup_cosine(1.0, warmup=-1, total=4),
             r"^warmup is -1 steps; it must not be negative",
+        ),
+        (
+            lambda: fk.join_schedules(fk.constant(1.0), fk.constant(2.0), at=()),
+            r"^2 schedules are joined at the steps \(\); give one step for each schedule but the",
+        ),
+        (
+            lambda: fk.join_schedules(*[fk.constant(1.0)] * 3, at=(5, 5)),
+            r"^3 schedules are joined at the steps \(5, 5\); .* increasing and above 0\.$",
         ),
         (
             lambda: fk.with_phases(fk.constant(1.0), (), 0),
