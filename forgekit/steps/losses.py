@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def position_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tens
         return shared_losses(flat, positions, z_loss, columns)
     flat = flat.to(wide(logits.dtype))
     if flat.requires_grad:  # a hook costs a third of an autograd function in Python
-        flat.register_hook(_without_nan)
+        flat.register_hook(partial(_without_masked, positions == IGNORED))
     losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
     if z_loss:
         # `where`, not a product: masked values may be NaN.
@@ -201,17 +201,17 @@ def values_of(loss: Loss) -> list[Any]:
     return [loss.sum, loss.count, *(loss.rows or ()), *pairs]
 
 
-def _without_nan(gradient: Tensor | None) -> Tensor | None:
-    """Replace NaN in the gradient of logits by zero, for the sake of masked rows.
+def _without_masked(is_masked: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Set the gradient of masked rows to zero.
 
-    torch gives a masked row the gradient ``softmax * 0``, which is NaN if the row holds one. A
-    row with a target loses nothing by this: its loss is NaN, and that makes the step a bad one.
+    torch gives a masked row ``softmax * 0``, which is NaN if the row holds one. NaN in a row with
+    a target stays, whatever it comes from: it makes the step a bad one.
     """
     if gradient is None:  # of an output that nobody used
         return None
     # In place: nobody else holds this gradient, unless a graph of the backward is being built.
-    clean = gradient.nan_to_num if torch.is_grad_enabled() else gradient.nan_to_num_
-    return clean(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    fill = gradient.masked_fill if torch.is_grad_enabled() else gradient.masked_fill_
+    return fill(is_masked.unsqueeze(-1), 0.0)
 
 
 def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
