@@ -6,10 +6,13 @@ from typing import Any
 
 import attrs
 import torch.distributed as dist
-from faults.planting import function, method
+import verified
+from faults.planting import both, function, method, value
 from faults.steps import local_square
 from faults.table import Fault
 from faults.training import training
+from faults.user_code import USER, on_rank_1, own_model, own_plan, refusing
+from oracle import SPEC
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
@@ -38,8 +41,14 @@ def _replicas_in_norm(reduce: Any, totals: fk.Totals, state: fk.TrainState, **op
     return reduce(totals, state, **options).plus(grad_sq=square)
 
 
+def _shifted_in_slice(model: Any, batch: Any) -> fk.Loss:
+    labels = batch["labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    return fk.cross_entropy(model(batch["input_ids"]), labels)
+
+
 AVERAGE = method(FSDPModule, "set_gradient_divide_factor", _average)
-CHECKS = training(["tp2", "cp2-ring", "cp2-ulysses", "cp4-both"], "fp32")
+CHECKS = training(["tp2", "cp2-ring", "cp2-ulysses", "cp4-both"], "fp32") | refusing("tp", "cp")
 FAULTS = [
     *(
         Fault("average over ranks", f"{layout} fp32", AVERAGE, seen="gradients", quick=quick)
@@ -75,5 +84,39 @@ FAULTS = [
         function("reduce_totals", _replicas_in_norm),
         seen="sgd grad_norm",
         least=50,
+    ),
+    Fault(
+        "a plan that leaves a weight out",
+        "user tp",
+        own_model("unnamed weight"),
+        seen=r"layers\.\d\.act",
+        quick=True,
+    ),
+    Fault(
+        "another plan on rank 1",
+        "user tp",
+        both(
+            own_model("right"),
+            value(USER, "plan", lambda: dict([*own_plan().items()][: 2 - dist.get_rank()])),
+        ),
+        seen="ranks differ in plan: .* on rank 0, .* on rank 1",
+    ),
+    Fault(
+        "another precision on rank 1",
+        "user tp",
+        value(USER, "options", on_rank_1(lambda: {"precision": "bf16"}, "options")),
+        seen="ranks differ in precision: 'fp32' on rank 0, 'bf16' on rank 1",
+    ),
+    Fault(
+        "positions counted in a slice",
+        "user cp",
+        value(USER, "model", lambda: verified.OwnPositions(SPEC)),
+        seen=r"what attention 'layers\.0\.attention' is given",
+    ),
+    Fault(
+        "labels shifted in a slice",
+        "user cp",
+        value(USER, "loss", _shifted_in_slice),
+        seen="loss_fn is no sum over positions",
     ),
 ]

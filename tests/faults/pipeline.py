@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import verified
 from distributed import models
 from faults.planting import function, method, value
 from faults.steps import divided_by_micro_batches, local_square
 from faults.table import Fault
 from faults.training import training
+from faults.user_code import USER, refusing
 from torch.distributed.pipelining import schedules
 
 import forgekit as fk
@@ -32,7 +35,7 @@ def _one_more_loss(accumulate: Any, *args: Any, **options: Any) -> Any:
     return totals.plus(loss=totals["loss"] * 1.5, targets=totals["targets"] * 1.5)
 
 
-CHECKS = training(["pp2-gpipe", "pp2-1f1b", "pp2-zbv"], "fp32")
+CHECKS = training(["pp2-gpipe", "pp2-1f1b", "pp2-zbv"], "fp32") | refusing("pp")
 SCALED = method(schedules._PipelineSchedule, "__init__", _scaled)
 FAULTS = [
     Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, seen="gradients", quick=True),
@@ -57,5 +60,11 @@ FAULTS = [
         "pp2-1f1b fp32",
         function("accumulate", _one_more_loss),
         seen="gradients",
+    ),
+    Fault(
+        "a term over parameters of other stages",
+        "user pp",
+        value(USER, "loss", partial(verified.loss_fn, "a term over parameters")),
+        seen="loss_fn reads a parameter of the model",
     ),
 ]

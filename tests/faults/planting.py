@@ -26,7 +26,19 @@ class Count:
     calls: int = 0
 
 
-Plant = Callable[[], AbstractContextManager[Count]]
+@attrs.frozen
+class Least:
+    """Of several plants the one that was called least."""
+
+    counts: list[Any]
+
+    @property
+    def calls(self) -> int:
+        """How often."""
+        return min(count.calls for count in self.counts)
+
+
+Plant = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
@@ -101,11 +113,8 @@ def both(*plants: Plant) -> Plant:
     """Several at once, each of which is called."""
 
     @contextmanager
-    def plant() -> Iterator[Count]:
+    def plant() -> Iterator[Least]:
         with ExitStack() as stack:
-            counts = [stack.enter_context(plant()) for plant in plants]
-            least = Count()
-            yield least
-            least.calls = min(count.calls for count in counts)
+            yield Least([stack.enter_context(plant()) for plant in plants])
 
     return plant

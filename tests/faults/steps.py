@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import verified
 from distributed import models
-from faults.planting import function, method, value
+from faults.planting import both, function, method, value
 from faults.table import Fault
 from faults.training import training
+from faults.user_code import USER, on_rank_1, own_model, refusing
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
@@ -89,7 +92,45 @@ def _without_factor(update: Any, state: fk.TrainState, correction: Any, **option
     return update(state, correction._replace(factor=ones), **options)
 
 
-CHECKS = training(["fsdp2", "ddp2", "hsdp2x2"], "fp32") | training(["fsdp2"], "bf16")
+class Skipping(verified.Model):
+    """Rank 1 leaves a block out, as ranks do that draw blocks for themselves."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = x if number == 2 and dist.get_rank() == 1 else layer(x)
+        return self.head(x)
+
+
+def _user_loss(model: Any, batch: Any) -> fk.Loss:
+    return verified.loss_fn("right", model, batch)
+
+
+def _one_metric_more(model: Any, batch: Any) -> fk.Loss:
+    return dataclasses.replace(_user_loss(model, batch), metrics={"accuracy": (1.0, 2)})
+
+
+def _counts_with_gradient(model: Any, batch: Any) -> fk.Loss:
+    loss = _user_loss(model, batch)
+    return fk.Loss(loss.sum, loss.count * torch.ones((), requires_grad=True))
+
+
+def _gradient_of_nan(model: Any, batch: Any) -> fk.Loss:
+    """A finite loss whose gradient is none on rank 1."""
+    loss = _user_loss(model, batch)
+    return dataclasses.replace(loss, sum=loss.sum + (loss.sum * 0).sqrt())
+
+
+def _fewer_rows(mesh: Any, step: int) -> list[Any]:
+    batches = [next(verified.batches(mesh)) for _ in range(4)]
+    return [*batches[:-1], batches[-1][:1]] if step else batches
+
+
+CHECKS = (
+    training(["fsdp2", "ddp2", "hsdp2x2"], "fp32")
+    | training(["fsdp2"], "bf16")
+    | refusing("dp_shard", "dp_replicate")
+)
 FAULTS = [
     Fault(
         "divide by micro-batches",
@@ -169,5 +210,71 @@ FAULTS = [
         value(models.LOSSES, "logits", divided_by_micro_batches),
         seen="gradients",
         least=10,
+    ),
+    Fault(
+        "outputs that FSDP cannot look into",
+        "user dp_shard",
+        both(
+            value(USER, "model", verified.Opaque),
+            value(USER, "loss", partial(verified.loss_fn, "opaque")),
+        ),
+        seen="UnreducedError: ",
+        quick=True,
+    ),
+    Fault(
+        "blocks that ranks skip apart",
+        "user dp_shard",
+        value(USER, "model", partial(Skipping, "right")),
+        seen="ranks run different modules: rank 0 is at layers.2 and rank 1 at layers.3",
+    ),
+    Fault(
+        "a weight read before the call",
+        "user dp_shard",
+        both(
+            own_model("right"),
+            value(USER, "loss", partial(verified.loss_fn, "weight read before the call")),
+        ),
+        seen="weight is a DTensor over .* read it inside forward",
+    ),
+    Fault(
+        "another metric on rank 1",
+        "user dp_shard",
+        value(USER, "loss", on_rank_1(_one_metric_more, "loss")),
+        seen="rank 1 reports other sums than rank 0",
+    ),
+    Fault(
+        "a count that carries a gradient",
+        "user dp_shard",
+        value(USER, "loss", _counts_with_gradient),
+        seen="a count that carries a gradient",
+    ),
+    Fault(
+        "NaN gradient with a finite loss",
+        "user dp_shard",
+        value(USER, "loss", on_rank_1(_gradient_of_nan, "loss")),
+        seen="a step was skipped",
+        quick=True,
+    ),
+    Fault(
+        "fewer rows on rank 1 in a later step",
+        "user dp_shard",
+        value(USER, "batches", on_rank_1(_fewer_rows, "batches")),
+        seen="a step was skipped",
+    ),
+    Fault(
+        "another step on rank 1",
+        "user dp_shard",
+        value(
+            USER,
+            "before_step",
+            on_rank_1(lambda state: fk.donate(state, step=state.step + 1), "before_step"),
+        ),
+        seen="ranks differ in step: 0 on rank 0, 1 on rank 1",
+    ),
+    Fault(
+        "a forgotten mesh",
+        "user dp_replicate",
+        value(USER, "state_mesh", lambda mesh: None),
+        seen="there are 2 ranks and the state got no mesh",
     ),
 ]
