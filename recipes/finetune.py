@@ -92,7 +92,7 @@ def setup(config):
     fk.check_vocabulary(dataset, spec.vocab_size)
     with torch.device("meta"):
         model = fk.Transformer(spec)
-    if lora.rank:
+    if lora.rank or lora.base:
         rank, targets, base = lora.rank, lora.targets, lora.base
         fk.add_lora(
             model, rank=rank, alpha=lora.alpha, targets=targets, dropout=lora.dropout, base=base

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from forgekit.inputs import parse_json, quoted
+from forgekit.inputs import is_integer, is_number, parse_json, quoted
 from forgekit.model.lora_layers import Adapter
 from forgekit.run.adapter_names import CONFIG, LEAVES, PARTS, PREFIX, TENSORS, inward, outward
 
@@ -27,11 +27,20 @@ REFUSED = MappingProxyType(
         "trainable_token_indices": "trained tokens",
         "lora_bias": "biases of factors",
         "fan_in_fan_out": "transposed weights",
+        "layer_replication": "layers that are there twice",
         "use_qalora": "QALoRA",
+        "use_bdlora": "BD-LoRA",
         "alora_invocation_tokens": "activated LoRA",
+        "arrow_config": "Arrow",
+        "kasa_config": "KaSA",
+        "velora_config": "VeLoRA",
+        "monteclora_config": "MonteCLoRA",
     }
 )
 """Entries of a config that have no counterpart here, where they are set."""
+
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initial values of factors that leave the base as it was; others subtract from its weights."""
 
 STEMS = MappingProxyType(
     {
@@ -271,6 +280,7 @@ def _by_path(stored: Mapping[str, _Stored], where: Path) -> dict[str, dict[str, 
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    _check_file(path)
     try:
         read = parse_json(path.read_bytes())
     except ValueError as error:
@@ -286,43 +296,65 @@ def _read_config(path: Path) -> dict[str, Any]:
             )
     if read.get("bias", "none") != "none":
         raise ValueError(f"{path} has bias={read['bias']!r}; adapters here train no bias.")
-    missing = [
-        entry for entry in ("r", "lora_alpha") if not isinstance(read.get(entry), int | float)
-    ]
-    if missing:
-        raise ValueError(f"{path} has no number for {quoted(missing)}.")
-    default = {
-        "use_dora": False,
-        "use_rslora": False,
-        "lora_dropout": 0.0,
-        "target_parameters": None,
-    }
-    patterns = {name: read.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    return {**default, **read, **patterns}
+    if (init := read.get("init_lora_weights", True)) not in INITS:
+        raise ValueError(
+            f"{path} has init_lora_weights={init!r}, so it is an adapter of another base: peft "
+            "changes the weights where one begins so. Convert it with peft (save_pretrained("
+            "path_initial_model_for_weight_conversion=...)), or merge it there."
+        )
+    default = {"use_dora": False, "use_rslora": False, "lora_dropout": 0.0, "r": None}
+    config = {**default, "lora_alpha": None, **read}
+    config["target_parameters"] = read.get("target_parameters") or []
+    if not isinstance(config["target_parameters"], list):
+        raise ValueError(f"{path} has target_parameters={read['target_parameters']!r}; it must be "
+                         "a list of names.")  # fmt: skip
+    for name in ("rank_pattern", "alpha_pattern"):
+        config[name] = _read_pattern(path, name, read.get(name) or {})
+    for name, value in {"r": config["r"], **config["rank_pattern"]}.items():
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"{path} has {name}={value!r}; it must be an integer of at least 1.")
+    numbers = {name: config[name] for name in ("lora_alpha", "lora_dropout")}
+    for name, value in {**numbers, **config["alpha_pattern"]}.items():
+        if not is_number(value):
+            raise ValueError(f"{path} has {name}={value!r}; it must be a finite number.")
+    return config
+
+
+def _read_pattern(path: Path, name: str, pattern: Any) -> dict[str, Any]:
+    if not isinstance(pattern, dict):
+        raise ValueError(f"{path} has {name}={pattern!r}; it must be an object.")
+    for key in pattern:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ValueError(
+                f"{path}: {name} has {key!r}; {key!r} is no regular expression: {error}."
+            ) from None
+    return pattern
 
 
 def _open(path: Path) -> dict[str, _Stored]:
-    """Names and shapes of a file; tensors are read when called."""
-    from safetensors import SafetensorError, safe_open
+    """Names, shapes and values of a file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; an adapter is {CONFIG} and {TENSORS}.")
+    _check_file(path)
     try:
-        with safe_open(path, "pt") as file:
-            shapes = {
-                key: tuple(file.get_slice(key).get_shape())
-                for key in file.keys()  # noqa: SIM118 (it is no dictionary)
-            }
+        tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
-    return {key: _Stored(shape, partial(_load, path, key)) for key, shape in shapes.items()}
+    if odd := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{path}: {odd[0]!r} holds values that are not finite.")
+    return {key: _Stored(tuple(t.shape), partial(_same, t)) for key, t in tensors.items()}
 
 
-def _load(path: Path, key: str) -> Tensor:
-    from safetensors import safe_open
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(key)
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():  # a pipe would never end
+        raise FileNotFoundError(f"{path} is no file; an adapter is {CONFIG} and {TENSORS}.")
 
 
 def _check_held(directory: Path, found: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:

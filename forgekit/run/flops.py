@@ -4,7 +4,8 @@ A product of ``[m k]`` and ``[k n]`` takes ``2 m k n`` operations. So a matrix o
 ``2 n`` per token forwards, ``2 n`` for the gradient of what it is given, and ``2 n`` more for its
 own, which a frozen one does not need: ``6 n``, or ``4 n`` of the base under adapters. Attention
 takes ``4 h c`` per layer for each query and key that meet (scores and sums over values), and twice
-that backwards. Norms, rotary angles, softmax, the lookup of embeddings, optimizers, and whatever
+that backwards. What comes before the first trained parameter, in the model's order, has no backward
+pass at all. Norms, rotary angles, softmax, the lookup of embeddings, optimizers, and whatever
 is computed a second time, as activation checkpointing and flash kernels do, do not count.
 
 Two conventions are in use, and they differ by up to a factor of two for long sequences:
@@ -79,7 +80,7 @@ class Flops:
                 ``config``; where these do not say it, as of sliding windows, latent attention,
                 convolutions or without a config, operations are NaN.
         """
-        uses = _uses(model)
+        uses, passes = _uses(model), _passes(model)
         per_token = active = total = 0.0
         for parameter in model.parameters():
             use, looked_up = uses.get(parameter, (math.nan if parameter.ndim > 2 else 1.0, False))
@@ -87,10 +88,10 @@ class Flops:
             total += values
             active += values if math.isnan(use) else use * values
             if parameter.ndim > 1 and not looked_up:
-                per_token += use * values * (6 if parameter.requires_grad else 4)
+                per_token += 2 * use * values * passes[parameter]
         return cls(
             per_token=per_token,
-            per_pair=12.0 * _head_channels(model),
+            per_pair=4.0 * _head_channels(model),
             parameters=round(total),
             active_parameters=round(active),
         )
@@ -245,16 +246,37 @@ def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
     return uses
 
 
+def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
+    """How often a matrix is multiplied for a token: forwards, for its gradient, its input's.
+
+    Of a module: what attention computes in it, forwards and twice backwards.
+    """
+    passes: dict[nn.Module | Tensor, int] = {}
+    looked_up, is_reached = [], False
+    for module in model.modules():
+        is_reached |= getattr(module, "is_absent", False)  # trained on another stage
+        inside = (p for n, p in module.named_parameters() if not n.startswith("output."))
+        passes[module] = 3 if is_reached or any(p.requires_grad for p in inside) else 1
+        for parameter in module.parameters(recurse=False):
+            passes.setdefault(parameter, 1 + parameter.requires_grad + is_reached)
+            is_reached |= parameter.requires_grad
+        looked_up += [module.weight] if isinstance(module, nn.Embedding) else []
+    for weight in looked_up:  # where it is multiplied, it is the head
+        passes[weight] = 1 + weight.requires_grad + is_reached
+    return passes
+
+
 def _experts_of(config: Any) -> int | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return next((found for name in names if (found := getattr(config, name, None))), None)
 
 
 def _head_channels(model: nn.Module) -> float:
-    """``h c`` of all layers together; NaN where it is not known."""
+    """``h c`` of all layers together, times their passes; NaN where it is not known."""
+    passes = _passes(model)
     own = [module for module in model.modules() if isinstance(module, Attention)]
     if own:
-        return float(sum(module.query.out_features for module in own))
+        return float(sum(module.query.out_features * passes[module] for module in own))
     config: Any = getattr(model, "config", None)
     heads, count = (getattr(config, n, 0) for n in ("num_attention_heads", "num_hidden_layers"))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
@@ -264,5 +286,5 @@ def _head_channels(model: nn.Module) -> float:
     if not heads or layers is None or len(kinds) > 1 or any(others):
         return math.nan
     channels = getattr(config, "head_dim", None) or config.hidden_size // heads
-    here = sum(not getattr(layer, "is_absent", False) for layer in layers)
+    here = sum(passes[layer] for layer in layers if not getattr(layer, "is_absent", False))
     return float(here * heads * channels)

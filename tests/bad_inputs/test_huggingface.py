@@ -73,6 +73,20 @@ CONFIGS = {
         {"sliding_window": 8},
         r"sliding_window is 8 and the context 32, .* huggingface_spec\(directory, max_seq_len=8\)",
     ),
+    "a window in words": (
+        {"sliding_window": "16"},
+        r"sliding_window is '16'; it must be a number or null",
+    ),
+    "a window of any width": (
+        {"sliding_window": True},
+        r"sliding_window is True; it must be a number or null",
+    ),
+    "no wavelengths": ({"rope_theta": 0.0, "rope_parameters": None}, r"rope_theta is 0\.0"),
+    "a flag in words": (
+        {"tie_word_embeddings": "false"},
+        r"tie_word_embeddings is 'false'; it must be true or false",
+    ),
+    "no heads of keys": ({"num_key_value_heads": 0}, r"kv_heads is 0; it must be at least 1"),
     "linear attention": (
         {"layer_types": ["linear_attention", "full_attention"]},
         rf"layer_types has 'linear_attention'{ONLY}'full_attention'\.",
@@ -246,6 +260,10 @@ FILES = {
         ),
         r"'model\.embed_tokens\.weight' stands in model-00001-of-\d+\.safetensors and in",
     ),
+    "weights in whole numbers": (
+        lambda saved: resave(saved, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.int8)})),
+        r"'model\.embed_tokens\.weight' holds int8 and the model's is float32",
+    ),
     "no index": (
         lambda saved: (saved / INDEX).unlink(),
         r"has neither model\.safetensors nor model\.safetensors\.index\.json; it has \['config",
@@ -265,6 +283,20 @@ def test_damaged_directories_are_refused_and_nothing_is_loaded(saved, damage, me
     with pytest.raises(fk.CheckpointError, match=message):
         fk.load_huggingface(model, saved)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(model).items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_none_are_found_while_they_are_read(value, dtype, saved):
+    """Not at the first row of metrics, where the data would be blamed."""
+
+    def spoil(tensors):
+        tensors[EMBEDDING] = tensors[EMBEDDING].to(dtype)
+        tensors[EMBEDDING][7, 3] = value
+
+    resave(saved, spoil)
+    with pytest.raises(fk.CheckpointError, match=r"'model\.embed_tokens\.weight' .* not finite"):
+        fk.load_huggingface(fk.Transformer(SPEC), saved)
 
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, shared=0)

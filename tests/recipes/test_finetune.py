@@ -229,6 +229,7 @@ REFUSED = {
         {"lora.rank": 2, "lora.targets": '["*.querry"]'},
         "error: the pattern '.*querry' matches no linear layer",
     ),
+    "four bits without adapters": ({"lora.base": "nf4"}, "error: rank is 0; it must be an integer"),
     "matrices that four bits do not fit": (
         {"lora.rank": 2, "lora.base": "nf4"},
         'error: .* 256 values; base="nf4" packs 16384 together',
@@ -239,7 +240,7 @@ REFUSED = {
     ),
     "a layout of other ranks": ({"mesh.tp": 2}, "error: "),
 }
-OF_FINETUNE = {"matrices that four bits do not fit"}
+OF_FINETUNE = {"four bits without adapters", "matrices that four bits do not fit"}
 OF_DPO = {
     "adapters switched off that are not there": (
         {"lora.rank": 0},

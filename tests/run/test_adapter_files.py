@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -340,6 +342,7 @@ def trained(**options):
     return model
 
 
+INITS = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica", "another")
 LOADED = {
     "another width": (None, lambda: plain(dim=48), r"need \[\(\d, 48\)"),
     "fewer layers": (
@@ -383,7 +386,34 @@ LOADED = {
         plain,
         "bias='all'; adapters here train no bias",
     ),
-    "no rank": (lambda folder: in_config(folder, r=None), plain, 'no number for "r"'),
+    "no rank": (
+        lambda folder: in_config(folder, r=None),
+        plain,
+        r"has r=None; it must be an integer",
+    ),
+    **{
+        f"{key} {value!r}": (partial(in_config, **{key: value}), plain, why)
+        for key, value, why in (
+            *(("init_lora_weights", name, "of another base") for name in INITS),
+            ("layer_replication", [[0, 2]], r"layer_replication=\[\[0, 2\]\] \(layers"),
+            ("kasa_config", {"beta": 1}, r"kasa_config=.*no counterpart here"),
+            ("r", 0, r"has r=0; it must be an integer of at least 1"),
+            ("r", True, r"has r=True; it must be an integer of at least 1"),
+            ("r", 2.5, r"has r=2\.5; it must be an integer of at least 1"),
+            ("lora_alpha", "16", r"has lora_alpha='16'; it must be a finite number"),
+            ("rank_pattern", {"*.q": 4}, r"rank_pattern.* '\*\.q' is no regular expression"),
+            ("rank_pattern", ["q_proj"], r"rank_pattern=\['q_proj'\]; it must be an object"),
+            ("rank_pattern", {"q_proj": 0}, r"has q_proj=0; it must be an integer of at least 1"),
+            ("alpha_pattern", {"q_proj": "a"}, r"has q_proj='a'; it must be a finite number"),
+            ("target_parameters", 3, r"target_parameters=3; it must be a list"),
+            ("lora_dropout", "much", r"has lora_dropout='much'; it must be a finite number"),
+        )
+    },
+    "a value that is none": (
+        lambda folder: in_file(folder, lambda t: t[sorted(t)[0]].flatten()[:1].fill_(math.nan)),
+        plain,
+        r"holds values that are not finite",
+    ),
     "no JSON": (
         lambda folder: (folder / "adapter_config.json").write_text("{"),
         plain,
@@ -460,6 +490,15 @@ def test_what_a_file_could_not_say_is_not_saved(model, message, tmp_path):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_an_adapter_is_no_file_to_wait_for(name, tmp_path):
+    fk.save_adapter(build("plain"), tmp_path / "adapter")
+    (tmp_path / "adapter" / name).unlink()
+    os.mkfifo(tmp_path / "adapter" / name)
+    with pytest.raises(FileNotFoundError, match=name):
+        fk.load_adapter(plain(), tmp_path / "adapter")
+
+
 def test_directories_of_others_are_refused(tmp_path):
     fk.save_adapter(build("plain"), tmp_path / "adapter")
     for name in ("notes.txt", "README.md"):

@@ -146,6 +146,39 @@ def test_a_frozen_base_takes_four_and_its_adapters_six(targets, moe_spec, monkey
     assert (other.per_pair - one.per_pair) * ROWS * LENGTH**2 == many[1] - few[1]
 
 
+@pytest.mark.parametrize(
+    ("targets", "tied", "error"),
+    [
+        ("layers.3.*.down", False, 0),
+        ("layers.3.*.down", True, 0),
+        ("layers.2.attention.output", False, 0),
+        (("layers.3.*.query", "layers.3.*.value"), False, 0.1),  # two of three beside each other
+    ],
+)
+def test_what_comes_before_the_first_adapter_has_no_backward(targets, tied, error, monkeypatch):
+    def build():
+        model = fk.Transformer(attrs.evolve(DENSE, layers=4, tied=tied))
+        return fk.add_lora(model, rank=4, targets=targets)
+
+    matrices, attention = counted(build(), monkeypatch)
+    flops, whole = Flops.of(build()), Flops.of(fk.Transformer(attrs.evolve(DENSE, layers=4)))
+    assert flops.per_token * ROWS * LENGTH == pytest.approx(matrices, rel=error)
+    assert flops.per_pair * ROWS * LENGTH**2 == pytest.approx(attention, rel=error)
+    assert flops.per_token < 0.6 * whole.per_token
+
+
+def test_the_last_layers_of_a_model_of_transformers_alone(monkeypatch):
+    import transformers
+
+    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 48, "attn_implementation": "eager"})
+    model = transformers.LlamaForCausalLM(config).requires_grad_(False)
+    model.model.layers[2].mlp.down_proj.requires_grad_(True)
+    flops = Flops.of(model)
+    matrices, _ = counted(model, monkeypatch, lambda ids: model(ids).logits)
+    assert flops.per_token * ROWS * LENGTH == matrices
+    assert flops.per_pair == (4 + 4 + 12) * config.hidden_size  # of that layer all is counted
+
+
 def test_recomputation_is_no_work(monkeypatch):
     plain = Flops.of(fk.Transformer(DENSE))
     again = fk.parallelize(

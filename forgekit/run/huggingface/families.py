@@ -78,11 +78,13 @@ class Family:
                 dim=dim,
                 layers=_integer(config, "num_hidden_layers"),
                 heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
+                kv_heads=heads
+                if config.get("num_key_value_heads") is None
+                else _integer(config, "num_key_value_heads"),
                 ffn_dim=_integer(config, "intermediate_size"),
                 max_seq_len=length,
                 qk_norm=self.has_qk_norm,
-                tied=bool(config.get("tie_word_embeddings", False)),
+                tied=_flag(config, "tie_word_embeddings"),
                 rope_theta=theta,
                 norm_eps=config.get("rms_norm_eps", 1e-6),
                 moe=None if self.read_moe is None else self.read_moe(config),
@@ -265,6 +267,13 @@ def _integer(config: Config, key: str) -> int:
     return value
 
 
+def _flag(config: Config, key: str, *, default: bool = False) -> bool:
+    value = config.get(key)
+    if not (value is None or isinstance(value, bool)):
+        raise CheckpointError(f"config.json: {key} is {brief(value)}; it must be true or false.")
+    return default if value is None else value
+
+
 def _check_supported(config: Config) -> None:
     """Refuse what a ``Transformer`` does not have, by key and value."""
     wanted: dict[str, tuple[Any, ...]] = {
@@ -294,11 +303,15 @@ def _check_window(config: Config, length: int) -> None:
         raise CheckpointError(
             f"config.json: layer_types has {brief(odd[0])}, and a Transformer has only {FULL!r}."
         )
-    slides = bool(config.get("use_sliding_window", True))
+    if not (window is None or is_number(window)):
+        raise CheckpointError(
+            f"config.json: sliding_window is {brief(window)}; it must be a number or null."
+        )
+    slides = _flag(config, "use_sliding_window", default=True)
     if "max_window_layers" in config:  # where it is not, the window is that of every layer
         last = config["max_window_layers"] < _integer(config, "num_hidden_layers")
         slides = slides and (SLIDING in types if types else last)
-    if slides and window is not None and is_number(window) and window < length:
+    if slides and window is not None and window < length:
         raise CheckpointError(
             f"config.json: sliding_window is {window} and the context {length}, and a "
             "Transformer's attention sees all of it. Shorten the context: "
@@ -329,7 +342,7 @@ def _read_qwen_moe(config: Config) -> MoESpec | None:
         shared=0,
         first=first,
         every=every,
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        renormalize=_flag(config, "norm_topk_prob"),
     )
 
 
@@ -372,7 +385,7 @@ def _read_dots(config: Config) -> MoESpec:
         shared=config.get("n_shared_experts") or 0,
         first=config.get("first_k_dense_replace") or 0,
         router="sigmoid",
-        renormalize=bool(config.get("norm_topk_prob", False)),
+        renormalize=_flag(config, "norm_topk_prob"),
         scale=config.get("routed_scaling_factor", 1.0),
         groups=None if groups == 1 else groups,
         top_groups=None if groups == 1 else config.get("topk_group") or 1,

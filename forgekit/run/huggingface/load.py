@@ -91,7 +91,9 @@ def load_huggingface(
         TypeError: If ``model`` is neither of them and ``names`` is None.
         ValueError: If parameters are on meta.
         CheckpointError: If the model in the directory is another one, tensors are missing, too
-            many, or of other shapes, or a file is damaged. The same on every rank.
+            many, of other shapes, or integers where the model's are not, or a file is damaged. The
+            same on every rank. So are values that are not finite, which are found while they are
+            read: then the model holds some of the others.
     """
     path = path_of("directory", directory)
     if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
@@ -108,6 +110,7 @@ def load_huggingface(
     ranks = ranks_of(tensors)
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     names, stored = ranks.together(lambda: _check(model, path, names, held))
+    ranks.together(lambda: _check_kinds(tensors, names, stored))
     ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
 
@@ -215,6 +218,22 @@ def _check(
     return names, stored
 
 
+def _check_kinds(
+    tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]
+) -> None:
+    """Refuse values that a cast would not carry over: quantized weights are integers, and bare."""
+    for name, tensor in tensors.items():
+        is_float = tensor.is_floating_point() or is_packed(tensor)
+        for part in names.parts.get(name, ()):
+            dtype = stored[part.theirs].dtype
+            if dtype.is_floating_point != is_float:
+                here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
+                raise CheckpointError(
+                    f"{part.theirs!r} holds {there} and the model's is {here}; neither scales nor "
+                    "packing are undone here. Name a directory of the weights as they were trained."
+                )
+
+
 def _names_of(model: nn.Module, path: Path) -> NameMap:
     config = read_config(path)
     if not isinstance(model, Transformer):
@@ -259,7 +278,7 @@ def _is_same(one: Stored, other: Stored) -> bool:
 def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
     """Read what a rank holds, in place, in the order of the files."""
     packed = {name: t for name, t in tensors.items() if is_packed(t) and name in names.parts}
-    wanted: list[tuple[Stored, Box, Tensor]] = []
+    wanted: list[tuple[Stored, str, Box, Tensor]] = []
     # Adapters have no name on disk.
     for name in (names.parts.keys() & tensors.keys()) - packed.keys():
         local, box = local_part(tensors[name])
@@ -267,12 +286,20 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
             local[max(names.padded[name] - box[0][0], 0) :].zero_()
         for part in names.parts[name]:
             if (found := overlaps(local, box, part)) is not None:
-                wanted += [(stored[part.theirs], found[1], found[0])]
-    wanted.sort(key=lambda one: (str(one[0].file), one[0].start, one[1]))
+                wanted += [(stored[part.theirs], part.theirs, found[1], found[0])]
+    wanted.sort(key=lambda one: (str(one[0].file), one[0].start, one[2]))
     for path, boxes in itertools.groupby(wanted, key=lambda one: one[0].file):
         with reading(path) as file:
-            for source, box, target in boxes:
+            for source, name, box, target in boxes:
                 fill(target, file, source, box)
+                if (
+                    target.is_floating_point()
+                    and not torch.stack(target.aminmax()).isfinite().all()
+                ):
+                    raise CheckpointError(
+                        f"{name!r} in {path} holds values that are not finite; fetch it again, or "
+                        "name another base."
+                    )
     for name, tensor in packed.items():
         # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
         parts = names.parts[name]

@@ -52,9 +52,11 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
             f"config.json: {key} is {values[0]} and in rope_parameters {values[1]}. Remove the one "
             "that the model was not trained with."
         )
-    theta = found.get("rope_theta") or theta
-    if not is_number(theta):
-        raise CheckpointError(f"config.json: rope_theta is {brief(theta)}; it must be a number.")
+    theta = theta if found.get("rope_theta") is None else found["rope_theta"]
+    if not is_number(theta) or theta <= 0:
+        raise CheckpointError(
+            f"config.json: rope_theta is {brief(theta)}; it must be a number above 0."
+        )
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
         _check_keys(found, kind, frozenset())
