@@ -16,7 +16,17 @@ import attrs
 from faults.planting import Plant, nothing
 from ranks import RankError, run_ranks
 
-__all__ = ["FAR", "Check", "Fault", "Seen", "all_checks", "all_faults", "judge_sentences", "run"]
+__all__ = [
+    "FAR",
+    "Check",
+    "Fault",
+    "Seen",
+    "all_checks",
+    "all_faults",
+    "judge_numbers",
+    "judge_sentences",
+    "run",
+]
 
 FAR = 1000
 """How many times over its bound a numerical error has to be."""
@@ -42,6 +52,13 @@ def judge_sentences(by_rank: Sequence[str]) -> str:
     silent = [rank for rank, sentence in enumerate(by_rank) if not sentence]
     said = "\n".join(dict.fromkeys(sentence for sentence in by_rank if sentence))
     return f"ranks {silent} went on. {said}" if said and silent else said
+
+
+def judge_numbers(by_rank: Sequence[Seen]) -> Seen:
+    """The largest error of any rank by name, or what ranks raised."""
+    if any(isinstance(found, str) for found in by_rank):
+        return judge_sentences([found if isinstance(found, str) else "" for found in by_rank])
+    return {name: max(found[name] for found in by_rank) for name in by_rank[0]}
 
 
 @attrs.frozen
