@@ -33,8 +33,8 @@ def add_replay(commands: Any) -> None:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    from forgekit.files import write_atomic
     from forgekit.run.bad_step_records import read_bad_steps
-    from forgekit.run.durable_files import write_atomic
     from forgekit.run.strict_json import finite
 
     if options.step is not None and options.step < 1:

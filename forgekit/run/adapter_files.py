@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forgekit.data.atomic_directory import atomic_directory
+from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import path_of
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import adapter_names, add_chosen, check_sharded, find_matrices
@@ -78,7 +78,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             shapes, ranks, scales or DoRA; if it holds what has no counterpart here (biases,
             trained modules); if a file is damaged, or the model is merged.
     """
-    path = path_of("directory", directory)
+    path = restore_replaced(path_of("directory", directory))
     check_unmerged(model, "loaded values would not be what is merged")
     held = _everywhere(_held(model))
     chosen, tensors = read_files(path, _shapes(model), held, is_known=_is_known(model))

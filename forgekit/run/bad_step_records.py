@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.files import append_lines
 from forgekit.inputs import parse_json
-from forgekit.run.durable_files import append_lines
 from forgekit.run.strict_json import finite
 from forgekit.state import TrainState
 

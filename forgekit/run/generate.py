@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgekit.files import write_atomic
 from forgekit.inputs import brief, check_integers
 from forgekit.mesh import process_rank
 from forgekit.model.key_value_cache import CachedAttend, NewPositions, attentions
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
-from forgekit.run.durable_files import write_atomic
 from forgekit.state import Layout, TrainState, layout_of
 from forgekit.steps.forward import evaluating
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forgekit.files import overwrite, write_atomic
 from forgekit.inputs import parse_json
-from forgekit.run.durable_files import overwrite, write_atomic
 from forgekit.run.strict_json import finite
 
 

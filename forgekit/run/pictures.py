@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgekit.data.optional_packages import require
-from forgekit.run.durable_files import write_atomic
+from forgekit.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forgekit.files import append_lines, write_atomic
 from forgekit.inputs import parse_json
-from forgekit.run.durable_files import append_lines, write_atomic
 from forgekit.state import TrainState
 
 SHOWN = 40

@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgekit.data.atomic_directory import UNSUPPORTED
+from forgekit.files import UNSUPPORTED, append_lines, overwrite, write_atomic
 from forgekit.inputs import check_choice
-from forgekit.run.durable_files import append_lines, overwrite, write_atomic
 
 log = logging.getLogger("forgekit")
 

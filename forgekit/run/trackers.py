@@ -24,8 +24,8 @@ from traceback import format_exception_only
 from typing import Any, Protocol
 
 from forgekit.data.optional_packages import require
+from forgekit.files import write_atomic
 from forgekit.inputs import quoted
-from forgekit.run.durable_files import write_atomic
 from forgekit.run.metrics_file import read_metrics
 from forgekit.run.strict_json import finite
 

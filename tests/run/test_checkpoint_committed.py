@@ -82,7 +82,6 @@ TROUBLES = {
     "no symlinks": (no_symlinks, "latest does not point to step_00000002: .*Operation not permit"),
     "no directory sync": (no_directory_sync(errno.EINVAL), "cannot sync directories.*Invalid arg"),
     "directory sync is unknown": (no_directory_sync(errno.ENOTSUP), "cannot sync directories"),
-    "a broken disk": (broken_disk_after_the_rename, "is saved, but may be lost.*Input/output err"),
     "an unreadable old manifest": (
         unreadable_old_manifest,
         "step_00000001 is kept and not counted: its manifest.json cannot be read: Not a regular",
@@ -106,6 +105,16 @@ def test_a_committed_checkpoint_is_never_reported_as_failed(
     assert not list(tmp_path.glob(".*"))
     assert fk.checkpoint_load(build(), tmp_path).step == 2
     assert fk.checkpoint_save(build(3), tmp_path).wait().name == "step_00000003"
+
+
+def test_a_name_that_is_not_durable_is_not_reported_and_costs_no_older_checkpoint(
+    tmp_path, monkeypatch
+):
+    fk.checkpoint_save(build(1), tmp_path, blocking=True)
+    broken_disk_after_the_rename(tmp_path, monkeypatch)
+    with pytest.raises(fk.CheckpointError, match="step 2 could not be saved to"):
+        fk.checkpoint_save(build(2), tmp_path, keep=1, blocking=True)
+    assert (tmp_path / "step_00000001" / "manifest.json").exists()
 
 
 def _lost_after_the_commit(rank, world, directory):

@@ -20,8 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
+from forgekit.files import append_lines
 from forgekit.run.bad_step_records import read_bad_steps
-from forgekit.run.durable_files import append_lines
 from forgekit.run.flops import Flops, Utilization
 from forgekit.run.metrics import MetricsLog, read_metrics
 from forgekit.state import TrainState, donate

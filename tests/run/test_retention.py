@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manifests import age
 
 import forgekit as fk
-from forgekit.data.atomic_directory import locked
+from forgekit.files import locked
 
 METRICS = {0: None, 1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 9.0, 6: None, 8: 4.0, 9: 7.0}
 RULES = {

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.run.durable_files import write_atomic
+from forgekit.files import write_atomic
 from forgekit.run.health.rendezvous import HangError
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import attrs
 
-from forgekit.data.atomic_directory import sync
 from forgekit.data.corpus.held_out import SourcePosition
+from forgekit.files import sync
 from forgekit.inputs import parse_json
 
 JOURNAL = "progress.json"

@@ -23,7 +23,6 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from forgekit.data.atomic_directory import atomic_directory, sync
 from forgekit.data.corpus.encode import encode_texts
 from forgekit.data.corpus.held_out import HeldOutSplit, Progress
 from forgekit.data.corpus.journal import JOURNAL, Entry, clear, read_entry, write_entry
@@ -48,6 +47,7 @@ from forgekit.data.corpus.tokenizer import (
 from forgekit.data.documents.filters import Filters, describe_filters
 from forgekit.data.documents.protocol import Documents
 from forgekit.data.documents.text_files import Paths, stdlib_documents, text_documents
+from forgekit.files import atomic_directory, sync
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.terminal import printable
 

@@ -22,10 +22,10 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.data.atomic_directory import atomic_directory
 from forgekit.data.corpus.number_files import checksum_of, map_numbers
 from forgekit.data.corpus.token_index import INDEX, read_index
 from forgekit.data.corpus.token_writer import TokenWriter, files_of
+from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import path_of
 
 HELD_OUT = "heldout"
@@ -171,7 +171,7 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         FileNotFoundError: If there is no token file, or one of its files is missing.
         ValueError: If a file is truncated, foreign, changed or of another version; names it.
     """
-    folder = path_of("the token file", path)
+    folder = restore_replaced(path_of("the token file", path))
     index = read_index(folder)
     counts, maps = index["shards"], [map_numbers(*part) for part in _parts(folder, index)]
     if verify:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from forgekit.data.atomic_directory import atomic_directory, locked
 from forgekit.data.corpus.token_files import TokenFile
 from forgekit.data.packing.bins import Bins, bins_files, open_bins, save_bins
 from forgekit.data.packing.pack import LongDocuments, PackingMethod, pack
+from forgekit.files import atomic_directory, locked
 from forgekit.inputs import check_integers, path_of
 
 PACKING = 1

@@ -20,18 +20,16 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from forgekit.data.atomic_directory import is_locked, locked, replace, sync
+from forgekit.files import is_locked, locked, make_folder, open_regular, replace, sync, write_atomic
 from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
     ManifestError,
     format_manifest,
     load_manifest,
-    open_regular,
 )
 from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
-from forgekit.run.durable_files import write_atomic
 
 _HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")
 
@@ -82,8 +80,11 @@ class LocalStorage:
             fresh = self._temporary(step)
             yield ranks.first(lambda: stack.enter_context(fresh)), ""
 
-    def deliver(self, path: Path, folder: str, step: int, names: list[str]) -> None:
-        """Do nothing: the files were written where they belong."""
+    def deliver(self, path: Path, _folder: str, _step: int, names: list[str]) -> None:
+        """Sync this rank's files, which are where they belong."""
+        # Not left to torch, which syncs its index before the buffer is flushed.
+        for name in names:
+            sync(path / name)
 
     def commit(self, path: Path, manifest: dict[str, Any]) -> Path:
         """Turn a written directory into a checkpoint and point ``latest`` at it."""
@@ -95,8 +96,6 @@ class LocalStorage:
         sync(path)
         aside = final.with_name(unique(f".old-{final.name}"))  # for an earlier save of this step
         replace(final, path, aside)
-        with only_warns(f"{final} is saved, but may be lost if the machine stops now"):
-            sync(self.directory)
         self.point_latest(final.name)
         shutil.rmtree(aside, ignore_errors=True)  # last, so that one of the two is always whole
         return final
@@ -158,7 +157,7 @@ class LocalStorage:
 
     @contextmanager
     def _temporary(self, step: int) -> Iterator[Path]:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
         self.remove_leftovers()
         temporary = self.directory / unique(f".tmp-{step_name(step)}")
         temporary.mkdir()

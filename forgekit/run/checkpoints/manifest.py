@@ -7,14 +7,13 @@ no manifest, does not count; reading it never waits and never ends the process.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import stat
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
+
+from forgekit.files import open_regular
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
@@ -80,24 +79,6 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     if manifest["format"] == FORMAT:
         _check(manifest)
     return manifest
-
-
-def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Open a file for reading; refuse pipes and devices, whose reading may never end.
-
-    Args:
-        path: The file.
-        follow: Open what a symbolic link points to.
-
-    Raises:
-        OSError: If it cannot be opened, or is not a file.
-    """
-    # O_NONBLOCK: opening a pipe without a writer would wait for one.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return os.fdopen(handle, "rb")
-    os.close(handle)
-    raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

@@ -212,7 +212,7 @@ def _write(
     step, done = description["step"], []
     try:
         with storage.workspace(ranks, step) as (path, folder):
-            writer = ShardWriter(path, sync_files=True)
+            writer = ShardWriter(path, sync_files=False)
             dcp.save(tensors, storage_writer=writer, **ranks.torch_options())
             # Every rank has delivered when this returns, so the manifest lists only what is there.
             digests = ranks.each(lambda: _deliver(storage, path, folder, step, ranks.rank))

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
 
-from forgekit.data.atomic_directory import is_locked
+from forgekit.files import is_locked
 from forgekit.run.checkpoints.local_storage import LocalStorage
 from forgekit.run.checkpoints.manifest import MANIFEST, ManifestError
 from forgekit.run.checkpoints.retention import Keep

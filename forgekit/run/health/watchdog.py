@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from forgekit.environment import PACKAGE, RECIPES
-from forgekit.run.durable_files import write_atomic
+from forgekit.files import write_atomic
 from forgekit.run.health.rendezvous import HangError, Meeting, name_ranks
 
 POLL_S = 1.0

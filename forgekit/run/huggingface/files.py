@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from forgekit.files import open_regular
 from forgekit.inputs import brief, parse_json
 from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.manifest import open_regular
 from forgekit.run.huggingface.names import Box
 
 INDEX = "model.safetensors.index.json"

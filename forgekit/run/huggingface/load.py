@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from forgekit.files import restore_replaced
 from forgekit.inputs import check_integers, path_of
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
@@ -66,7 +67,7 @@ def huggingface_spec(
     """
     if max_seq_len is not None:
         check_integers(max_seq_len=(max_seq_len, 1))
-    config = read_config(path_of("directory", directory))
+    config = read_config(restore_replaced(path_of("directory", directory)))
     return family_of(config).read(config, max_seq_len)
 
 
@@ -95,7 +96,7 @@ def load_huggingface(
             same on every rank. So are values that are not finite, which are found while they are
             read: then the model holds some of the others.
     """
-    path = path_of("directory", directory)
+    path = restore_replaced(path_of("directory", directory))
     if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "

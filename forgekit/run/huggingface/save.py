@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forgekit.data.atomic_directory import atomic_directory
+from forgekit.files import atomic_directory
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.model.lora import adapter_names
 from forgekit.model.lora_layers import LoraLinear, lora_layers

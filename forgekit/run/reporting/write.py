@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from forgekit.run.durable_files import write_atomic
+from forgekit.files import write_atomic
 from forgekit.run.reporting.chart_png import write_png
 from forgekit.run.reporting.curves import Chart, step_axis
 from forgekit.run.reporting.page import build_page

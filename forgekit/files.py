@@ -1,0 +1,293 @@
+"""Files and directories that a crash leaves whole: the old content or the new, never a part.
+
+A directory is filled under a temporary name beside its final path, synced to disk, and exchanged
+with an older one. A file is written beside its final path, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import logging
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+from forgekit.inputs import path_of
+
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+"""Errors of file systems that cannot lock, exchange names, or sync a directory."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fs.h
+
+log = logging.getLogger("forgekit")
+
+
+@contextmanager
+def atomic_directory(
+    path: str | os.PathLike[str], *, is_replaceable: Callable[[Path], bool], key: str | None = None
+) -> Iterator[Path]:
+    """Fill a new directory in the body of ``with``; it is renamed to ``path`` at the end.
+
+    If the body raises, the new directory is deleted and ``path`` is unchanged. With a ``key`` it is
+    kept: the next call with the same path and key finds it and may continue; one with another key
+    deletes it.
+
+    Args:
+        path: The final path; its parents are made.
+        is_replaceable: Whether an existing, filled directory may be replaced. Only the caller knows
+            which files it wrote, and no others may be deleted.
+        key: Twelve hexadecimal digits that identify the work.
+
+    Yields:
+        The temporary directory to fill.
+
+    Raises:
+        FileExistsError: Before the body runs, if ``path`` is a file or must not be replaced, or if
+            another process is writing it under the same key.
+    """
+    path = Path(os.path.realpath(path_of("the path", path)))  # a link stays a link
+    if path.is_symlink():  # realpath has followed all others
+        raise FileExistsError(f"{path} is a link that leads to itself; name another directory.")
+    if path.exists():
+        _check_replaceable(path, is_replaceable)
+    make_folder(path.parent)
+    hidden = f".{path.name}.{key or uuid.uuid4().hex[:12]}"
+    new, old = path.parent / f"{hidden}.new", path.parent / f"{hidden}.old"
+    if is_locked(new):
+        raise FileExistsError(
+            f"another process is writing {path}. Wait until it is done, or stop it."
+        )
+    _clear_leftovers(path, but=new)
+    new.mkdir(exist_ok=key is not None)
+    with locked(new):
+        is_done = False
+        try:
+            yield new
+            _sync_tree(new)
+            replace(path, new, old)
+            is_done = True
+        finally:
+            # After an exchange this is what stood there before.
+            if is_done or key is None or not (new.is_dir() and any(new.iterdir())):
+                shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
+    """Lock a directory, so that others can distinguish its writer from a dead one.
+
+    Where another process has the lock, or the file system has none, the body runs without it.
+
+    Args:
+        path: The directory.
+        shared: Let others share the lock, as readers do.
+        wait: Wait until no other process has it.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, kind if wait else kind | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process has locked a directory."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(lock)
+    return False
+
+
+def sync(path: Path) -> None:
+    """Sync a file or directory to disk; warn if the file system cannot sync directories."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED or not path.is_dir():
+            raise
+        log.warning("%s: this file system cannot sync directories (%s)", path, error.strerror)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory and its parents, durably: a folder's name is in its parent."""
+    if not path.is_dir():
+        if not path.parent.exists():
+            make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def replace(path: Path, new: Path, old: Path) -> None:
+    """Rename ``new`` to ``path``, durably; a directory that stood there is at ``new`` or ``old``.
+
+    Both are exchanged at once, so that one of them always has the name. Where the file system
+    cannot do that, the older one is renamed to ``old`` first; ``restore_replaced`` puts it back if
+    the process dies in between.
+    """
+    if not path.exists():
+        new.rename(path)
+    elif not _exchange(path, new):
+        path.rename(old)  # rename cannot replace a directory that is not empty
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+    sync(path.parent)
+
+
+def restore_replaced(path: Path) -> Path:
+    """Return ``path``; first give a directory its name back if its replacement died half-way."""
+    if not path.exists():
+        final = Path(os.path.realpath(path))
+        for old in final.parent.glob(f".{glob.escape(final.name)}.*.old"):
+            if not is_locked(old.with_suffix(".new")):  # else its writer is alive
+                with contextlib.suppress(OSError):  # another rank was faster
+                    old.rename(final)
+    return path
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a file for reading; refuse pipes and devices, whose reading may never end.
+
+    Args:
+        path: The file.
+        follow: Open what a symbolic link points to.
+
+    Raises:
+        OSError: If it cannot be opened, or is not a file.
+    """
+    # O_NONBLOCK: opening a pipe without a writer would wait for one.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file so that readers, and a crash, find the old content or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def overwrite(file: FileIO, start: int, new: bytes, old: bytes = b"") -> None:
+    """Write the end of a file anew: all of ``new``, or what was there, never a part.
+
+    A full disk takes the first bytes of a write and refuses the rest. What was written then goes
+    away again, so that the next writer does not begin in the midst of a line.
+
+    Args:
+        file: Opened unbuffered for reading and writing.
+        start: Where the end begins.
+        new: What is to stand there.
+        old: What stands there; it is put back if ``new`` does not fit.
+
+    Raises:
+        OSError: If ``new`` could not be written.
+    """
+    try:
+        _write_all(file, start, new)
+    except OSError:
+        _write_all(file, start, old)
+        raise
+
+
+def append_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+    """Append lines and wait until they are durable; all of them or none, after whole lines only."""
+    path = Path(path)
+    if is_new := not path.exists():
+        path.touch()
+    with path.open("r+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        is_torn = file.read(1) not in (b"", b"\n")  # by a crash, or by a version before this one
+        content = "".join([*(["\n"] if is_torn else []), *(f"{line}\n" for line in lines)])
+        overwrite(file, end, content.encode())
+        os.fsync(file.fileno())
+    if is_new:
+        sync(path.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names at once; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = [_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)]
+    if rename is None or rename(*names, _RENAME_EXCHANGE) == 0:
+        return rename is not None
+    if (number := ctypes.get_errno()) in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(second), None, str(first))
+
+
+def _write_all(file: FileIO, start: int, content: bytes) -> None:
+    file.seek(start)
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+    file.truncate()
+
+
+def _clear_leftovers(path: Path, *, but: Path) -> None:
+    """Delete what killed writers of ``path`` left, after restoring a directory one had renamed."""
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
+    left = [p for p in path.parent.iterdir() if name.fullmatch(p.name) and p != but]
+    if any(is_locked(p) for p in left):
+        return  # another writer may be between its two renames
+    restore_replaced(path)
+    for leftover in left:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
+    if not path.is_dir():
+        raise FileExistsError(f"{path} is a file; name a directory that does not exist yet.")
+    if os.path.ismount(path) or Path.cwd().is_relative_to(path):
+        what = "a mount point" if os.path.ismount(path) else "the folder that this runs in"
+        raise FileExistsError(f"{path} is {what} and cannot be replaced; name a folder inside it.")
+    if any(path.iterdir()) and not is_replaceable(path):
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
+        raise FileExistsError(
+            f"{path} holds files that were not written here ({entries}) and would be deleted. "
+            "Name another directory, or empty this one."
+        )
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))

@@ -1,0 +1,195 @@
+"""What was reported as written is there after a crash of the machine, whatever the disk lost."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from crash_states import recorded, replay
+from ranks import run_again
+from torch import nn
+
+import forgekit as fk
+from forgekit.data import open_tokens, prepare
+
+
+def report(count, text):
+    """Print how many states were loaded (pytest -rP shows it)."""
+    sys.stdout.write(f"{count} crash states of a {text}\n")
+    assert count > 30
+
+
+def net(seed, mesh=None):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 2, bias=False)).double()
+    if mesh is not None:
+        fk.parallelize(model, mesh)
+    return fk.TrainState.create(model, torch.optim.Adam(model.parameters(), lr=0.1), mesh=mesh)
+
+
+def trained(state):
+    for parameter in state.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.3 + state.step)
+    state.optimizer.step()
+    return fk.donate(state, step=state.step + 1, samples=state.samples + 4)
+
+
+def digest(state):
+    """The step and all tensors."""
+    values = [*state.model.state_dict().values()]
+    for entries in state.optimizer.state.values():
+        values += entries.values()
+    whole = [getattr(v, "full_tensor", lambda v=v: v)() for v in values]
+    content = b"".join(value.detach().cpu().numpy().tobytes() for value in whole)
+    return state.step, hashlib.sha256(content).hexdigest()
+
+
+def load(root):
+    state = fk.checkpoint_load(net(5), root / "runs" / "a" / "checkpoints")
+    return None if state.step == 0 else digest(state)
+
+
+def save(state, recorder, directory, rank, blocking):
+    """Two saves with ``keep=1``, then the second step once more with other values."""
+    for again in (False, False, True):
+        if not again:
+            state = trained(state)
+        else:
+            with torch.no_grad():
+                next(iter(state.model.parameters())).add_(1.0)
+        value = digest(state)
+        if rank == 0:
+            recorder.mark("begun", value)
+        fk.checkpoint_save(state, directory, keep=1, blocking=blocking).wait()
+        if rank == 0:
+            recorder.mark("reported", value)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_checkpoint_that_was_reported_is_loaded_after_any_crash(tmp_path, blocking):
+    root = tmp_path / "root"
+    root.mkdir()
+    with recorded(root, tmp_path / "log") as recorder:
+        save(net(0), recorder, root / "runs" / "a" / "checkpoints", 0, blocking)
+    count = replay(tmp_path / "log", tmp_path / "state", load)
+    report(count, f"save on one rank, blocking={blocking}")
+
+
+def save_on_two(rank, world, folder):
+    folder = Path(folder)
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    state = net(0, mesh)
+    with recorded(folder / "root", folder / "log") as recorder:
+        save(state, recorder, folder / "root" / "runs" / "a" / "checkpoints", rank, False)
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_after_any_crash(tmp_path):
+    (tmp_path / "root").mkdir()
+    run_again(save_on_two, 2, str(tmp_path))
+    count = replay(tmp_path / "log", tmp_path / "state", load)
+    report(count, "save on two ranks")
+
+
+SPEC = fk.TransformerSpec(
+    vocab_size=5, dim=4, layers=1, heads=2, kv_heads=1, ffn_dim=3, max_seq_len=8
+)
+
+
+def transformer(seed, lora=False):
+    torch.manual_seed(seed)
+    model = fk.Transformer(SPEC)
+    if lora:
+        fk.add_lora(model, rank=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    return model
+
+
+def values(model):
+    state = model.state_dict()
+    return hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
+
+
+def load_export(path):
+    try:
+        fk.load_huggingface(model := transformer(9), path)
+    except fk.CheckpointError:
+        if path.parent.is_dir() and (path.exists() or any(path.parent.glob("*.old"))):
+            raise
+        return None
+    fk.load_huggingface(model := transformer(9), path)
+    return values(model)
+
+
+def load_adapter(path):
+    try:
+        fk.load_adapter(model := transformer(0, lora=True), path)
+    except FileNotFoundError:
+        return None
+    return values(model)
+
+
+def load_tokens(path):
+    try:
+        return tuple(open_tokens(path).read(0, 4).tolist())
+    except FileNotFoundError:
+        return None
+
+
+def write_adapter(path, seed):
+    base, new = transformer(0, lora=True), transformer(seed, lora=True)
+    for (name, old), value in zip(base.named_parameters(), new.parameters(), strict=True):
+        if "lora" in name:
+            old.data.copy_(value)
+    fk.save_adapter(base, path)
+    return values(base)
+
+
+def write_export(path, seed):
+    fk.save_huggingface(model := transformer(seed), path)
+    return values(model)
+
+
+def write_tokens(path, seed):
+    fk.write_tokens(path, [[seed, 2, 3]], vocab_size=9, eos_id=0)
+    return (seed, 2, 3, 0)
+
+
+def prepare_text(path, seed):
+    source = path.parents[2] / f"text{seed}"
+    source.mkdir(exist_ok=True)
+    for number in range(3):
+        (source / f"{number}.txt").write_text(f"{seed} and {seed}{number}\n" * 40)
+    prepared = prepare(source, path, vocab_size=260)
+    return tuple(prepared.train.read(0, 4).tolist())
+
+
+WRITERS = {
+    "export": (write_export, load_export),
+    "adapter": (write_adapter, load_adapter),
+    "token file": (write_tokens, load_tokens),
+    "prepare": (prepare_text, load_tokens),
+}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_was_written_is_there_after_any_crash(tmp_path, kind, exchanges, monkeypatch):
+    """The first one, then another in its place; each is there when its writer has returned."""
+    if not exchanges:  # NFS and Lustre cannot
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    write, read = WRITERS[kind]
+    (root := tmp_path / "root").mkdir()
+    expected = [write(tmp_path / "once" / "a" / "b", seed) for seed in (1, 2)]
+    with recorded(root, tmp_path / "log") as recorder:
+        for seed, value in zip((1, 2), expected, strict=True):
+            recorder.mark("begun", value)
+            assert write(root / "a" / "b", seed) == value
+            recorder.mark("reported", value)
+    count = replay(tmp_path / "log", tmp_path / "state", lambda state: read(state / "a" / "b"))
+    report(count, f"{kind}, exchanges={exchanges}")
