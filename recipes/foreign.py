@@ -7,7 +7,6 @@ torchrun --nproc-per-node 8 foreign.py base=DIRECTORY data.path=TOKENS mesh.tp=2
 from pathlib import Path
 
 import attrs
-import torch
 
 import forgekit as fk
 from forgekit.config import key, load_config, to_dict
@@ -48,18 +47,15 @@ def loss_fn(model, batch):
 def setup(config):
     """Build the model on meta, shard it by its own plan, and read each rank's shards."""
     mesh = fk.build_mesh(config.mesh)
-    import transformers  # after what can go wrong at once: it takes seconds
-
-    settings = transformers.AutoConfig.from_pretrained(config.base, use_cache=False)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model = fk.run.transformers_model(config.base, use_cache=False)
+    vocab_size = model.config.vocab_size
     recomputed = config.activation_checkpoint
     model = fk.parallelize(
         model, mesh, precision=config.precision, activation_checkpoint=recomputed
     )
     fk.load_huggingface(model, config.base)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len)
-    fk.check_vocabulary(dataset, settings.vocab_size)
+    fk.check_vocabulary(dataset, vocab_size)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
 

@@ -531,3 +531,63 @@ def test_name_maps_that_are_not_complete_or_collide_are_refused(rules, message):
 def test_a_cast_to_what_is_no_dtype_is_refused():
     with pytest.raises(TypeError, match=r"^dtype is 'float32', a str; pass a torch\.dtype"):
         cast(BOTH[1], "float32")
+
+
+CODE = "from pathlib import Path\nPath(__file__ + '.ran').touch()\nPath('ran').touch()\n"
+MAPPED = {
+    "AutoConfig": "code.Own",
+    "AutoModelForCausalLM": "code.Own",
+    "AutoTokenizer": ["code.Own", None],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_code_of_a_directory_runs(saved, tmp_path, monkeypatch):
+    """Not even if somebody at the terminal answers that it may."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (saved / "code.py").write_text(CODE)
+    change(saved / "config.json", auto_map=MAPPED, model_type="own")
+    with pytest.raises(
+        fk.CheckpointError, match=r"^transformers cannot build the model of .*saved"
+    ):
+        fk.run.transformers_model(saved)
+    settings = {"auto_map": MAPPED, "tokenizer_class": "Own"}
+    (saved / "tokenizer_config.json").write_text(json.dumps(settings))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(ValueError, match=r"saved has no tokenizer that transformers can load"):
+        fk.data.chat_dataset(chats, saved, 16)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": "two"},
+        {"hidden_size": 15},
+        {"rope_parameters": 3},
+        {"model_type": "llama4_of_tomorrow"},
+        {"layer_types": ["none"]},
+        {"hidden_act": "no such"},
+    ],
+    ids=str,
+)
+def test_what_transformers_refuses_is_one_sentence(changes, saved):
+    change(saved / "config.json", **changes)
+    with pytest.raises(
+        fk.CheckpointError, match=r"^transformers cannot build the model of [^\n]*$"
+    ):
+        fk.run.transformers_model(saved)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("content", ["{", "[1]", '{"version": 3}', '{"model": {"type": "no"}}'])
+def test_a_tokenizer_that_transformers_refuses_is_one_error(content, saved, tmp_path):
+    (saved / "tokenizer.json").write_text(content)
+    (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(ValueError, match=r"saved has no tokenizer that transformers can load"):
+        fk.data.chat_dataset(chats, saved, 16)

@@ -204,10 +204,11 @@ def _tokenizer(tokenizer: Any) -> Any:
         folder = path_of("the tokenizer's directory", tokenizer)
         loaded = require("transformers", extra="hf").AutoTokenizer
         try:
-            return loaded.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+            return loaded.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # transformers has many of its own
+            why = " ".join(str(error).split())
             raise ValueError(
-                f"{folder} has no tokenizer that transformers can load: {error} Name a directory "
+                f"{folder} has no tokenizer that transformers can load: {why} Name a directory "
                 "with a tokenizer.json, or pass a tokenizer."
             ) from error
     return tokenizer

@@ -6,6 +6,7 @@ two tensors, gate and up projections side by side, and directories have three fo
 
 from __future__ import annotations
 
+import os
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forgekit.data.optional_packages import require
+from forgekit.inputs import path_of
 from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.huggingface.files import read_json
 from forgekit.run.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
 
 QWEN = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
@@ -35,6 +39,37 @@ def is_of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "base_model_prefix") and hasattr(
         getattr(model, "config", None), "model_type"
     )
+
+
+def transformers_model(
+    directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> nn.Module:
+    """Build the language model of a directory on meta, for ``parallelize`` and its weights.
+
+    No code that lies in the directory runs.
+
+    Args:
+        directory: With a ``config.json`` that transformers knows.
+        dtype: Of the parameters.
+        **settings: Keys of the configuration that are to be others, such as ``use_cache=False``.
+
+    Raises:
+        CheckpointError: If transformers cannot build it.
+    """
+    path = path_of("directory", directory)
+    transformers = require("transformers", extra="hf")
+    read_json(path / "config.json")
+    try:
+        own = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(
+                own, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # transformers has many of its own
+        why = " ".join(str(error).split())
+        raise CheckpointError(
+            f"transformers cannot build the model of {path}: {type(error).__name__}: {why}"
+        ) from error
 
 
 def class_of(model: nn.Module) -> Any:
