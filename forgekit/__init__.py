@@ -59,7 +59,7 @@ from forgekit.steps.clip import Correction, clip
 from forgekit.steps.spikes import SpikeLimit
 from forgekit.steps.update import update
 from forgekit.steps.make_step import make_step, step_metrics
-from forgekit.run.recipe_parts import Setup, held_out_loader, train_loader
+from forgekit.run.recipe_parts import Setup, fitting_batch_size, held_out_loader, train_loader
 from forgekit.run.run_directory import every, open_run
 from forgekit.run.checkpoints.save import PendingSave, checkpoint_save
 from forgekit.run.checkpoints.load import checkpoint_load
@@ -151,6 +151,7 @@ __all__ = [
     "make_step",
     "step_metrics",
     "Setup",
+    "fitting_batch_size",
     "held_out_loader",
     "train_loader",
     "every",

@@ -59,7 +59,7 @@ class Config:
     seed: int = key(0, "Seed of weights and data order.", at_least=0)
     steps: int = key(200, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
-    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 8.", at_least=1)
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
     save_every: int = key(50, "Steps between checkpoints; 0: only at the end.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
@@ -128,7 +128,8 @@ def setup(config):
     by_source = fk.losses_by_source(loss_fn, dataset.order.sources)
     stop = fk.StopSignal()
     step = fk.make_step(by_source, schedule=schedule, stop=stop)
-    loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
+    batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
+    loader = fk.train_loader(state, dataset, batch_size, workers=config.data.workers)
     return fk.Setup(state=state, step=step, loader=loader, loss_fn=by_source, stop=stop)
 
 

@@ -58,7 +58,7 @@ class Config:
     seed: int = key(0, "Seed of data order and dropout.", at_least=0)
     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
-    batch_size: int = key(8, "Rows per rank and micro-batch.", at_least=1)
+    batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 8.", at_least=1)
     seq_len: int = key(256, "Positions in a row; examples are packed.", at_least=1)
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
     eval_every: int = key(50, "Steps between evaluations; 0: only at the end.", at_least=0)
@@ -107,8 +107,9 @@ def setup(config):
     schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
-    loader = fk.train_loader(state, dataset, config.batch_size)
-    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
+    loader = fk.train_loader(state, dataset, batch_size)
+    held_out = fk.held_out_loader(state, dataset.held_out(), batch_size)
     return fk.Setup(
         state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
     )

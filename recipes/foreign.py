@@ -29,7 +29,7 @@ class Config:
     out: Path = key(Path("runs/foreign"), "Run directory; a run that is there goes on.")
     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
-    batch_size: int = key(4, "Rows per rank and micro-batch.", at_least=1)
+    batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 4.", at_least=1)
     lr: float = key(2e-5, "Highest learning rate.", at_least=0)
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
     save_every: int = key(100, "Steps between checkpoints; 0: at the end.", at_least=0)
@@ -62,7 +62,8 @@ def setup(config):
     schedule = fk.warmup_cosine(config.lr, warmup=10, total=config.steps)
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
-    loader = fk.train_loader(state, dataset, config.batch_size)
+    batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh, 4)
+    loader = fk.train_loader(state, dataset, batch_size)
     return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import runpy
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from runs import run_here
 from torch.distributed.run import get_args_parser
 
+import forgekit as fk
 from forgekit.cli import main
 from forgekit.cli.recipe_files import recipe_or_settings
 from forgekit.cli.usage import UsageError
@@ -131,3 +135,66 @@ def test_a_plan_on_a_page_is_of_a_run_that_starts(page, capsys):
     for line in plans:
         words = shlex.split(line.replace(" my.py ", " pretrain "))[1:]
         assert main(words) == 0, capsys.readouterr()
+
+
+def several_ranks():
+    """Lines of the README, of pages, recipes and their settings that start several ranks.
+
+    Returns:
+        By place and line: the recipe, the number of ranks, and what the recipe is given.
+    """
+    files = [*PAGES.values(), *RECIPES.glob("*.py"), *RECIPES.glob("*.toml")]
+    found = {}
+    for path in [*files, *(ROOT / "forgekit").rglob("*.py")]:
+        text = path.read_text()
+        typed = text.replace("\\\n", " ")
+        for line in re.findall(r"((?:torchrun|srun) [^`|\n]*\.py\b[^`|\n]*)", typed):
+            words = shlex.split(line.partition("  #")[0])
+            at = next(n for n, word in enumerate(words) if word.endswith(".py"))
+            if (script := Path(words[at])).name != "recipe.py":  # which stands for any
+                rest = [str(RECIPES / w) if w.endswith(".toml") else w for w in words[at + 1 :]]
+                name = f"{path.relative_to(ROOT)}: {' '.join(words)}"
+                found[name] = recipe_of(script, text), ranks_of(" ".join(words[:at])), rest
+    return found
+
+
+def ranks_of(launcher):
+    """How many ranks a launcher starts; srun that is not told so on a node of eight GPUs."""
+    sizes = re.findall(r"(?:--nproc-per-node|--ntasks-per-node|-N|--nnodes)[= ](\d+)", launcher)
+    return math.prod(map(int, sizes)) if sizes else 8
+
+
+SEVERAL = several_ranks()
+LONG = (pytest.mark.oracle, pytest.mark.timeout(3600))
+"""Of settings for machines, whose models are large; their sizes are in the default run."""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Weights and data that stand for the reader's own, by the beginning of what names them."""
+    folder = tmp_path_factory.mktemp("given")
+    texts = RECIPES / "examples" / "chats.jsonl"
+    run_here("tiny_llama", [f"out={folder / 'base'}", f"texts={texts}"])
+    fk.write_tokens(folder / "tokens", [np.arange(20_000) % 64], vocab_size=64, eos_id=0)
+    return {
+        "base=": folder / "base",
+        "data.path=TOKENS": folder / "tokens",
+        "data.path=chats.jsonl": texts,
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=LONG if "--config" in words else (), id=line)
+        for line, (_, _, words) in SEVERAL.items()
+    ],
+)
+def test_a_line_for_several_ranks_starts_on_as_many(line, paths, capsys, tmp_path, monkeypatch):
+    """A plan runs the recipe's own set-up and a step as one rank of so many."""
+    monkeypatch.chdir(tmp_path)
+    recipe, world, words = SEVERAL[line]
+    for start, path in paths.items():
+        words = [f"{w.partition('=')[0]}={path}" if w.startswith(start) else w for w in words]
+    code = main(["plan", str(recipe), *words, "--world", str(world)])
+    assert code == 0, capsys.readouterr().err

@@ -254,7 +254,7 @@ def _changes(config: Any, found: Plan) -> Iterator[tuple[str, Any, bool]]:
         yield change("")
     if getattr(config, "activation_checkpoint", "full") != "full":
         yield change("activation_checkpoint=full", activation_checkpoint="full")
-    if getattr(config, "batch_size", 1) > 1 and hasattr(config, "global_batch_size"):
+    if getattr(config, "batch_size", 1) != 1 and hasattr(config, "global_batch_size"):
         yield change("batch_size=1", batch_size=1)
         if keeps and not reduces_each:  # now there are several micro-batches
             reduces_each = True

@@ -89,7 +89,7 @@ def _exact(config: Any, out: str) -> dict[str, Any]:
 
 
 def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
-    """Sizes of batches that a layout can share, where the user gave none and those there do not."""
+    """Small sizes of batches that a layout can share, where those of the recipe are not given."""
     names = ("global_batch_size", "batch_size")
     given = {word.lstrip("-").partition("=")[0] for word in settings}
     if not all(hasattr(config, name) for name in names) or given & set(names):
@@ -97,10 +97,11 @@ def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
     mesh = config.mesh
     ranks = max(mesh.dp_replicate, 1) * max(mesh.dp_shard, 1)
     least = 2 * mesh.pp if mesh.pp > 1 else 1
-    count, rest = divmod(config.global_batch_size, config.batch_size * ranks)
-    if not rest and count >= least and count * ranks > 1:
-        return {}
-    rows = min(config.batch_size, 2)
+    if config.batch_size is not None:
+        count, rest = divmod(config.global_batch_size, config.batch_size * ranks)
+        if not rest and count >= least and count * ranks > 1:
+            return {}
+    rows = min(config.batch_size or 2, 2)
     return {"global_batch_size": max(2, least) * rows * ranks, "batch_size": rows}
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import attrs
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.data.loading.loader import Loader, make_loader
+from forgekit.inputs import divisors
 from forgekit.mesh import data_ranks
-from forgekit.run.stop_signal import StopSignal
+from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
 
@@ -32,7 +34,7 @@ class Setup:
         step: What ``make_step`` returned.
         loader: This rank's micro-batches, from ``state.samples`` on.
         loss_fn: ``loss_fn(model, batch) -> Loss``, the one that ``step`` has.
-        stop: What ``make_step`` has as ``stop``.
+        stop: What ``make_step`` has as ``stop``; None if nothing can stop the run.
         held_out: Micro-batches to evaluate; None if there are none.
     """
 
@@ -40,8 +42,33 @@ class Setup:
     step: Callable[..., tuple[Any, TensorDict]]
     loader: Any
     loss_fn: Callable[..., Loss]
-    stop: StopSignal
+    stop: Any = None
     held_out: Any = None
+
+
+def fitting_batch_size(global_batch_size: int, mesh: DeviceMesh | None, most: int = 8) -> int:
+    """Choose the rows of a rank's micro-batch so that whole micro-batches make a global batch.
+
+    Args:
+        global_batch_size: Rows per optimizer step, over all ranks.
+        mesh: What ``build_mesh`` returned, or None for one process.
+        most: Rows that a micro-batch may have.
+
+    Returns:
+        The largest divisor of this rank's share; on pipelines one that leaves two micro-batches for
+        each stage, if there is one. 1 where the ranks cannot share the global batch: the loader's
+        ``micro_batches`` then says so.
+
+    Examples:
+        >>> fitting_batch_size(12, None)
+        6
+    """
+    _, world = data_ranks(mesh)
+    stages = size_of(mesh, "pp")
+    share, rest = divmod(global_batch_size, world)
+    least = 2 * stages if stages > 1 else 1
+    fitting = [n for n in divisors(share) if n <= most and share // n >= least and not rest]
+    return max(fitting, default=1)
 
 
 def train_loader(

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
+from forgekit.run.plan.stand_ins import Told, pretending
 
 ROWS = [
     TensorDict({key: torch.tensor([row]) for key in ("input_ids", "labels")}) for row in range(24)
@@ -55,6 +56,33 @@ def test_held_out_rows_come_once_and_in_order():
 @pytest.mark.parametrize("dataset", [None, []])
 def test_without_held_out_rows_there_is_nothing_to_evaluate(dataset):
     assert fk.held_out_loader(create(), dataset, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "world", "sizes", "expected"),
+    [
+        (8, 1, {}, 8),
+        (8, 8, {}, 1),
+        (8, 8, {"tp": 2, "cp": 2}, 4),
+        (12, 2, {"dp_replicate": 2}, 6),
+        (256, 8, {}, 8),
+        (34, 2, {}, 1),  # 17 rows for each rank
+        (32, 2, {"pp": 2}, 8),
+        (8, 4, {"pp": 2}, 1),  # four micro-batches for two stages
+        (2, 2, {"pp": 2}, 1),
+        (8, 3, {}, 1),  # which the loader's micro_batches refuses
+    ],
+)
+def test_rows_of_a_micro_batch_follow_from_the_global_batch(rows, world, sizes, expected):
+    with pretending(0, world, Told()):
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        assert fk.fitting_batch_size(rows, mesh) == expected
+        assert fk.fitting_batch_size(rows, mesh, 2) == min(2, expected)
+
+
+def test_a_setup_may_have_nothing_that_stops_it():
+    built = fk.Setup(state=create(), step=None, loader=[], loss_fn=None)
+    assert built.stop is built.held_out is None
 
 
 def _on_ranks(rank, world):
