@@ -154,8 +154,9 @@ def parallelize(
     layers = [layer for layer in _blocks(model, blocks) if not isinstance(layer, Absent)]
     if not on_meta and not _is_on_cpu(model, mesh):
         model.to(mesh.device_type)
+    unsharded: Mapping[nn.Module, Mapping[str, Any]] = {}
     if ranks.tensor is not None:
-        apply_plan(model, ranks.tensor, styles, whole)
+        unsharded = apply_plan(model, ranks.tensor, styles, whole)
     if ranks.experts is not None:
         experts = apply_experts(model, ranks.experts, experts)
     for layer in layers:
@@ -163,6 +164,7 @@ def parallelize(
     if compile:
         compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
     layout = _describe(model, mesh, asked, context, styles, stages, chosen)
+    layout = attrs.evolve(layout, unsharded=unsharded)
     if _is_wrapped(mesh, asked):
         _shard(roots, layers, experts, ranks, asked, layout)
     if ranks.tensor is not None and layout.has_last:

@@ -39,6 +39,7 @@ from forgekit.parallel.fsdp import (
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
 from forgekit.state import TrainState
+from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
@@ -48,7 +49,6 @@ from forgekit.steps.forward import (
     explaining,
     length_of,
     mixing_tensors,
-    pass_eagerly,
     take_part,
 )
 from forgekit.steps.pipelined import accumulate_staged
@@ -123,7 +123,7 @@ def accumulate(
         rows_differ = data_ranks(state.mesh)[1] * layout.context > 1
         with (
             mixing_tensors(layout),
-            proving_plan(state.model, layout, is_due=is_first),
+            proving_plan(state.model, layout, is_due=is_first and layout.stages is not None),
             watching_shards(state.model, sharded, is_due=is_first and rows_differ) as read,
         ):
             sums = run(state, batches, loss_fn, sync, sharded, is_first=is_first)
@@ -170,8 +170,8 @@ def _run_whole(
             part = take_part(batch, state.layout, device)
             if is_first and index == 0 and state.layout.context > 1:
                 check_positions(state, part, loss_fn)
-            if is_first and index == 0 and state.layout.tensor > 1 and runs_compiled(state.model):
-                pass_eagerly(state, part, loss_fn)
+            if is_first and index == 0 and state.layout.tensor > 1:
+                check_plan(state, batch, loss_fn)
             with (
                 named("forward"),
                 routers.noting(),

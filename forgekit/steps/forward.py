@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.inputs import nearest_multiples
-from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
+from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.layout import full
-from forgekit.state import Layout, TrainState
+from forgekit.state import Layout
 from forgekit.steps.losses import Loss, pair_of, values_of
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
@@ -123,27 +122,6 @@ class explaining:
                 raise ValueError(f"{meaning} (torch: {str(error).splitlines()[0]})") from error
 
 
-def pass_eagerly(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> None:
-    """Pass a micro-batch through a compiled model as it was written, for hooks to see its graph.
-
-    In evaluation mode, and nothing is kept for a backward pass.
-
-    Args:
-        state: The state; nothing in it changes.
-        batch: This rank's part of a micro-batch.
-        loss_fn: ``loss_fn(model, batch) -> Loss``.
-    """
-    device = state.targets.device
-    with (
-        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
-        evaluating(state.model, state.layout),
-        torch.compiler.set_stance("force_eager"),
-        saved_tensors_hooks(_forget, _forget),
-    ):
-        compute_loss(state.model, batch, loss_fn)
-        reset_iteration(fsdp_modules(*state.layout.roots(state.model)))
-
-
 def check_loss(loss: Loss) -> Loss:
     """Raise unless a loss can be trained on and reported.
 
@@ -215,10 +193,6 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
             module.training = True
         release(fsdp_modules(*layout.roots(model)))
-
-
-def _forget(_saved: Any) -> Any:
-    """Keep nothing for backward."""
 
 
 def _is_sharded(loss: Loss) -> bool:

@@ -20,6 +20,14 @@ import forgekit as fk
 VOCAB, PLACES, WIDTH, FFN, HEADS = 12, 6, 8, 20, 4
 
 
+ACROSS = {
+    "norm": lambda h: F.gelu(h) / h.norm(dim=-1, keepdim=True),
+    "softmax": lambda h: h.softmax(-1),
+    "rms": lambda h: F.rms_norm(F.gelu(h), h.shape[-1:]),
+    "centred": lambda h: F.gelu(h - h.mean(-1, keepdim=True)),
+}
+
+
 class Scale(nn.Module):
     def __init__(self, size: int):
         super().__init__()
@@ -59,6 +67,10 @@ class Feed(nn.Module):
             h = F.gelu(h) + x.mean(-1, keepdim=True)
         elif kind == "escape":
             return x + self.down(F.gelu(h)) + h.abs().mean(-1, keepdim=True)
+        elif kind == "escape times":
+            return x * h.abs().mean(-1, keepdim=True) + self.down(F.gelu(h))
+        elif kind in ACROSS:
+            return x + self.down(ACROSS[kind](h))
         return x + self.down(F.gelu(h))
 
 
@@ -155,13 +167,15 @@ def _started(
     )
 
 
-def _gradients(rank, world, layout, kind, plan, options):
+def _gradients(rank, world, layout, kind, plan, options, audit=True):
     state, batches = _started(layout, kind, plan, **options)
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    totals = fk.accumulate(state, batches, loss_fn, audit=audit)
+    totals = fk.reduce_totals(totals, state, audit=audit)
     factor = fk.clip(totals).factor
     return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
 
 
+WHOLE = {"tp2": (2, {"tp": 2}), "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2})}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2}),
@@ -188,57 +202,49 @@ def test_named_parameters_among_sharded_channels_are_exact(case, where):
     assert names == expected.keys()
 
 
-START = r"^the tensor-parallel plan leaves something out: "
 FORGOTTEN = {
-    "one weight": (
-        "act",
-        FEED,
-        rf"{START}the parameter 'layers\.[01]\.act\.weight' has the style 'replicate', for all "
-        r"channels, and is used on this rank's channels on the way to 'layers\.[01]\.down'; its "
-        r"gradient would be wrong, and copies of it would drift apart\. Add 'layers\.[01]\.act' to "
-        r"the plan as 'heads' .* or 'channels' ",
-    ),
-    "held by the block": (
-        "held",
-        FEED,
-        rf"{START}the parameter 'layers\.[01]\.scale' .* or put it into a module of its own",
-    ),
-    "a gate of all channels": (
-        "gated",
-        FEED,
-        rf"{START}the parameter 'layers\.[01]\.gate\.(bias|weight)' has the style 'replicate'",
-    ),
-    "the stream enters": (
-        "bypass",
-        FEED,
-        rf"{START}('(layers\.0\.down|embed)' returns|an input of .* stage, with) all channels, .*"
-        r"used as this rank's channels on the way to 'layers\.[01]\.down'; .* 'colwise'",
-    ),
-    "channels leave": (
-        "escape",
-        FEED,
-        rf"{START}'layers\.[01]\.up' returns this rank's channels, which are used as all channels "
-        r"on the way to '.*'; gradients would be parts of sums",
-    ),
+    "one weight": ("act", FEED, r"the gradient of 'layers\.[01]\.act\.weight' differs"),
+    "held by the block": ("held", FEED, r"the gradient of 'layers\.[01]\.scale' differs"),
+    "a gate of all channels": ("gated", FEED, r"the gradient of .*'layers\.[01](\.gate\.\w+)?'"),
+    "the stream enters": ("bypass", FEED, r"the gradient of input 0 of 'layers\.[01]' differs"),
+    "channels leave": ("escape", FEED, r"what 'layers\.[01]' returns differs"),
+    "channels leave and multiply": ("escape times", FEED, r"what 'layers\.[01]' returns differs"),
     "heads outside": (
         "outside",
         {**FEED, "*.act": "heads"},
-        rf"{START}the parameter 'layers\.[01]\.act\.weight' has the style 'heads', for this rank's "
-        r"channels, and is used on all channels .* Name 'layers\.[01]\.act' 'replicate', or",
+        r"the gradient of 'layers\.[01]\.act\.weight' differs",
     ),
     "a temperature": (
         "temperature",
         MIX,
-        rf"{START}the parameter 'layers\.[01]\.temperature\.factor' .* to 'layers\.[01]\.out'",
+        r"the gradient of 'layers\.[01]\.temperature\.factor' differs",
     ),
+    "a norm across channels": ("norm", FEED, r"what 'layers\.[01]' returns differs"),
+    "a softmax across channels": ("softmax", FEED, r"what 'layers\.[01]' returns differs"),
+    "an rms norm across channels": ("rms", FEED, r"what 'layers\.[01]' returns differs"),
+    "a mean across channels": ("centred", FEED, r"what 'layers\.[01]' returns differs"),
 }
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_what_is_refused_would_train_another_model(case):
+    kind, plan, _ = FORGOTTEN[case]
+    expected = reference(kind, 1)
+    wrong = max(
+        relative_error(found, expected)
+        for found in run_again(_gradients, 2, {"tp": 2}, kind, plan, {}, False)
+    )
+    # A mean that leaves beside the stream is taken out again by the next LayerNorm.
+    assert wrong > 1e-2 or case == "channels leave"
 
 
 def _refused(rank, world, layout, kind, plan, options):
     state, batches = _started(layout, kind, plan, **options)
     before = full_tensors(state.model)
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
-    with pytest.raises(ValueError, match=r"^the tensor-parallel plan leaves") as caught:
+    with pytest.raises(
+        ValueError, match=r"^(tensor parallelism \(tp 2\)|the tensor-par.* out): "
+    ) as caught:
         step(state, batches)
     raised = str(caught.value)
     assert all(torch.equal(value, before[n]) for n, value in full_tensors(state.model).items())
@@ -247,15 +253,16 @@ def _refused(rank, world, layout, kind, plan, options):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, LAYOUTS))
+@pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, WHOLE))
 def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
-    (kind, plan, message), (world, layout) = FORGOTTEN[case], LAYOUTS[where]
+    (kind, plan, message), (world, layout) = FORGOTTEN[case], WHOLE[where]
     everyone = run_again(_refused, world, layout, kind, plan, {})
     for raised in everyone:
         assert re.search(message, raised), raised
         assert raised == everyone[0]
 
 
+START = r"^the tensor-parallel plan leaves something out: "
 OF_A_STAGE = {
     "the first": ("act then right", r"the parameter 'layers\.0\.act\.weight' has the style 'repl"),
     "what the last takes": ("right then bypass", "an input of the model or of its stage, with all"),
@@ -287,7 +294,9 @@ def _compiled(rank, world, layout, kind, plan, is_right):
 
     state, batches = _started(layout, kind, plan, backend)
     if not is_right:
-        with pytest.raises(ValueError, match=r"^the tensor-parallel plan leaves") as caught:
+        with pytest.raises(
+            ValueError, match=r"^(tensor parallelism \(tp 2\)|the tensor-par.* out): "
+        ) as caught:
             fk.accumulate(state, batches, loss_fn)
         return str(caught.value)
     totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
@@ -297,15 +306,10 @@ def _compiled(rank, world, layout, kind, plan, is_right):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "layout",
-    [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.oracle)],
-    ids=["tp2", "pp2, tp2"],
-)
 @pytest.mark.parametrize("name", some_of(["one weight", "channels leave"], "channels leave"))
-def test_compiled_blocks_are_proved_too(name, layout):
+def test_compiled_blocks_are_proved_too(name):
     kind, plan, message = FORGOTTEN[name]
-    for raised in run_again(_compiled, 2 * layout.get("pp", 1), layout, kind, plan, False):
+    for raised in run_again(_compiled, 2, {"tp": 2}, kind, plan, False):
         assert re.search(message, raised), raised
 
 
@@ -315,3 +319,116 @@ def test_compiled_blocks_that_are_right_stay_exact_and_compiled():
     for found, compiled in run_again(_compiled, 2, {"tp": 2}, kind, plan, True):
         assert relative_error(found, expected) < 1e-10
         assert compiled
+
+
+class Hands(nn.Module):
+    """A block that hands this rank's channels of its value on to the next one, in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, FFN)
+        self.mix = nn.PReLU()
+        self.down = nn.Linear(FFN, WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, stream: dict[str, Any], *, angles: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        x, before = stream["x"], stream.get("value")
+        value = self.up(self.norm(x) * angles)
+        value = value if before is None else value + self.mix(before)
+        return {"x": x + self.drop(self.down(F.gelu(value))), "value": value}
+
+
+class Handing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Hands() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        angles = torch.arange(ids.shape[1], dtype=self.head.weight.dtype).cos()[:, None]
+        stream = {"x": self.embed(ids)}
+        for layer in self.layers:
+            stream = layer(stream, angles=angles)
+        return self.head(stream["x"])
+
+
+def _handed(rank, world, plan, audit, options):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    torch.manual_seed(5)
+    model = fk.parallelize(Handing(), mesh, plan=plan, **options)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    called = []
+
+    def counted(model: Any, batch: Any) -> fk.Loss:
+        called.append(tuple(batch["input_ids"].shape))
+        return loss_fn(model, batch)
+
+    fk.accumulate(state, [draw_batch(0), draw_batch(1)], counted, audit=audit)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    generator = torch.get_rng_state()
+    return full_tensors(model, gradients=True), buffers, generator, called
+
+
+HANDED = {**FEED, "*.mix": "heads"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "bf16"}, {"activation_checkpoint": "full"}, {"cpu_offload": True}],
+    ids=["fp32", "bf16", "recomputed", "offloaded"],
+)
+def test_a_right_plan_passes_and_the_step_is_the_same_to_the_bit(options):
+    """Blocks hand sharded channels on in a dict, drop out, and count their calls in a buffer."""
+    for one, other in zip(
+        run_again(_handed, 2, HANDED, True, options),
+        run_again(_handed, 2, HANDED, False, options),
+        strict=True,
+    ):
+        gradients, buffers, generator, called = one
+        assert gradients.keys() == other[0].keys()
+        assert all(torch.equal(gradients[name], other[0][name]) for name in gradients)
+        assert buffers.keys() == other[1].keys()
+        assert all(torch.equal(buffers[name], other[1][name]) for name in buffers)
+        assert torch.equal(generator, other[2])
+        assert len(called) == len(other[3]) + 2
+
+
+def _from_zero(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    model = Model("act").double()
+    for layer in model.layers:
+        nn.init.zeros_(layer.down.weight)
+    model = fk.parallelize(model, mesh, plan=FEED)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    with pytest.raises(ValueError, match=r"the gradient of 'layers\.0\.act\.weight' differs"):
+        fk.accumulate(state, [draw_batch(0)], loss_fn)
+    return True
+
+
+def test_weights_of_zero_hide_nothing_from_the_check():
+    """The gradient of what stands before a projection of zeros is zero, until that has moved."""
+    assert all(run_again(_from_zero, 2))
+
+
+PLACED = {
+    **FEED,
+    **dict.fromkeys(("*.norm", "last"), "sequence"),
+    **dict.fromkeys(("*.gate", "*.act"), "replicate"),
+}
+
+
+@pytest.mark.parametrize("kind", ["norm", "softmax", "rms", "centred"])
+def test_operations_across_channels_are_refused_beside_sharded_positions(kind):
+    for raised in run_again(_refused, 2, {"tp": 2}, kind, PLACED, {}):
+        assert "what 'layers.0' returns differs" in raised
+
+
+def test_a_feed_forward_beside_sharded_positions_is_exact():
+    expected = reference("plain", 1)
+    for found in run_again(_gradients, 2, {"tp": 2}, "plain", PLACED, {}):
+        assert relative_error(found, expected) < 1e-10

@@ -20,7 +20,7 @@ WATCHED = ("forgekit.steps.accumulate:watching_shards", verified.no_shards)
 FIRST = ("forgekit.parallel.pipeline.stage_tensors:Relay._sent", verified.first_alone)
 TERM = ("forgekit.steps.recorded_call:_PARAMETERS", ())
 READS = ("forgekit.parallel.pipeline.tracing:Trace._check_operation", None)
-PLANNED = ("forgekit.parallel.tensor.plan_proof:_hooks", ())
+PLANNED = ("forgekit.steps.accumulate:check_plan", None)
 POSITIONS = ("forgekit.steps.accumulate:check_positions", None)
 WRONG = {
     "a mean per micro-batch": ({"dp_shard": 2}, "micro-batches", ()),
@@ -40,7 +40,7 @@ REFUSED = {
     "opaque": "UnreducedError: ",
     "a forgotten mesh": "ValueError: there are 2 ranks and the state got no mesh",
     "weight read before the call": "ValueError: weight is a DTensor over the mesh dimensions",
-    "unnamed weight": "ValueError: the tensor-parallel plan leaves something out: ",
+    "unnamed weight": "ValueError: tensor parallelism (tp 2): the gradient of ",
     "own positions": "ValueError: what attention 'layers.0.attention' is given",
     "a term over parameters": "ValueError: Model.parameters: loss_fn reads a parameter of the",
 }

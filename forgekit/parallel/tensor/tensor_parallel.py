@@ -30,8 +30,10 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
-from typing import cast
+from types import MethodType
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +49,7 @@ def apply_plan(
     mesh: DeviceMesh,
     styles: Mapping[str, Style],
     modules: Mapping[str, nn.Module] | None = None,
-) -> None:
+) -> dict[nn.Module, dict[str, Any]]:
     """Shard a model's parameters over ranks, in place; their names stay the same.
 
     Nothing is sent: every rank keeps its part of what it holds, so all must hold the same values,
@@ -67,6 +69,9 @@ def apply_plan(
         modules: The whole model's modules by name, where a pipeline took some of them out of
             ``model`` since.
 
+    Returns:
+        By module the attributes that were replaced, as one rank has them.
+
     Raises:
         ValueError: If modules that share a parameter would shard it differently.
     """
@@ -75,12 +80,36 @@ def apply_plan(
     sequence = "sequence" in styles.values()
     heads = logit_modules(styles)
     shared = shared_parameters(model)
+    before = {module: _attributes(module) for module in present}
     # Children first: what torch's styles do to a whole module leaves out what is sharded already.
     for name, style in reversed(list(styles.items())):
         if modules[name] in present:
             _apply(modules[name], mesh, style, sequence=sequence, is_logits=name in heads)
     for names in shared:
         share_again(model, names)
+    replaced = {module: _replaced(module, attributes) for module, attributes in before.items()}
+    return {module: attributes for module, attributes in replaced.items() if attributes}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes but its tensors and children; hooks are changed in place."""
+    tensors = ("_parameters", "_buffers", "_modules")
+    own = {name: value for name, value in vars(module).items() if name not in tensors}
+    return {name: copy(value) if isinstance(value, dict) else value for name, value in own.items()}
+
+
+def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What attributes were that are another object now: of a new one the class's, its method."""
+    was = {"forward": MethodType(type(module).forward, module), **before}
+    return {
+        name: was[name]
+        for name, value in _attributes(module).items()
+        if name in was and not _is_same(was[name], value)
+    }
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return before is after or (isinstance(after, dict) and before == after)
 
 
 def logit_modules(chosen: Mapping[str, Style]) -> set[str]:

@@ -1,0 +1,1 @@
+"""What a run's first step proves before anything is updated."""

@@ -1,0 +1,407 @@
+"""Proof of a tensor-parallel plan: a short slice of the first micro-batch, whole and sharded.
+
+Between two split projections each rank has some of the channels. What computes across them (a norm,
+a softmax), a parameter there that no entry names, or channels that leave on another way train
+another model, mostly without an error. So the ranks run a slice as one rank would and then as they
+train, and compare what each block returns and the gradients of its parameters and inputs.
+
+A block's weights are gathered while it runs and no longer. They and the inputs are float32, so that
+what differs is the plan and not rounding; and they are moved a little, since a weight of zero would
+hide what is behind it. FSDP sees nothing of this: its hooks are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.utils._pytree import tree_map
+
+from forgekit.model.attention import wide
+from forgekit.parallel.context.context_parallel import with_sockets
+from forgekit.parallel.fsdp import fsdp_modules
+from forgekit.parallel.layout import full
+from forgekit.parallel.rank_agreement import raise_together
+from forgekit.parallel.tensor.plan import ROUTED
+from forgekit.parallel.tensor.styles import take_whole
+from forgekit.state import Layout, TrainState
+from forgekit.steps.forward import LossFn, compute_loss, evaluating, take_part
+
+CLOSE = 1e-3
+"""Largest difference over the size of what is compared; what is wrong differs by far more."""
+
+NOISE = 1e-5
+"""The same over the largest gradient of a block, for gradients that are zero but for rounding."""
+
+POSITIONS = 16
+"""Positions of a slice for each rank that shares them."""
+
+MOVED = 0.1
+"""Size of what weights are moved by, over theirs; of weights of zero as it is."""
+
+PROBES = 3
+"""Random vectors from each side that a tensor is multiplied by, to be compared."""
+
+REMEDY = (
+    ". Between a 'colwise' and a 'rowwise' module each rank has some of the channels. Compute "
+    "nothing across them there (a norm, a softmax, a mean), and let nothing enter or leave past "
+    "the two. Name a module with parameters there 'heads' (the same for all channels, gradients "
+    "summed) or 'channels' (sharded like them), what sees all channels 'replicate', and give a "
+    "parameter that the block itself holds a module of its own; or leave the block out of the plan."
+)
+
+
+class _Statement(NamedTuple):
+    """What one pass says of a tensor: its shape, and numbers by which another is compared."""
+
+    shape: torch.Size
+    size: float
+    numbers: Tensor
+
+
+def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> None:
+    """Raise on every rank if tensor parallelism would train another model than one rank.
+
+    Args:
+        state: The state, its model whole on this rank; nothing in it changes.
+        batch: The first micro-batch, whole sequences ``[b s]``.
+        loss_fn: ``loss_fn(model, batch) -> Loss``; called twice more, in evaluation.
+
+    Raises:
+        ValueError: With what differs, and the remedy.
+    """
+    # Ranks that share a sequence run the same slice of it, with the attention of one device.
+    layout = attrs.evolve(state.layout, ring=1, ulysses=1, documents=None)
+    device, tensor = state.targets.device, layout.tensor
+    ranks = cast("DeviceMesh", state.mesh)["tp"]
+    # Rows that tensor-parallel ranks do not share are refused elsewhere.
+    short = [_shorten(batch, tensor * POSITIONS, tensor).cpu()]
+    dist.broadcast_object_list(short, group=ranks.get_group(), group_src=0)
+    part = take_part(short[0], layout, device)
+    stated: dict[str, _Statement] = {}
+    with (
+        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
+        torch.compiler.set_stance("force_eager"),
+        evaluating(state.model, layout),
+        with_sockets(state.model, layout.sockets),
+        _exact_products(),
+    ):
+        for is_whole in (True, False):
+            run = _Pass(layout, ranks, device, stated, is_whole)
+            with run.taking(state.model), torch.no_grad():
+                compute_loss(state.model, part, loss_fn)
+    problem = run.problem and f"tensor parallelism (tp {tensor}): {run.problem}{REMEDY}"
+    raise_together(problem)
+
+
+@attrs.define(eq=False)
+class _Pass:
+    """One forward pass of the slice: as one rank runs it, or, where that is known, sharded.
+
+    Attributes:
+        layout: The model's layout.
+        ranks: Those that share each matrix.
+        device: The model's.
+        stated: What the whole pass stated, by what it is of; empty before it.
+        is_whole: Whether this is the whole pass, which states, or the sharded one, which compares.
+        problem: What differs first.
+    """
+
+    layout: Layout
+    ranks: DeviceMesh
+    device: torch.device
+    stated: dict[str, _Statement]
+    is_whole: bool
+    problem: str | None = None
+    _names: dict[nn.Module, str] = attrs.field(factory=dict)
+    _calls: Counter[str] = attrs.field(factory=Counter)
+    _depth: int = 0
+
+    @contextmanager
+    def taking(self, model: nn.Module) -> Iterator[None]:
+        """Run each FSDP module of a model, inside the block, with copies of its weights."""
+        units = set(fsdp_modules(model))
+        self._names = {module: name for name, module in model.named_modules()}
+        with ExitStack() as stack:
+            for module, name in self._names.items():
+                if module in units:  # in place of its hooks, and of compiled code
+                    run = partial(self._run, module, list(_modules_of(module, units)))
+                    stack.enter_context(_with(module, {"_compiled_call_impl": run}))
+                if self.layout.experts > 1 and self.layout.styles.get(name) == ROUTED:
+                    stack.enter_context(_with(module, {"forward": self._stand_in}))
+                elif self.is_whole:
+                    unsharded = self.layout.unsharded.get(module, {})
+                    stack.enter_context(_with(module, unsharded))
+            yield
+
+    def _run(self, module: nn.Module, modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Run a module forward and backward; return what it returns, detached from its graph."""
+        name = self._names[module]
+        self._calls[name] += 1
+        call, shown = f"{name} {self._calls[name]}", repr(name or type(module).__name__)
+        inputs = _Inputs(is_inner=self._depth > 0)
+        self._depth += 1
+        with torch.enable_grad(), self._weights(modules) as weights:
+            args, kwargs = _map(inputs.take, (args, kwargs))
+            output = module.forward(*args, **kwargs)
+            tensors = _floating(output)
+            if not self._is_alike(tensors):  # other audits say so
+                tensors = []
+            for number, tensor in enumerate(tensors):
+                self._compare(f"{call} {number}", f"what {shown} returns", tensor)
+            ends = [(t, self._slope(f"{call} {n}", t)) for n, t in enumerate(tensors)]
+            starts = {f"input {n} of {shown}": one for n, one in enumerate(inputs.taken)} | weights
+            self._differentiate(call, ends, starts)
+        self._depth -= 1
+        return _map(inputs.leave, output)
+
+    def _differentiate(
+        self, call: str, ends: list[tuple[Tensor, Tensor]], starts: Mapping[str, Tensor]
+    ) -> None:
+        """Compare gradients of inputs and parameters, for given gradients of what is returned."""
+        starts = {key: tensor for key, tensor in starts.items() if tensor.requires_grad}
+        ends = [(tensor, slope) for tensor, slope in ends if tensor.requires_grad]
+        if not ends or not starts:
+            return
+        outputs, slopes = zip(*ends, strict=True)
+        found = torch.autograd.grad(outputs, [*starts.values()], slopes, materialize_grads=True)
+        gradients = dict(zip(starts, map(full, found), strict=True))
+        largest = max(float(gradient.norm()) for gradient in gradients.values())
+        for key, gradient in gradients.items():
+            self._compare(f"{call} {key}", f"the gradient of {key}", gradient, largest)
+
+    def _compare(self, key: str, shown: str, tensor: Tensor, largest: float = 0.0) -> None:
+        """State a tensor, or compare it with what was stated of it."""
+        tensor = tensor.detach()
+        if self.is_whole:
+            self.stated[key] = _state(tensor)
+            return
+        whole = self.stated.get(key)
+        if whole is None:
+            return
+        dim = self._shared(tensor.shape, whole.shape)
+        if dim is not None:
+            shards = DTensor.from_local(tensor, self.ranks, (Shard(dim),), run_check=False)
+            tensor = shards.full_tensor()
+        here = _state(tensor)
+        if here.shape != whole.shape:
+            gap = f"has shape {tuple(here.shape)} and not {tuple(whole.shape)}"
+        else:
+            error = float((here.numbers - whole.numbers).square().mean().sqrt())
+            # Not finite: a bad step anyway.
+            if error <= CLOSE * whole.size + NOISE * largest or not math.isfinite(whole.size):
+                return
+            gap = "differs from that of one rank"
+        self.problem = self.problem or f"{shown} {gap}"
+
+    def _is_alike(self, tensors: list[Tensor]) -> bool:
+        """Whether the ranks return alike tensors: else they would wait for each other."""
+        shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
+        everywhere: list[Any] = [None] * self.layout.tensor
+        dist.all_gather_object(everywhere, shapes, group=self.ranks.get_group())
+        return all(others == shapes for others in everywhere)
+
+    def _slope(self, key: str, tensor: Tensor) -> Tensor:
+        """The gradient to begin with: of one rank's part of a tensor that part of the whole's."""
+        shape = tensor.shape if self.is_whole or key not in self.stated else self.stated[key].shape
+        dim, slope = self._shared(tensor.shape, shape), _draw(shape, tensor)
+        if dim is not None:
+            return slope.chunk(self.layout.tensor, dim)[self.ranks.get_local_rank()]
+        return slope if tensor.shape == shape else _draw(tensor.shape, tensor)
+
+    def _shared(self, part: torch.Size, whole: torch.Size) -> int | None:
+        """The dimension of a tensor of which each rank has a part; None if there is none."""
+        if len(part) != len(whole):
+            return None
+        dims = [dim for dim, size in enumerate(part) if size != whole[dim]]
+        is_part = len(dims) == 1 and part[dims[0]] * self.layout.tensor == whole[dims[0]]
+        return dims[0] if is_part else None
+
+    @contextmanager
+    def _weights(self, modules: list[nn.Module]) -> Iterator[dict[str, Tensor]]:
+        """Give modules copies of their parameters and buffers; collectives."""
+        copies: dict[Tensor, Tensor] = {}
+        names: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            for module in modules:
+                given: dict[str, Tensor | None] = {}
+                for leaf, parameter in module._parameters.items():
+                    if parameter is not None and parameter not in copies:
+                        copies[parameter] = self._copy(parameter)
+                        names[f"{self._names[module]}.{leaf}".lstrip(".")] = copies[parameter]
+                    given[leaf] = None if parameter is None else copies[parameter]
+                buffers = {
+                    n: b if b is None else _widen(b.clone()) for n, b in module._buffers.items()
+                }
+                stack.enter_context(_with(module, {"_parameters": given, "_buffers": buffers}))
+            yield {repr(name): copy for name, copy in names.items()}
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        value = _widen(_gather(parameter.detach()).to(self.device))
+        if value.is_floating_point():
+            size = value.square().mean().sqrt()
+            value = value + _draw(value.shape, value) * torch.where(size > 0, size, 1.0) * MOVED
+        if not self.is_whole and (placement := _placement(parameter)) is not None:
+            value = distribute_tensor(value, self.ranks, [placement], src_data_rank=None)
+        return value.requires_grad_(parameter.requires_grad)
+
+    def _stand_in(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """In place of experts that other ranks hold too: what a layer of them takes and returns."""
+        if self.is_whole:
+            return x
+        x = take_whole(x, self.ranks)
+        parts = DTensor.from_local(
+            x / self.layout.tensor, self.ranks, (Partial(),), run_check=False
+        )
+        output = Shard(1) if self.layout.sequence > 1 else Replicate()
+        return parts.redistribute(placements=(output,)).to_local()
+
+
+@attrs.define(eq=False)
+class _Inputs:
+    """What a module is given: copies to differentiate for, and where a graph goes on around it."""
+
+    is_inner: bool
+    taken: list[Tensor] = attrs.field(factory=list)
+    given: list[Tensor] = attrs.field(factory=list)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Detach and widen; the first of a block are hidden states, with a gradient in any case."""
+        if not tensor.is_floating_point():
+            return tensor
+        is_hidden = self.is_inner and not self.taken
+        copy = _widen(tensor.detach()).requires_grad_(tensor.requires_grad or is_hidden)
+        self.taken.append(copy)
+        self.given.append(tensor)
+        return copy
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """Detach; around the module the gradient passes to an input of the same shape as it is."""
+        out = full(tensor.detach()) if not self.is_inner else tensor.detach()
+        if not self.is_inner or not tensor.requires_grad:
+            return out
+        like = (g for g in self.given if g.requires_grad and g.shape == out.shape)
+        through = next(like, None)
+        return out.requires_grad_() if through is None else out + (through - through.detach())
+
+
+def _modules_of(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and those in it, without the units in it."""
+    yield module
+    for child in module.children():
+        if child not in units:
+            yield from _modules_of(child, units)
+
+
+def _gather(parameter: Tensor) -> Tensor:
+    """All of a parameter: first over the ranks of FSDP, or torch warns that it takes two steps."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    names = parameter.device_mesh.mesh_dim_names or ()
+    of_parts = [
+        placement if name in ("ep", "tp") else Replicate()
+        for name, placement in zip(names, parameter.placements, strict=True)
+    ]
+    return parameter.redistribute(placements=of_parts).full_tensor()
+
+
+def _placement(parameter: Tensor) -> Placement | None:
+    """How tensor parallelism shards a parameter; None if it does not."""
+    if not isinstance(parameter, DTensor):
+        return None
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.placements[names.index("tp")] if "tp" in names else None
+
+
+def _shorten(batch: TensorDictBase, most: int, multiple: int) -> TensorDictBase:
+    """The first positions of a batch of sequences; any other batch as it is."""
+    ids = batch.get("input_ids", None)
+    if ids is None or ids.ndim < 2:
+        return batch
+    length = min(most, ids.shape[1]) // multiple * multiple
+    short = {
+        key: value[:, :length]
+        if isinstance(value, Tensor) and value.shape[:2] == ids.shape
+        else value
+        for key, value in batch.items()
+    }
+    return TensorDict(short, batch.batch_size[:1])
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor in containers and dataclasses."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changes = {name: _map(function, getattr(value, name)) for name in names}
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, list | tuple | dict):
+        return tree_map(partial(_map, function), value, is_leaf=lambda one: one is not value)
+    return value
+
+
+def _floating(value: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    _map(tensors.append, value)
+    return [full(tensor) for tensor in tensors if tensor.is_floating_point()]
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(wide(tensor.dtype)) if tensor.is_floating_point() else tensor
+
+
+def _state(tensor: Tensor) -> _Statement:
+    """Measure a tensor by its norm and by products with random vectors from both sides."""
+    rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+    left, right = _draw((PROBES, rows.shape[0]), rows), _draw((rows.shape[1], PROBES), rows)
+    return _Statement(tensor.shape, float(rows.norm()), (left @ rows @ right).double().cpu())
+
+
+def _draw(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Normal numbers, the same on every rank."""
+    generator = torch.Generator(like.device).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def _with(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module other attributes for a while."""
+    before = {name: vars(module)[name] for name in attributes if name in vars(module)}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(module).pop(name)
+        vars(module).update(before)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Multiply float32 matrices in float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
