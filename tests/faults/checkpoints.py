@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from faults.folders import by_rank_0, shared_folder
 from faults.planting import Plant, value
 from faults.table import Check, Fault
 from oracle import SPEC, global_batch, logits_loss
@@ -60,20 +60,10 @@ def _weights(state: fk.TrainState) -> list[Any]:
 def _resume(rank: int, world: int) -> str:
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
     whole = _weights(_train(_begin(mesh, is_second=False), mesh, STEPS, None))
-    names = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(names)
-    directory = Path(names[0], "checkpoints")
-    try:
-        _train(_begin(mesh, is_second=False), mesh, SAVES, directory)
-        dist.barrier()
-        if rank == 0:
-            USER["happens"](directory)
-        dist.barrier()
-        return _go_on(mesh, directory, whole)
-    finally:
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(directory.parent)
+    with shared_folder() as folder:
+        _train(_begin(mesh, is_second=False), mesh, SAVES, folder)
+        by_rank_0(USER["happens"], folder)
+        return _go_on(mesh, folder, whole)
 
 
 def _go_on(mesh: Any, directory: Path, whole: list[Any]) -> str:

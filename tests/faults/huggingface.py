@@ -1,4 +1,137 @@
-"""Faults of huggingface."""
+"""Exports that were changed on their way: they open with other logits, or do not open."""
 
-CHECKS: dict = {}
-FAULTS: list = []
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults.folders import by_rank_0, shared_folder
+from faults.planting import value
+from faults.table import Check, Fault, judge_numbers
+from oracle import SPEC
+from safetensors.torch import load_file, save_file
+
+import forgekit as fk
+
+__all__ = ["CHECKS", "FAULTS"]
+
+BOUND = 1e-6
+"""Of logits in float32; those of one process, of the very weights that were saved."""
+USER: dict[str, Any] = {"happens": lambda directory: None}
+
+
+def _open(rank: int, world: int) -> dict[str, float] | str:
+    """Save a model, open it in another layout, and compare logits."""
+    ids = torch.arange(12).view(2, 6) * 3 % SPEC.vocab_size
+    model = _moved(fk.Transformer(SPEC, seed=3))
+    expected = model(ids).detach()
+    with shared_folder() as folder:
+        directory = folder / "export"
+        fk.save_huggingface(model, directory)
+        by_rank_0(USER["happens"], directory)
+        try:
+            opened = fk.Transformer(fk.huggingface_spec(directory), seed=5)
+            mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+            fk.load_huggingface(opened := fk.parallelize(opened, mesh), directory)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    error = (opened(ids).detach() - expected).abs().max() / expected.abs().max()
+    return {"logits": float(error) / BOUND}
+
+
+@torch.no_grad()
+def _moved(model: Any) -> Any:
+    """No norm is 1 and no two layers are alike."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.mul_(3 + number % 5)
+    return model
+
+
+def _to_weights(change: Callable[[dict[str, Any]], None]) -> Any:
+    def happens(directory: Path) -> None:
+        (path,) = directory.glob("*.safetensors")
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return value(USER, "happens", happens)
+
+
+def _to_config(change: Callable[[dict[str, Any]], Any]) -> Any:
+    def happens(directory: Path) -> None:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return value(USER, "happens", happens)
+
+
+def _swap(first: str, second: str) -> Any:
+    def change(tensors: dict[str, Any]) -> None:
+        pairs = [(name, name.replace(first, second)) for name in tensors if first in name]
+        assert pairs
+        for one, other in pairs:
+            tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return _to_weights(change)
+
+
+def _reverse_heads(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+
+def _other_theta(config: dict[str, Any]) -> None:
+    for place in (config, config.get("rope_parameters") or {}):
+        if "rope_theta" in place:
+            place["rope_theta"] = 77.0
+
+
+CHECKS = {"export": Check(measure=_open, judge=judge_numbers)}
+FAULTS = [
+    Fault("layers swapped", "export", _swap(".layers.0.", ".layers.1."), "logits", quick=True),
+    Fault("gate and up swapped", "export", _swap("gate_proj", "up_proj"), "logits"),
+    Fault(
+        "norms swapped", "export", _swap("input_layernorm", "post_attention_layernorm"), "logits"
+    ),
+    Fault("rows of queries in another order", "export", _to_weights(_reverse_heads), "logits"),
+    Fault("another rope_theta", "export", _to_config(_other_theta), "logits"),
+    Fault(
+        "another epsilon of norms",
+        "export",
+        _to_config(lambda config: config.update(rms_norm_eps=0.1)),
+        "logits",
+    ),
+    Fault(
+        "tied by the configuration alone",
+        "export",
+        _to_config(lambda config: config.update(tie_word_embeddings=True)),
+        "lm_head|tie",
+    ),
+    Fault(
+        "a tensor that is gone",
+        "export",
+        _to_weights(lambda tensors: [tensors.pop(n) for n in [*tensors] if "1.mlp.up" in n]),
+        r"layers\.1\.(mlp\.up_proj|feed_forward\.up)",
+    ),
+    Fault(
+        "a tensor of another shape",
+        "export",
+        _to_weights(
+            lambda tensors: tensors.update(
+                {n: t[:-1].clone() for n, t in tensors.items() if "1.mlp.up" in n}
+            )
+        ),
+        r"layers\.1\.(mlp\.up_proj|feed_forward\.up)",
+    ),
+    Fault(
+        "one head more",
+        "export",
+        _to_config(lambda config: config.update(num_attention_heads=8)),
+        "head|shape",
+    ),
+]

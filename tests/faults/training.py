@@ -14,15 +14,16 @@ from faults.table import Check
 __all__ = ["cell_of", "training"]
 
 
-def cell_of(layout: str, dtype: str) -> Cell:
+def cell_of(layout: str, dtype: str, steps: int = 1) -> Cell:
     """Ragged targets and the larger number of micro-batches: nothing neutral."""
     micros = (LAYOUTS | ROUTED)[layout].micros[1]
-    return Cell(layout, micros, "ragged", False, "none", "logits", dtype, steps=1)
+    return Cell(layout, micros, "ragged", False, "none", "logits", dtype, steps=steps)
 
 
-def training(layouts: Sequence[str], dtype: str) -> dict[str, Check]:
-    """A check of each layout, as ``"<layout> <dtype>"``."""
-    cells = {f"{layout} {dtype}": cell_of(layout, dtype) for layout in layouts}
+def training(layouts: Sequence[str], dtype: str, steps: int = 1) -> dict[str, Check]:
+    """A check of each layout, as ``"<layout> <dtype>"``, and ``"<n> steps"`` of more than one."""
+    more = f" {steps} steps" if steps > 1 else ""
+    cells = {f"{layout} {dtype}{more}": cell_of(layout, dtype, steps) for layout in layouts}
     return {
         name: Check(
             measure=partial(_measure, cell),
