@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from optim.optimizers import (
     BUILDERS,
     DTYPES,
@@ -318,3 +321,78 @@ def test_gradients_of_the_table_differ_by_name_and_step():
     one = gradient("a", (4,), 0, torch.float64)
     assert not torch.equal(one, gradient("b", (4,), 0, torch.float64))
     assert not torch.equal(one, gradient("a", (4,), 1, torch.float64))
+
+
+# Optimizers of others on sharded parameters
+
+REFUSED = {
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+    "SGD": partial(torch.optim.SGD, fused=True, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, fused=True),
+    "Adafactor of transformers": transformers.Adafactor,
+}
+
+
+class Eager(torch.optim.Optimizer):
+    """Momentum that begins in the constructor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"].lerp_(parameter.grad, 0.5)
+            parameter.sub_(self.state[parameter]["mean"], alpha=0.01)
+
+
+TAKEN = {
+    "state from the constructor": Eager,
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, centered=True),
+    "Adamax": torch.optim.Adamax,
+}
+
+
+def _first_step(rank, world, name, table):
+    """What a rank raises when it makes a state, or how far a first step moves the weights."""
+    model = build(torch.float32, mesh=fk.build_mesh(fk.MeshSpec(), device="cpu"))
+    before = parameters_of(model)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = fk.adamw(model)
+    for group in rest.param_groups:
+        group["params"] = [p for p in group["params"] if p.ndim != 2]
+    chain = fk.chain_optimizers(table[name](matrices), rest)
+    count = len(chain.state)
+    try:
+        fk.TrainState.create(model, chain, mesh=mesh_of(model))
+    except ValueError as error:
+        assert all(torch.equal(before[n], p) for n, p in parameters_of(model).items())
+        return str(error)
+    assert len(chain.state) == count, "the trial leaves no state"
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    chain.step()
+    return max((before[n] - p).abs().max().item() for n, p in parameters_of(model).items())
+
+
+def mesh_of(model):
+    return next(model.parameters()).device_mesh
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_first_update(name):
+    message = f"^{name.split()[0]} cannot step sharded parameters \\(.*use one that can, such as "
+    for refusal in run_again(_first_step, 2, name, REFUSED):
+        assert isinstance(refusal, str), f"a step moved the weights by {refusal}"
+        assert re.search(message, refusal)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_optimizer_that_can_step_shards_is_not_asked_further(name):
+    assert all(moved > 9e-4 for moved in run_again(_first_step, 2, name, TAKEN))
