@@ -162,11 +162,13 @@ class SaveHandle:
         group: Process group of the saves, after the default group and the ranks that it was made
             for; None before the first save on several ranks.
         buffers: Copies in host memory by key, which the next save writes into again.
+        is_averaged: Whether an average stands in the place of the weights, so nothing may be saved.
     """
 
     pending: Any = None
     group: tuple[Any, Any] | None = None
     buffers: dict[str, Tensor] = attrs.field(factory=dict)
+    is_averaged: bool = False
 
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ def averaged(state: TrainState) -> Iterator[TrainState]:
     """Put the average in place of the weights within the block, in place, and the weights back.
 
     The weights are the same bits afterwards, also where the block raises. The average is
-    ``state.average``; without one, a schedule-free optimizer's evaluation point. Do not train or
-    save a checkpoint within the block: the weights are not there.
+    ``state.average``; without one, a schedule-free optimizer's evaluation point. Do not train
+    within the block, where the weights are not there; ``checkpoint_save`` refuses it.
 
     Args:
         state: The state, made with ``TrainState.create(..., average=forgekit.EMA(0.999))``.
@@ -45,8 +45,10 @@ def averaged(state: TrainState) -> Iterator[TrainState]:
     kept = {parameter: local(parameter.detach()).clone() for parameter in values}
     try:
         _write(state, values)
+        state.saves.is_averaged = True
         yield state
     finally:
+        state.saves.is_averaged = False
         _write(state, kept)
 
 

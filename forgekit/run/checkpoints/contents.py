@@ -44,6 +44,13 @@ PARTS = ("model", "optimizer", "fields")
 """What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
 AVERAGE, AVERAGE_COUNT = "average.", "average"
 """Keys of averages, before the name of a parameter; and of how many steps they hold."""
+_NOT_FACTS = (
+    *("max_seq_len", "dropout", "capacity", "aux_loss", "sequence_aux_loss", "z_loss"),
+    *("bias_rate", "centered", "force_balance"),
+)
+"""Of a model's ``spec``: how it is trained, and not what it computes; a run may change them."""
+_ROTARY = ("rope_theta", "rope_scaling")
+"""What a new run may change to lengthen the context of a model."""
 _NOT_FIELDS = ("model", "optimizer", "mesh")
 
 
@@ -62,6 +69,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
           without state is there too, so that a forgotten parameter can be told from a new one;
         - ``optimizer_class``: its class's name;
         - ``optimizer_members``: of a chain, the class of the member that steps each parameter;
+        - ``model``: the facts of its ``spec`` that no shape shows, such as the number of heads;
         - ``average``: keys of averages by parameter name; empty if the state has none;
         - ``fields``: the other fields of the state as trees.
 
@@ -81,6 +89,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     tensors |= averages
     description = {
         "tensors": {key: describe(tensor) for key, tensor in tensors.items()},
+        "model": _model_facts(state.model),
         "average": {key.removeprefix(AVERAGE): key for key in averages if key != AVERAGE_COUNT},
         "optimizer": optimizer,
         "optimizer_class": name_of(state.optimizer),
@@ -110,7 +119,8 @@ def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any
     if "optimizer" not in parts:
         chosen |= {"optimizer": {}, "optimizer_class": None}
     if "fields" not in parts:
-        chosen |= {"fields": {}, "average": {}}
+        facts = {k: v for k, v in chosen["model"].items() if not k.startswith(_ROTARY)}
+        chosen |= {"fields": {}, "average": {}, "model": facts}
     return chosen
 
 
@@ -137,6 +147,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in persistent)
     named = itertools.chain(model.named_parameters(), buffers)
     return {f"model.{name}": tensor.detach() for name, tensor in named}
+
+
+def _model_facts(model: nn.Module) -> dict[str, Any]:
+    spec = getattr(model, "spec", None)
+    if not attrs.has(type(spec)):
+        return {}
+    facts: dict[str, Any] = {}
+    for name, value in attrs.asdict(spec).items():  # pyright: ignore[reportArgumentType]
+        inner = value if isinstance(value, dict) else {}
+        facts |= {f"{name}.{key}": each for key, each in inner.items() if key not in _NOT_FACTS}
+        facts |= {} if inner or name in _NOT_FACTS else {name: value}
+    return {k: v for k, v in facts.items() if isinstance(v, str | int | float | None)}
 
 
 def _average_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -258,6 +280,12 @@ def find_mismatch(
     here = {k: spec for k, spec in described["tensors"].items() if k.startswith("model.")}
     there = {k: spec for k, spec in manifest["tensors"].items() if k.startswith("model.")}
     differences = [d for what in ("shape", "dtype") for d in _spec_difference(what, here, there)]
+    facts, saved = described["model"], manifest["model"]
+    differences += [
+        f"{name} is {saved.get(name)!r} there and {facts.get(name)!r} here"
+        for name in {**saved, **facts}
+        if saved and facts and saved.get(name) != facts.get(name)
+    ]
     if parts := [*_name_difference(here, there), *differences]:
         what = f"is of another model: {'; '.join(parts)}"
         return f"{what}. Build the model that was saved, or choose another run directory"

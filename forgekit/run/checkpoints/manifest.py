@@ -7,6 +7,7 @@ no manifest, does not count; reading it never waits and never ends the process.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path, PurePosixPath
@@ -21,9 +22,20 @@ INDEX = ".metadata"
 FORMAT = 1
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
 
+NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors of opening a pipe, a socket, a link or a directory as a file."""
+
 _CHECKSUM = "checksum"
 _KINDS = MappingProxyType(
-    {"step": int, "files": dict, "tensors": dict, "optimizer": dict, "fields": dict}
+    {
+        "step": int,
+        "files": dict,
+        "tensors": dict,
+        "optimizer": dict,
+        "fields": dict,
+        "run": str,
+        "model": dict,
+    }
 )
 
 
@@ -50,6 +62,8 @@ def load_manifest(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError("is missing") from None
     except OSError as error:
+        if error.errno not in NO_FILE:
+            raise  # the file may be whole
         raise ManifestError(f"cannot be read: {error.strerror or error}") from None
     return parse_manifest(content)
 
@@ -93,6 +107,12 @@ def _check(manifest: dict[str, Any]) -> None:
             raise ManifestError(f"has no {key!r}, or one of the wrong type")
     if not isinstance(manifest.get("metric"), int | float | None):
         raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is not a number")
+    counters = [manifest["step"], *(manifest["fields"].get(name) for name in ("step", "samples"))]
+    if not all(isinstance(count, int) and count >= 0 for count in counters):
+        raise ManifestError("has a step or a number of samples that is no count")
+    folder = manifest.get("folder", "")
+    if not isinstance(folder, str) or folder.strip(".") != folder or "/" in folder:
+        raise ManifestError(f"names a folder outside the checkpoint: {folder!r:.80}")
     for name, entry in manifest["files"].items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

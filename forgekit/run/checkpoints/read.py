@@ -18,7 +18,14 @@ from forgekit.run.checkpoints.manifest import FORMAT, INDEX, MANIFEST
 from forgekit.run.checkpoints.per_rank_fields import trees_of
 from forgekit.run.checkpoints.ranks import Ranks, explain, interruption_of
 from forgekit.run.checkpoints.step_names import step_name
-from forgekit.run.checkpoints.storage import Checkpoint, Storage, committed, find_damage, survey
+from forgekit.run.checkpoints.storage import (
+    Checkpoint,
+    Storage,
+    committed,
+    find_damage,
+    patiently,
+    survey,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -134,6 +141,7 @@ def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
         if not found:
             storage.check_directory()
             _check_undamaged(faulty)
+        _check_run(storage, found)
         return [found[known] for known in sorted(found, reverse=True)]
     if step not in found:
         named = step_name(step)
@@ -143,6 +151,20 @@ def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
             f"{storage} has no committed step {step}; it has {_steps(storage)}.{why}"
         )
     return [found[step]]
+
+
+def _check_run(storage: Storage, found: dict[int, Checkpoint]) -> None:
+    """Refuse checkpoints of several runs in one directory: which one would go on?"""
+    runs: dict[str, int] = {}
+    for step in sorted(found):
+        if run := storage.load_manifest(found[step]).get("run"):  # a newer format may have none
+            runs[run] = step
+    if len(runs) > 1:
+        steps = " and ".join(str(step) for step in runs.values())
+        raise CheckpointError(
+            f"{storage} has checkpoints of {len(runs)} runs (the newest are of steps {steps}): "
+            "somebody copied one in. Move those of the other run away, or choose with step=."
+        )
 
 
 def _check_undamaged(faulty: dict[Checkpoint, str]) -> None:
@@ -163,7 +185,7 @@ def _steps(storage: Storage) -> str:
 
 
 def _readable_manifest(storage: Storage, path: Checkpoint) -> dict[str, Any]:
-    manifest = storage.load_manifest(path)
+    manifest = patiently(lambda: storage.load_manifest(path), f"{path}/{MANIFEST}")
     if (found := manifest["format"]) == FORMAT:
         return manifest
     where, remedy = "", "Load it with the version that wrote it, or load another step."

@@ -32,7 +32,7 @@ from forgekit.run.checkpoints.read import forgekit_version
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.savable_optimizers import check_complete, check_inner_optimizers
 from forgekit.run.checkpoints.step_names import step_name
-from forgekit.run.checkpoints.storage import Storage, committed, digest, retain, storage_of
+from forgekit.run.checkpoints.storage import Storage, committed, digest, retain, run_of, storage_of
 from forgekit.state import SaveHandle, TrainState
 
 log = logging.getLogger("forgekit")
@@ -125,8 +125,8 @@ def checkpoint_save(
         A handle whose ``wait()`` returns the committed directory.
 
     Raises:
-        ValueError: If ``keep`` or ``version`` is less than 1, a URL was made into a ``Path``, or
-            adapters are merged.
+        ValueError: If ``keep`` or ``version`` is less than 1, a URL was made into a ``Path``,
+            adapters are merged, or the call is within ``averaged``.
         ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
         TypeError: If a field of the state cannot be saved, or the optimizer keeps its state where
             a checkpoint cannot find it.
@@ -146,6 +146,11 @@ def checkpoint_save(
         raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
     check_integers(version=(version, 1))
     check_inner_optimizers(state.optimizer)
+    if state.saves.is_averaged:
+        raise ValueError(
+            "checkpoint_save was called within forgekit.averaged, where the average stands in the "
+            "place of the weights, which would be lost. Save before or after the block."
+        )
     check_unmerged(state.model, "a checkpoint would hold the adapters twice")
     storage, ranks = storage_of(directory), ranks_of(state)
     tensors, description = collect(state, ranks.rank)
@@ -222,6 +227,7 @@ def _write(
                 files = {name: digest for part in digests for name, digest in part.items()}
                 manifest = merge(descriptions) | {"world": ranks.world, "files": files}
                 manifest |= {"folder": folder} if folder else {}
+                manifest["run"] = run_of(storage)
                 done.append(storage.commit(path, manifest))
                 with only_warns(f"{done[0]} is saved, but older ones could not be deleted"):
                     retain(storage, keep, step)

@@ -10,13 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
+import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar, overload
 
 from forgekit.files import is_locked
+from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.local_storage import LocalStorage
-from forgekit.run.checkpoints.manifest import MANIFEST, ManifestError
+from forgekit.run.checkpoints.manifest import MANIFEST, NO_FILE, ManifestError
+from forgekit.run.checkpoints.ranks import explain
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.step_names import step_name
 
@@ -29,6 +34,9 @@ Checkpoint: TypeAlias = Any
 """A directory in a ``LocalStorage``, a URL in a ``RemoteStorage``."""
 
 CHUNK_BYTES = 4 << 20
+PAUSES_S = (0.5, 2.0, 8.0)
+"""Between tries to read a file of a storage that does not answer."""
+T = TypeVar("T")
 _URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
 
 log = logging.getLogger("forgekit")
@@ -87,12 +95,19 @@ def committed(storage: Storage) -> dict[int, Checkpoint]:
 def survey(storage: Storage) -> tuple[dict[int, Checkpoint], dict[Checkpoint, str]]:
     """Return the checkpoints by step, and what only looks like one, with its fault."""
     good, faulty = {}, {}
-    for step, path in storage.steps().items():
+    for step, path in patiently(storage.steps, str(storage)).items():
         if fault := _find_fault(storage, step, path):
             faulty[path] = fault
         else:
             good[step] = path
     return good, faulty
+
+
+def run_of(storage: Storage) -> str:
+    """Return the identity of the run whose checkpoints are there; a new one where there is none."""
+    found = committed(storage)
+    newest = storage.load_manifest(found[max(found)]) if found else {}
+    return newest.get("run") or uuid.uuid4().hex
 
 
 def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
@@ -146,9 +161,8 @@ def find_damage(
     """Compare a file with its manifest entry; return what is wrong, or None."""
     file = f"{path}/{name}"
     try:
-        with storage.opened(path, name) as stream:
-            found = digest(stream)
-    except FileNotFoundError:
+        found = patiently(lambda: _digest_of(storage, path, name), file)
+    except (FileNotFoundError, NotADirectoryError):
         return f"{file} is missing ({expected['bytes']} bytes expected)"
     except OSError as error:
         return f"{file} cannot be read: {error.strerror or error}"
@@ -159,10 +173,45 @@ def find_damage(
     return None
 
 
+def patiently(read: Callable[[], T], name: str) -> T:
+    """Read, again after growing pauses where the storage does not answer.
+
+    A file that cannot be read is not a damaged one: taking an older checkpoint instead would lose
+    what was trained since.
+
+    Raises:
+        OSError: If there is no such file, or it is none.
+        CheckpointError: If it cannot be read all the same.
+    """
+    for pause in (*PAUSES_S, None):
+        try:
+            return read()
+        except Exception as error:  # stores have errors of their own
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | ManifestError)
+            if is_missing or getattr(error, "errno", None) in NO_FILE:
+                raise
+            if pause is None:
+                raise CheckpointError(
+                    f"{name} cannot be read: {explain(error)}. It may be whole, so no older "
+                    "checkpoint is taken for it. Try again when the storage answers, or choose "
+                    "another one with step=."
+                ) from error
+            log.warning("%s cannot be read: %s; next try in %s s", name, explain(error), pause)
+            time.sleep(pause)
+    raise AssertionError
+
+
+def _digest_of(storage: Storage, path: Checkpoint, name: str) -> dict[str, Any]:
+    with storage.opened(path, name) as stream:
+        return digest(stream)
+
+
 def _find_fault(storage: Storage, step: int, path: Checkpoint) -> str | None:
     """Say what a manifest is or does wrong; None for nothing."""
     try:
-        named = storage.load_manifest(path).get("step", step)
+        named = patiently(lambda: storage.load_manifest(path), f"{path}/{MANIFEST}").get(
+            "step", step
+        )
     except ManifestError as error:
         return str(error)
     if named == step:
