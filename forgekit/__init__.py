@@ -78,6 +78,7 @@ from forgekit.run.adapter_files import load_adapter, save_adapter
 from forgekit.run.evaluate import evaluate
 from forgekit.run.averaged import averaged
 from forgekit.run.generate import generate
+from forgekit.run.load_run import load_run
 from forgekit.run.report import wrap_up
 from forgekit.run.verification.verify import verify
 
@@ -180,6 +181,7 @@ __all__ = [
     "evaluate",
     "averaged",
     "generate",
+    "load_run",
     "wrap_up",
     "verify",
 ]

@@ -35,6 +35,7 @@ CONTRACT = [
     "UniformAverage",
     "averaged",
     "checkpoint_load",
+    "load_run",
     "checkpoint_save",
     "PendingSave",
     "latest_checkpoint",

@@ -42,15 +42,20 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def transformers_model(
-    directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, **settings: Any
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "meta",
+    **settings: Any,
 ) -> nn.Module:
-    """Build the language model of a directory on meta, for ``parallelize`` and its weights.
+    """Build the language model of a directory; ``load_huggingface`` reads its weights.
 
     No code that lies in the directory runs.
 
     Args:
         directory: With a ``config.json`` that transformers knows.
         dtype: Of the parameters.
+        device: Where; on meta for ``parallelize``. Elsewhere they have random values.
         **settings: Keys of the configuration that are to be others, such as ``use_cache=False``.
 
     Raises:
@@ -61,7 +66,7 @@ def transformers_model(
     read_json(path / "config.json")
     try:
         own = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
-        with torch.device("meta"):
+        with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(
                 own, dtype=dtype, trust_remote_code=False
             )

@@ -1,0 +1,174 @@
+"""A finished run for a script that only samples or evaluates: its model, tokenizer, configuration.
+
+Names, shapes and dtypes come from the checkpoint. What these do not say is read from the run's
+``config.json``: the spec of the model (or its base), and the scale of adapters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forgekit.inputs import path_of
+from forgekit.model.lora import add_chosen
+from forgekit.model.lora_layers import Adapter
+from forgekit.model.moe_spec import MoESpec
+from forgekit.model.rope_scaling import RopeScaling
+from forgekit.model.routing import Router
+from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.run.checkpoints.load import checkpoint_load
+from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.run.checkpoints.read import choose_checkpoint
+from forgekit.run.checkpoints.storage import storage_of
+from forgekit.run.huggingface.files import read_json
+from forgekit.run.huggingface.load import huggingface_spec
+from forgekit.run.huggingface.transformers_names import transformers_model
+from forgekit.state import TrainState
+
+Tensors = Mapping[str, Mapping[str, Any]]
+"""Shape and dtype of a checkpoint's tensors by name in the model."""
+
+
+def load_run(
+    run: str | os.PathLike[str], *, step: int | None = None
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Load the model of a run, as a script wants it that samples or evaluates.
+
+    One process loads it, whole and on the CPU, whatever layout it was trained in, with its adapters
+    beside the base. A model of transformers is built from the base's ``config.json``. No optimizer
+    and no data are needed; the weights are those after the step, not their running average.
+
+    Args:
+        run: A run directory: what a recipe's ``out`` was.
+        step: Of this checkpoint; the newest if None.
+
+    Returns:
+        The model, in evaluation mode; the tokenizer beside its data or its base, with
+        ``encode(text).ids`` and ``decode(ids)``, None if there is none; and the configuration.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or ``config.json`` and it are not of one model.
+    """
+    path = path_of("run", run)
+    config = read_run_config(path)
+    model, _ = read_model(path, config, step)
+    file = tokenizer_file(config)
+    if file is None:
+        return model, None, config
+    from tokenizers import Tokenizer
+
+    return model, Tokenizer.from_file(str(file)), config
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a run.
+
+    Raises:
+        CheckpointError: If it is not there or no object.
+    """
+    try:
+        return read_json(run / "config.json")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Name a run directory: what a recipe's out was.") from None
+
+
+def read_model(
+    run: Path, config: Mapping[str, Any], step: int | None = None
+) -> tuple[nn.Module, int]:
+    """Build and fill the model of a run.
+
+    Returns:
+        The model, and the step of its checkpoint.
+    """
+    folder = run / "checkpoints"
+    chosen = choose_checkpoint(Ranks(), storage_of(folder), step)
+    if chosen is None:
+        raise CheckpointError(f"{folder} has no checkpoint.")
+    manifest = chosen[1]
+    prefix = "model."
+    tensors = {
+        n.removeprefix(prefix): t for n, t in manifest["tensors"].items() if n.startswith(prefix)
+    }
+    model = _build(run, config, tensors)
+    _add_adapters(run, model, config, tensors)
+    if isinstance(model, Transformer):
+        model.to_empty(device="cpu")
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.reset_buffers()
+    state = TrainState.create(model, torch.optim.SGD(model.parameters()))
+    at = int(manifest["step"])
+    checkpoint_load(state, folder, step=at, parts=("model",), allow_other_data=True)
+    return model.eval(), at
+
+
+def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
+    """The tokenizer of a run, if it is still there: beside its data, or of its base."""
+    data = config.get("data")
+    given = config.get("base"), data.get("path") if isinstance(data, dict) else None
+    for folder in (Path(one) for one in given if isinstance(one, str)):
+        files = [folder / "tokenizer.json", *sorted(folder.glob("*/tokenizer.json"))]
+        if found := next((file for file in files if file.is_file()), None):
+            return found
+    return None
+
+
+def _build(run: Path, config: Mapping[str, Any], tensors: Tensors) -> nn.Module:
+    """The model without values and adapters; of transformers filled, as its buffers need it."""
+    base = config.get("base")
+    if isinstance(base, str) and "embedding.weight" not in tensors:
+        return transformers_model(base, device="cpu", use_cache=False)
+    if isinstance(config.get("model"), dict):
+        spec = _read_spec(run, config["model"])
+    elif isinstance(base, str):
+        spec = huggingface_spec(base)
+    else:
+        raise CheckpointError(
+            f"{run / 'config.json'} says neither model (a TransformerSpec) nor base, so the run's "
+            "model is not known. Build it, and call forgekit.checkpoint_load."
+        )
+    with torch.device("meta"):
+        return Transformer(spec)
+
+
+def _read_spec(run: Path, tree: Mapping[str, Any]) -> TransformerSpec:
+    parts = {"moe": MoESpec, "rope_scaling": RopeScaling}
+    try:
+        made = {n: make(**tree[n]) for n, make in parts.items() if tree.get(n) is not None}
+        return TransformerSpec(**{**tree, **made})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{run / 'config.json'} has no TransformerSpec as model: {error}"
+        ) from None
+
+
+def _add_adapters(run: Path, model: nn.Module, config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Add the adapters that the checkpoint has values for."""
+    lora = config.get("lora")
+    lora = lora if isinstance(lora, dict) else {}
+    chosen: dict[str | None, list[Adapter]] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("lora_A"):
+            continue
+        if not isinstance(lora.get("alpha"), int | float):
+            raise CheckpointError(
+                f"{run} has adapters, and its config.json no lora.alpha, so their scale is not "
+                "known. Build the model, and call forgekit.checkpoint_load."
+            )
+        matrix = name.removesuffix("lora_A")[:-1]  # of a linear layer a dot, of a stack "_"
+        is_packed = tensors.get(f"{matrix}.weight", {}).get("dtype") == "uint8"
+        adapter = Adapter(
+            name=matrix,
+            rank=tensor["shape"][-2],
+            alpha=float(lora["alpha"]),
+            dora=f"{matrix}.lora_magnitude_vector" in tensors,
+            rslora=lora.get("rslora") is True,
+        )
+        chosen.setdefault("nf4" if is_packed else None, []).append(adapter)
+    for base, adapters in chosen.items():
+        add_chosen(model, adapters, base)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,149 @@
+"""A run as a script gets it that only samples or evaluates: model, tokenizer, configuration."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+import torch
+from run.huggingface_models import logits_of, save_model, some_ids
+
+import forgekit as fk
+from forgekit.config import to_dict
+from forgekit.data.corpus.tokenizer import train_tokenizer
+
+SPEC = fk.TransformerSpec(
+    vocab_size=264, dim=128, layers=2, heads=2, kv_heads=1, ffn_dim=128, max_seq_len=32,
+    rope_theta=77.0, rope_scaling=fk.RopeScaling(kind="linear", factor=2.0), dropout=0.3,
+)  # fmt: skip
+MOE = attrs.evolve(SPEC, dim=16, ffn_dim=24, moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=8))
+IDS = torch.arange(20).reshape(2, 10)
+
+
+@attrs.define(slots=True, eq=False, kw_only=True)
+class Own(fk.TrainState):
+    """A state with a field of its own."""
+
+    seen: int = 0
+
+
+def keep(model, folder, config, step=3, kind=fk.TrainState, **fields):
+    """Save a run as a recipe leaves it, after its weights have moved."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01 * (1 + number % 3) * step)
+    state = kind.create(model, fk.adamw(model), average=fk.EMA(0.5), **fields)
+    state = fk.donate(state, step=step)
+    fk.checkpoint_save(state, folder / "checkpoints", blocking=True)
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    with torch.no_grad():
+        return logits_of(model.eval(), IDS)
+
+
+@pytest.mark.parametrize(
+    "spec", [SPEC, MOE, attrs.evolve(SPEC, tied=True)], ids=["", "moe", "tied"]
+)
+def test_a_run_computes_what_it_did(spec, tmp_path):
+    train_tokenizer(["to be or not to be"] * 2, 264).save(str(tmp_path / "tokenizer.json"))
+    config = {"model": to_dict(spec), "data": {"path": str(tmp_path)}, "steps": 3}
+    expected = [
+        keep(fk.Transformer(spec, seed=s), tmp_path, config, s, Own, seen=4) for s in (1, 2)
+    ]
+    model, tokenizer, read = fk.load_run(tmp_path)
+    assert torch.equal(model(IDS), expected[1])
+    assert not model.training
+    assert (model.spec, read) == (spec, json.loads((tmp_path / "config.json").read_text()))
+    assert tokenizer.decode(tokenizer.encode("to be").ids) == "to be"
+    assert torch.equal(fk.load_run(tmp_path, step=1)[0](IDS), expected[0])
+
+
+ADAPTERS = {
+    "plain": ({"targets": ("*.query", "*.value"), "rank": 3}, {}),
+    "dora": ({"targets": ("*.down",), "rank": 2, "dora": True}, {}),
+    "rslora": ({"targets": ("*.up",), "rank": 4, "rslora": True}, {"rslora": True}),
+    "nf4": ({"targets": ("*.query", "*.gate"), "rank": 2, "base": "nf4"}, {"base": "nf4"}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_run_has_its_adapters(case, tmp_path):
+    options, said = ADAPTERS[case]
+    base = fk.Transformer(attrs.evolve(SPEC, rope_scaling=None), seed=1)
+    fk.save_huggingface(base, tmp_path / "base")
+    lora = {"rank": options["rank"], "alpha": 24.0, "targets": ["gone"], **said}
+    model = fk.add_lora(base, alpha=24.0, **options)
+    run = tmp_path / "run"
+    run.mkdir()
+    expected = keep(model, run, {"base": tmp_path / "base", "lora": lora})
+    model, tokenizer, _ = fk.load_run(str(run))
+    assert tokenizer is None
+    assert torch.equal(model(IDS), expected)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
+
+
+def test_adapters_of_experts_are_those_of_each_expert(tmp_path):
+    model = fk.add_lora(
+        fk.Transformer(MOE), rank=2, alpha=6.0, targets=("*.experts", "*.shared.up")
+    )
+    config = {"model": to_dict(MOE), "lora": {"rank": 2, "alpha": 6.0}}
+    expected = keep(model, tmp_path, config)
+    assert torch.equal(fk.load_run(tmp_path)[0](IDS), expected)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_run_of_a_model_of_transformers_is_one(adapted, tmp_path):
+    model = save_model("Qwen2", tmp_path / "base", vocab_size=31)
+    if adapted:
+        fk.add_lora(model, rank=2, alpha=4.0, targets="*.q_proj")
+    config = {"base": str(tmp_path / "base"), "lora": {"alpha": 4.0}}
+    ids = some_ids()
+    keep_ids = keep(model, tmp_path, config, step=1)[:, :0]
+    assert keep_ids.numel() == 0
+    found, _, _ = fk.load_run(tmp_path)
+    assert type(found) is type(model)
+    assert torch.equal(logits_of(found, ids), logits_of(model.eval(), ids))
+
+
+CASES = {
+    "no run": (lambda run: None, {}, r"config\.json cannot be read: No such file"),
+    "no checkpoint": (lambda run: {"model": to_dict(SPEC)}, {}, r"checkpoints has no checkpoint"),
+    "no model": (
+        lambda run: keep(fk.Transformer(MOE), run, {}) is None or {"steps": 3},
+        {},
+        r"says neither model \(a TransformerSpec\) nor base",
+    ),
+    "another model": (
+        lambda run: keep(fk.Transformer(MOE), run, {}) is None or {"model": to_dict(SPEC)},
+        {},
+        r"step_00000003",
+    ),
+    "a base that is gone": (
+        lambda run: keep(fk.Transformer(MOE), run, {}) is None or {"base": "gone"},
+        {},
+        r"gone is no directory",
+    ),
+    "another step": (
+        lambda run: keep(fk.Transformer(MOE), run, {}) is None or {"model": to_dict(MOE)},
+        {"step": 7},
+        r"has no committed step 7",
+    ),
+    "adapters of unknown scale": (
+        lambda run: (
+            keep(fk.add_lora(fk.Transformer(MOE)), run, {}) is None or {"model": to_dict(MOE)}
+        ),
+        {},
+        r"has adapters, and .*config\.json no lora\.alpha",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "options", "message"), CASES.values(), ids=CASES)
+def test_what_is_no_run_is_one_sentence(config, options, message, tmp_path):
+    if (tree := config(tmp_path)) is not None:
+        (tmp_path / "config.json").write_text(json.dumps(tree, default=str))
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.load_run(tmp_path, **options)
