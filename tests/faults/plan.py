@@ -1,4 +1,72 @@
-"""Faults of plan."""
+"""Differences between what a plan says of a step and what real ranks do in it."""
 
-CHECKS: dict = {}
-FAULTS: list = []
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import plan_cells
+import torch
+import torch.distributed as dist
+from faults.planting import value
+from faults.table import Check, Fault
+
+import forgekit as fk
+
+__all__ = ["CHECKS", "FAULTS"]
+
+LOSS = plan_cells.loss_fn
+CELL = plan_cells.Cell(name="fsdp2", world=2, sizes={})
+
+
+def _measure(rank: int, world: int) -> Any:
+    return plan_cells.measure(CELL)
+
+
+def _compare(by_rank: Sequence[Any]) -> str:
+    """What differs between the plan, made in this process, and the first rank."""
+    from run.test_plan import job_of
+
+    from forgekit.run.plan.plan import plan_ranks
+
+    (planned,), real = plan_ranks(job_of(CELL)), by_rank[0]
+    collectives = plan_cells.collectives_of(planned.calls, planned.dimensions)
+    said = ["collectives differ"] * (collectives != real["collectives"])
+    said += ["FLOPs differ"] * (dict(planned.work.flops) != real["flops"])
+    said += ["targets differ"] * (planned.targets != real["targets"])
+    for category, size in real["memory"].items():
+        said += [f"{category} differ"] * (abs(planned.memory[category] / size - 1) > 0.1)
+    return ", ".join(said)
+
+
+def _one_collective_more(model: Any, batch: Any) -> fk.Loss:
+    dist.all_reduce(torch.ones(3))
+    return LOSS(model, batch)
+
+
+def _one_product_more(model: Any, batch: Any) -> fk.Loss:
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    return LOSS(model, batch)
+
+
+CHECKS = {"plan": Check(measure=_measure, judge=_compare)}
+FAULTS = [
+    Fault(
+        "a collective that no plan has",
+        "plan",
+        value(plan_cells, "loss_fn", _one_collective_more),
+        "collectives differ",
+    ),
+    Fault(
+        "a product that no plan has",
+        "plan",
+        value(plan_cells, "loss_fn", _one_product_more),
+        "^FLOPs differ",
+    ),
+    Fault(
+        "more is kept for the backward",
+        "plan",
+        value(plan_cells, "loss_fn", plan_cells.logits_loss),
+        "(activations|temporary) differ",
+    ),
+]

@@ -8,8 +8,10 @@ the check runs, and the check has to see it. Without a fault each check finds no
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -41,6 +43,7 @@ ROOMS = (
     "lora",
     "optim",
     "metrics",
+    "run",
     "plan",
     "verify",
 )
@@ -66,7 +69,8 @@ class Check:
     """What is measured and how it is judged.
 
     Attributes:
-        measure: ``measure(rank, world)`` on each rank; a fault is planted around it.
+        measure: ``measure(rank, world)`` on each rank; a fault is planted around it. With
+            ``breaks`` it gets an empty folder too.
         world: Number of ranks.
         judge: Takes what the ranks returned; errors in units of what is allowed, or a sentence,
             which is empty if there is nothing to say.
@@ -74,14 +78,16 @@ class Check:
         timeout_s: Until a job is given up, for each measurement.
         alone: Whether a measurement gets a job of its own: after an error ranks may not be where
             the next one expects them.
+        breaks: Whether it makes its own process group, which may break.
     """
 
-    measure: Callable[[int, int], Any]
+    measure: Callable[..., Any]
     world: int = 2
     judge: Callable[[Sequence[Any]], Seen] = judge_sentences
     control: Callable[[Sequence[Any]], Seen] | None = None
     timeout_s: float = 40
     alone: bool = False
+    breaks: bool = False
 
 
 @attrs.frozen
@@ -127,13 +133,13 @@ def all_faults() -> dict[str, Fault]:
 
 
 def _measure(
-    rank: int, world: int, check: str, faults: Sequence[str | None]
+    rank: int, world: int, check: str, faults: Sequence[str | None], *folder: Path
 ) -> list[tuple[Any, int]]:
     """One rank's part: what was measured with each fault, and how often the fault was called."""
     measured = []
     for fault in faults:
         with (all_faults()[fault].plant if fault else nothing)() as count:
-            result = all_checks()[check].measure(rank, world)
+            result = all_checks()[check].measure(rank, world, *folder)
         measured.append((result, count.calls))
     return measured
 
@@ -142,12 +148,13 @@ def _measure(
 def _job(check: str, names: tuple[str | None, ...]) -> dict[str | None, Any]:
     """What the ranks measured with each fault in turn; what stopped the job in place of it."""
     how = all_checks()[check]
-    try:
-        by_rank = run_ranks(
-            _measure, how.world, check, names, timeout_s=how.timeout_s + 10 * len(names)
-        )
-    except RankError as error:
-        return dict.fromkeys(names, str(error))
+    options = {"timeout_s": how.timeout_s + 10 * len(names), "group": not how.breaks}
+    with tempfile.TemporaryDirectory() as folder:
+        given = [Path(folder)] if how.breaks else []
+        try:
+            by_rank = run_ranks(_measure, how.world, check, names, *given, **options)
+        except RankError as error:
+            return dict.fromkeys(names, str(error))
     return dict(zip(names, zip(*by_rank, strict=True), strict=True))
 
 
