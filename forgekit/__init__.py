@@ -53,7 +53,7 @@ from forgekit.steps.per_source_loss import losses_by_source
 from forgekit.steps.dpo import check_dpo, document_log_probs, dpo_loss
 from forgekit.steps.accumulate import accumulate, count_ahead
 from forgekit.steps.totals import Totals, reduce_totals
-from forgekit.steps.consistency import UnreducedError
+from forgekit.steps.audit.agreement import UnreducedError
 from forgekit.steps.gradients import grad_norms, gradients
 from forgekit.steps.clip import Correction, clip
 from forgekit.steps.spikes import SpikeLimit

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import check_choice
 from forgekit.mesh import check_dimensions, expert_ranks
@@ -29,6 +30,7 @@ from forgekit.parallel.activation_checkpoint import (
     compile_blocks,
     recompute,
 )
+from forgekit.parallel.agreement import check_alike
 from forgekit.parallel.context.context_parallel import (
     ChosenAttention,
     Context,
@@ -42,7 +44,6 @@ from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stage_tensors import Absent
 from forgekit.parallel.pipeline.stages import Stages, split_stages
-from forgekit.parallel.rank_agreement import check_alike
 from forgekit.parallel.tensor.plan import EXPERT, Plan, Style, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import (
@@ -211,9 +212,12 @@ class _Ranks(NamedTuple):
 def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:
     """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
     _check_mesh(mesh)
-    plan = None if asked.plan is None else sorted(asked.plan)
+    plan = getattr(model, "plan", None) if asked.plan is None else asked.plan
+    items = plan.items() if isinstance(plan, Mapping) else ()
+    # A style of torch's by its attributes: its own text has an address.
+    shown = [(n, (type(s), vars(s)) if isinstance(s, ParallelStyle) else s) for n, s in items]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    check_alike(model, attrs.asdict(asked, recurse=False) | {"plan": plan, "mesh": sizes})
+    check_alike(model, attrs.asdict(asked, recurse=False) | {"plan": shown, "mesh": sizes})
 
 
 def _check_options(model: nn.Module, mesh: DeviceMesh, asked: _Options) -> None:

@@ -40,6 +40,7 @@ from forgekit.parallel.layout import size_of, world_of
 from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
 from forgekit.state import TrainState
 from forgekit.steps.audit.plan import check_plan
+from forgekit.steps.audit.running_alike import running_alike
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
@@ -54,7 +55,6 @@ from forgekit.steps.forward import (
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.position_proof import check_positions
 from forgekit.steps.ranges import named, ranged
-from forgekit.steps.running_alike import running_alike
 from forgekit.steps.totals import LossSums, Totals
 
 

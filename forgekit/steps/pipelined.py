@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.fsdp import (
     FsdpModules,
     Sync,
@@ -26,7 +27,6 @@ from forgekit.parallel.fsdp import (
     widen_accumulators,
 )
 from forgekit.parallel.pipeline.stages import Stages
-from forgekit.parallel.rank_agreement import raise_together
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from forgekit.model.routing import Router
-from forgekit.parallel.rank_agreement import raise_together
+from forgekit.parallel.agreement import raise_together
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating
 from forgekit.steps.losses import Loss

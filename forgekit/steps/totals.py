@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
-from forgekit.steps.consistency import (
+from forgekit.steps.audit.agreement import (
     Claim,
     UnreducedError,
     agree,

@@ -13,7 +13,7 @@ import forgekit as fk
 
 EXACT = 1e-12
 UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
-COPIES = ("forgekit.steps.consistency:_check_fingerprints", None)
+COPIES = ("forgekit.steps.audit.agreement:_check_replicas", None)
 NO_MESH = ("forgekit.state:_check_parameters", None)
 GATHERED = ("forgekit.steps.vocabulary_parallel:TENSOR", "dp_shard")
 WATCHED = ("forgekit.steps.accumulate:watching_shards", verified.no_shards)

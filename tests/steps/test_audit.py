@@ -15,10 +15,12 @@ from oracle import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributions import Categorical
 
 import forgekit as fk
-from forgekit.steps.consistency import UnreducedError, check_replicas, digest_rows
+from forgekit.steps.audit.agreement import UnreducedError, check_replicas, digest_rows
 
 WIDTH, CLASSES = 6, 5
 
@@ -429,6 +431,115 @@ def _drift_later(rank, world, out):
 
 def test_replicas_are_compared_again_now_and_then(tmp_path):
     assert run_ranks(_drift_later, 2, str(tmp_path)) == [True, True]
+
+
+class _Counting(nn.Module):
+    """Keeps what it has seen in buffers, each rank its own."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.norm = nn.BatchNorm1d(WIDTH) if buffer == "norm" else nn.Identity()
+        self.from_step = {"later": 1, "norm": 0, "table": 0}[buffer]
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(3, 2), persistent=buffer != "table")
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2 * self.from_step and isinstance(self.norm, nn.Identity):
+            self.seen += x.mean()
+        return self.head(self.norm(self.body(x)).tanh())
+
+
+def _own_buffers(rank, world, buffer, sizes):
+    state = _state(_Counting(buffer).double(), sizes=sizes)
+    row, _ = fk.data_ranks(state.mesh)
+    raised = []
+    for _ in range(2):
+        try:
+            state, _ = _step()(state, _batches(row))
+            check_replicas(state)
+        except ValueError as error:
+            raised.append(str(error))
+            break
+    return raised, state.step
+
+
+@pytest.mark.parametrize(("buffer", "step"), [("norm", 0), ("later", 2)])
+def test_buffers_that_ranks_update_apart_are_refused_on_every_rank(buffer, step):
+    """At the first step, or where replicas are compared again."""
+    name = "norm.running_mean" if buffer == "norm" else "seen"
+    for (message,), steps in run_again(_own_buffers, 2, buffer, {"dp_shard": 2}):
+        assert f"ranks 0 and 1 hold the same part of '{name}', but its values differ" in message
+        assert "along dp_shard. Likely cause: a buffer that each rank updates" in message
+        assert steps == step
+
+
+@pytest.mark.parametrize(
+    ("buffer", "sizes"),
+    [("table", {"dp_shard": 2}), ("norm", {"dp_shard": 1, "cp": 1, "tp": 2})],
+    ids=["no checkpoint keeps it", "same rows"],
+)
+def test_buffers_that_are_the_same_or_kept_nowhere_pass(buffer, sizes):
+    if "tp" in sizes:
+        assert run_again(_norm_beside_tp, 2) == [2, 2]
+    else:
+        assert run_again(_own_buffers, 2, buffer, sizes) == [([], 2)] * 2
+
+
+def _norm_beside_tp(rank, world):
+    plan = {"body": "replicate", "norm": "replicate", "head": "replicate"}
+    state = _state(_Counting("norm").double(), sizes={"tp": 2}, plan=plan)
+    for _ in range(2):
+        state, _ = _step()(state, _batches(0))
+        check_replicas(state)
+    return state.step
+
+
+def _stated_by_one(rank, world, who):
+    state = _state(_Model().double())
+    totals = fk.accumulate(state, _batches(rank), _loss)
+    settings = {"beta": 0.5} if rank == who else {}
+    with pytest.raises(ValueError, match="Use one configuration") as caught:
+        fk.reduce_totals(totals, state, settings=settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_setting_that_one_rank_alone_states_is_refused(who):
+    shown = "0.5 on rank 0, None on rank 1" if who == 0 else "None on rank 0, 0.5 on rank 1"
+    for message in run_again(_stated_by_one, 2, who):
+        assert message.startswith(f"ranks differ in beta: {shown}")
+
+
+PLANS = {
+    "styles": ({"body": "colwise", "head": "rowwise"}, {"body": "replicate", "head": "replicate"}),
+    "order": ({"*": "replicate", "body": "heads"}, {"body": "heads", "*": "replicate"}),
+    "torch's own": (
+        {"body": ColwiseParallel(), "head": "rowwise"},
+        {"body": ColwiseParallel(output_layouts=Replicate()), "head": "rowwise"},
+    ),
+}
+
+
+def _other_plan(rank, world, kind, is_of_model):
+    plan, model = PLANS[kind][rank], _Model()
+    if is_of_model:
+        model.plan = plan
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    with pytest.raises(ValueError, match="ranks differ in plan: ") as caught:
+        fk.parallelize(model, mesh, plan=None if is_of_model else plan)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_of_model"), [("styles", False), ("order", False), ("torch's own", True)]
+)
+def test_ranks_with_other_styles_are_refused(kind, is_of_model):
+    first, second = run_again(_other_plan, 2, kind, is_of_model)
+    assert first == second
+    assert "0x" not in first
 
 
 def _differing_option(rank, world, options):

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.steps.consistency import UnreducedError
+from forgekit.steps.audit.agreement import UnreducedError
 
 WIDTH, CLASSES = 6, 5
 REPLICAS = {"dp_replicate": 2, "dp_shard": 1}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from forgekit.parallel.rank_agreement import raise_together
+from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.tensor.plan import GROUPED, ROUTED
 from forgekit.state import Layout
 

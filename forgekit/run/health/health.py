@@ -31,7 +31,7 @@ from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing,
 from forgekit.run.health.watchdog import Watchdog
 from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
-from forgekit.steps.consistency import check_replicas
+from forgekit.steps.audit.agreement import check_replicas
 
 LEAST_SHARE = 0.1
 """Of a step that a rank must cost the others before it is called slow."""

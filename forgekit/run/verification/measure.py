@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from forgekit.data.loading.groups import groups
 from forgekit.data.samples import IGNORED
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
+from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
-from forgekit.parallel.rank_agreement import exchange
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip

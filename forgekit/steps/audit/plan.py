@@ -37,10 +37,10 @@ from torch.distributed.tensor import (
 from torch.utils._pytree import tree_map
 
 from forgekit.model.attention import wide
+from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
-from forgekit.parallel.rank_agreement import raise_together
 from forgekit.parallel.tensor.plan import ROUTED
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.state import Layout, TrainState

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import FsdpModules
-from forgekit.parallel.rank_agreement import exchange
 
 END = "the end of loss_fn"
 
