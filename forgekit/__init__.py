@@ -63,7 +63,7 @@ from forgekit.run.recipe_parts import Setup, fitting_batch_size, held_out_loader
 from forgekit.run.run_directory import every, open_run
 from forgekit.run.checkpoints.save import PendingSave, checkpoint_save
 from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.huggingface.load import huggingface_spec, load_huggingface

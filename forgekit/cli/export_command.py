@@ -29,8 +29,8 @@ def _export(options: argparse.Namespace) -> int:
     import torch
 
     from forgekit.model.lora_layers import lora_layers
+    from forgekit.ranks import CheckpointError
     from forgekit.run.adapters import merge_lora
-    from forgekit.run.checkpoints.errors import CheckpointError
     from forgekit.run.huggingface.save import save_huggingface
     from forgekit.run.load_run import read_model, read_run_config, tokenizer_file
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from forgekit.inputs import check_choice, check_integers, counted
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.contents import saved_fields
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.per_rank_fields import is_per_rank

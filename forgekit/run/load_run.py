@@ -21,9 +21,8 @@ from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Router
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError, Ranks
 from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.checkpoints.read import choose_checkpoint
 from forgekit.run.checkpoints.storage import storage_of
 from forgekit.run.huggingface.files import read_json

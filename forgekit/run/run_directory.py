@@ -25,8 +25,8 @@ import torch
 from forgekit.environment import is_library
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown
+from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.save import checkpoint_save, join_saves, wait_for_saves

@@ -21,8 +21,8 @@ import forgekit as fk
 from forgekit.model.nf4 import BYTES, CODES, pack, unpack
 from forgekit.parallel.activation_checkpoint import compile_blocks
 from forgekit.parallel.tensor.plan import read_plan
+from forgekit.ranks import CheckpointError
 from forgekit.run import relora
-from forgekit.run.checkpoints.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 TORCHAO = """

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.steps.update import skips_on_device
 
 

@@ -23,8 +23,8 @@ from manifests import age
 from ranks import run_ranks
 from torch import nn
 
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.contents import copy_to_host, model_tensors
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.local_storage import LocalStorage
 from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.json_trees import SavedValue
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.migration import SavedState

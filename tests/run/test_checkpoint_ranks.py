@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.contents import model_tensors
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves
 from forgekit.run.checkpoints.storage import latest_checkpoint

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.save import checkpoint_save
 from forgekit.run.checkpoints.storage import latest_checkpoint

@@ -17,7 +17,7 @@ import forgekit as fk
 from forgekit.data.corpus.id_documents import random_documents
 from forgekit.data.loading.document_stream import stream_documents
 from forgekit.data.loading.groups import groups
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.save import checkpoint_save
 from forgekit.state import TrainState

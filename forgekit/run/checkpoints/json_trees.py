@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 
 _REMEDY = (
     "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "

@@ -14,6 +14,7 @@ from torch import nn
 
 from forgekit.inputs import check_integers
 from forgekit.model.lora import adapter_names
+from forgekit.ranks import CheckpointError
 from forgekit.run.adapters import check_unmerged, reset_magnitudes
 from forgekit.run.checkpoints.contents import (
     PARTS,
@@ -25,7 +26,6 @@ from forgekit.run.checkpoints.contents import (
     optional_fields,
     restore,
 )
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.migration import Migration, migrate_manifest
 from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.read import check_data, choose_checkpoint, read_tensors

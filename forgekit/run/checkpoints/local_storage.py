@@ -21,14 +21,13 @@ from typing import Any, BinaryIO
 import attrs
 
 from forgekit.files import is_locked, locked, make_folder, open_regular, replace, sync, write_atomic
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError, Ranks
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
     ManifestError,
     format_manifest,
     load_manifest,
 )
-from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
 
 _HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")

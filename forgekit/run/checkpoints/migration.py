@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.contents import AVERAGE, describe, with_nearest
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.json_trees import SavedValue, decode, encode
 from forgekit.run.checkpoints.per_rank_fields import TAG
 

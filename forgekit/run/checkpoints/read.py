@@ -12,11 +12,10 @@ from torch import Tensor
 
 from forgekit.data.fingerprint import compare_facts, facts_of, hash_of
 from forgekit.inputs import brief
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError, Ranks, explain, interruption_of
 from forgekit.run.checkpoints.json_trees import decode
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX, MANIFEST
 from forgekit.run.checkpoints.per_rank_fields import trees_of
-from forgekit.run.checkpoints.ranks import Ranks, explain, interruption_of
 from forgekit.run.checkpoints.step_names import step_name
 from forgekit.run.checkpoints.storage import (
     Checkpoint,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import attrs
 
 from forgekit.data.optional_packages import require
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError, Ranks
 from forgekit.run.checkpoints.local_storage import only_warns
 from forgekit.run.checkpoints.manifest import (
     MANIFEST,
@@ -36,7 +36,6 @@ from forgekit.run.checkpoints.manifest import (
     format_manifest,
     parse_manifest,
 )
-from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from forgekit.optim.chain import Chained
-from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.ranks import Ranks
 from forgekit.state import TrainState, check_optimizer
 
 

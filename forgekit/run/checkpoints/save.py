@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from forgekit.inputs import check_integers
+from forgekit.ranks import CheckpointError, Ranks, explain, interruption_of
 from forgekit.run.adapters import check_unmerged
 from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
-from forgekit.run.checkpoints.errors import CheckpointError
 from forgekit.run.checkpoints.local_storage import only_warns
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX
-from forgekit.run.checkpoints.ranks import Ranks, explain, interruption_of, ranks_of
+from forgekit.run.checkpoints.ranks import ranks_of
 from forgekit.run.checkpoints.read import forgekit_version
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.savable_optimizers import check_complete, check_inner_optimizers

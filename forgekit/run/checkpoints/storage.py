@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar, overload
 
 from forgekit.files import is_locked
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError, explain
 from forgekit.run.checkpoints.local_storage import LocalStorage
 from forgekit.run.checkpoints.manifest import MANIFEST, NO_FILE, ManifestError
-from forgekit.run.checkpoints.ranks import explain
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.step_names import step_name
 

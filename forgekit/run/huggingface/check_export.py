@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forgekit.data.optional_packages import require
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.huggingface.families import differences, family_of
 from forgekit.run.huggingface.files import fill, reading, stored_tensors
 from forgekit.run.huggingface.load import (

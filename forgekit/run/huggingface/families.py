@@ -12,7 +12,7 @@ import torch
 from forgekit.inputs import brief, is_integer, is_number
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.huggingface.names import Rule, cast, leave_out, pad, rename, stack
 from forgekit.run.huggingface.rope import NUMBERS, read_rope, write_rope
 

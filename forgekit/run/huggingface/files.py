@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forgekit.files import open_regular
 from forgekit.inputs import brief, parse_json
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.huggingface.names import Box
 
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,9 +23,8 @@ from forgekit.inputs import check_integers, path_of
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.ranks import CheckpointError, Ranks, all_ranks
 from forgekit.run.adapters import reset_magnitudes
-from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.ranks import Ranks
 from forgekit.run.huggingface.families import Family, differences, family_of, rules
 from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
 from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors
@@ -120,9 +118,7 @@ def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
     """The ranks that share a model; one where ``parallelize`` has not sharded it."""
     # A pipeline's rank may have shards over itself alone, and share the model even so.
     is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    if not is_shared or dist.get_world_size() == 1:
-        return Ranks()
-    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    return all_ranks() if is_shared else Ranks()
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from forgekit.inputs import brief, is_number
 from forgekit.model.rope_scaling import RopeScaling
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 
 NUMBERS = MappingProxyType(
     {

@@ -27,8 +27,7 @@ from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.model.lora import adapter_names
 from forgekit.model.lora_layers import LoraLinear, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.run.checkpoints.errors import CheckpointError
-from forgekit.run.checkpoints.ranks import Ranks
+from forgekit.ranks import CheckpointError, Ranks, all_ranks
 from forgekit.run.huggingface.check_export import check_spec, check_transformers, check_values
 from forgekit.run.huggingface.families import Family, family_named, family_of, known_families
 from forgekit.run.huggingface.files import INDEX, SINGLE, read_json, write_json, write_tensors
@@ -112,7 +111,7 @@ def save_huggingface(
     check_tokenizer(tokenizer)
     is_ours = isinstance(model, Transformer) and names is None
     family, base, source = _resolve(like)
-    ranks = _ranks()
+    ranks = all_ranks()
     if is_theirs:
         names = ranks.together(lambda: transformers_names(model))
         base = {**base, **_own_config(model)}
@@ -170,12 +169,6 @@ class _Plan:
     names: NameMap
     files: dict[str, Entries]
     owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-
-
-def _ranks() -> Ranks:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks()
-    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
 
 
 def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:

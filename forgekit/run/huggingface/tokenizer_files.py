@@ -10,7 +10,7 @@ from typing import Any
 
 from forgekit.data.corpus.tokenizer import END_OF_TEXT
 from forgekit.inputs import path_of, wrong_type
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.huggingface.files import read_json, write_json
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forgekit.data.optional_packages import require
 from forgekit.inputs import path_of
-from forgekit.run.checkpoints.errors import CheckpointError
+from forgekit.ranks import CheckpointError
 from forgekit.run.huggingface.files import read_json
 from forgekit.run.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
 

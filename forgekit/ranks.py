@@ -1,0 +1,119 @@
+"""Ranks that work together: what fails on one of them fails on all.
+
+A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
+runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. What
+interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import attrs
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not belong to this run."""
+
+
+@attrs.frozen
+class Ranks:
+    """The ranks that share a model or a state, over a process group; one rank without."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    world: int = 1
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """Call ``function`` on every rank; return all results, or raise on all if one raised."""
+        answer = _attempt(function)
+        answers = [answer] * self.world
+        if self.group is not None:
+            dist.all_gather_object(answers, answer, group=self.group)
+        errors = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+        for _, error in errors:
+            _raise_interruption(error)
+        for rank, error in errors:
+            raise CheckpointError(f"rank {rank}: {error}" if self.world > 1 else error)
+        return [value for value, _ in answers]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on every rank and return this rank's result, or raise on all of them.
+
+        Unlike ``each`` it exchanges no results, which may hold tensors.
+        """
+        results: list[T] = []
+        self.each(lambda: results.append(function()))
+        return results[0]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on the first rank; return its result, or raise, on every rank."""
+        answers = [_attempt(function) if self.rank == 0 else (None, None)]
+        if self.group is not None:
+            # Not a gather: only the first rank reads directories.
+            dist.broadcast_object_list(answers, group=self.group, group_src=0)
+        value, error = answers[0]
+        if error is not None:
+            _raise_interruption(error)
+            raise CheckpointError(error)
+        return cast(T, value)
+
+    def torch_options(self) -> dict[str, Any]:
+        """Return the arguments by which torch's own save and load take these ranks."""
+        if self.group is None:  # torch would warn each time that there is no group
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        return {"process_group": self.group, "no_dist": self.group is None}
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on the first rank, and nothing on the others."""
+        if self.group is None:
+            return [value]
+        values = [value] * self.world if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values or []
+
+
+def _attempt(function: Callable[[], T]) -> tuple[Any, str | BaseException | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # torch's CheckpointException derives from it
+        return None, interruption_of(error) or explain(error)
+
+
+def _raise_interruption(error: str | BaseException) -> None:
+    if isinstance(error, BaseException):
+        raise error
+
+
+def interruption_of(error: BaseException) -> BaseException | None:
+    """Return the stop request or Ctrl-C behind an error: torch wraps it like any failure."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        causes = [interruption_of(cause) for cause, _ in error.failures.values()]
+        return next(filter(None, causes), None)
+    return None if isinstance(error, Exception) else error
+
+
+def explain(error: BaseException) -> str:
+    """Say what failed in one line, without the tracebacks that torch wraps around it."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {explain(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def all_ranks() -> Ranks:
+    """Return the ranks of the default process group; this one alone if there is none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks()
+    return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
