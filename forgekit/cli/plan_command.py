@@ -10,22 +10,22 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from rich.console import Console
 
-from forgekit.cli.recipe_files import named, names_of, recipe_file
+from forgekit.cli.recipe_setup import build, micro_batches, opened, script_of
 from forgekit.cli.usage import (
     UsageError,
     add_settings,
     exit_code,
     file_path,
     integer,
-    script_file,
 )
 from forgekit.inputs import brief, quoted
 from forgekit.terminal import printable, tell
@@ -79,16 +79,18 @@ def _plan(options: argparse.Namespace) -> int:
 
     _, options.settings = _own_options().parse_known_args(options.settings, options)
     _check(options, MACHINES)
-    config, recipe, name = _configured(options)
-    # Nothing is computed on an accelerator, and the recipe must not look for one.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        plan = partial(_planned, options, recipe, Path(folder))
+    with _without_accelerators(), opened(script_of(options.recipe, options.recipes)) as recipe:
+        config = _configured(options, recipe)
         _check_world(config.mesh, options)
-        try:
-            found = _swept(options, config, plan) if options.sweep else _fitting(config, plan, name)
-        except PlanError as error:
-            raise UsageError(str(error)) from None
+        with tempfile.TemporaryDirectory() as folder:
+            plan = partial(_planned, options, recipe, Path(folder))
+            try:
+                if options.sweep:
+                    found = _swept(options, config, plan)
+                else:
+                    found = _fitting(config, plan, str(options.recipe))
+            except PlanError as error:
+                raise UsageError(str(error)) from None
     if found is None:
         return 1
     _show(found, options)
@@ -129,28 +131,38 @@ def _check_world(mesh: MeshSpec, options: argparse.Namespace) -> None:
         raise UsageError(f"--world {options.world}: {error}") from None
 
 
-def _configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any], str]:
-    """The recipe's configuration, its names, and what to call it."""
+def _configured(options: argparse.Namespace, recipe: ModuleType) -> Any:
+    """The recipe's configuration."""
     from forgekit.config import load_config
     from forgekit.config.schema import keys_of
 
-    given = options.recipe
-    script = given if given.suffix == ".py" else recipe_file(options.recipes, str(given))
-    script_file(script, "name a recipe's file, or one of `forgekit ls`.")
-    recipe = names_of(script, "Config", "setup")
-    _check_spelling(options.settings, [key.name for key in keys_of(recipe["Config"])])
+    script = recipe.__file__
+    _check_spelling(options.settings, [key.name for key in keys_of(recipe.Config)])
     try:
-        config = load_config(recipe["Config"], options.settings, program=f"plan {script}")
+        config = load_config(recipe.Config, options.settings, program=f"plan {script}")
     except SystemExit as stop:
         raise SystemExit(exit_code(stop.code)) from None
     if not hasattr(config, "mesh"):
         raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
-    return config, recipe, str(given)
+    return config
+
+
+@contextmanager
+def _without_accelerators() -> Iterator[None]:
+    """Nothing is computed on an accelerator, and the recipe must not look for one."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _planned(
     options: argparse.Namespace,
-    recipe: dict[str, Any],
+    recipe: ModuleType,
     folder: Path,
     config: Any,
     reduces_each: bool = False,
@@ -163,12 +175,12 @@ def _planned(
     here = _without_machines(config, folder)
 
     def setup() -> Any:
-        built = _complete(recipe, recipe["setup"](here))
+        built = build(recipe, here)
         return _reducing_each(built) if reduces_each else built
 
     job = Job(
         setup=setup,
-        micro_batches=partial(_micro_batches, here),
+        micro_batches=partial(micro_batches, config=here),
         world=options.world,
         pp=pp,
         schedule=getattr(config, "pipeline_schedule", "1f1b"),
@@ -177,18 +189,6 @@ def _planned(
         memory_limit=None if options.memory is None else options.memory * 2**30,
     )
     return plan_step(job)
-
-
-def _complete(recipe: dict[str, Any], built: Any) -> Any:
-    """What ``setup`` returned, by name, with all that a step takes."""
-    built = named({"loss_fn": None} | recipe, built)
-    wanted = ("state", "step", "loader", "loss_fn")
-    if missing := [name for name in wanted if getattr(built, name, None) is None]:
-        raise UsageError(
-            f"setup returned a {type(built).__name__} without {', '.join(missing)}; a plan takes a "
-            "step with them: return fk.Setup(state=..., step=..., loader=..., loss_fn=...)."
-        )
-    return built
 
 
 def _reducing_each(built: Any) -> Any:
@@ -209,7 +209,7 @@ def _fitting(config: Any, plan: Planner, name: str) -> Plan | None:
         found = plan(config)
     except (UsageError, PlanError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         tell(f"{printable(name)} would end with {type(error).__name__}: {printable(str(error))}")
         return None
     return found if found.fits else attrs.evolve(found, remedies=_remedies(config, found, plan))
@@ -310,14 +310,6 @@ def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
         ids = np.arange(count) % max(vocabulary - 1, 1) + 1
         write_tokens(path, [ids % vocabulary], vocab_size=vocabulary, eos_id=0)
     return path
-
-
-def _micro_batches(config: Any, built: Any) -> int:
-    """Count the micro-batches of a step, by whatever the recipe says of them."""
-    count = getattr(built.loader, "micro_batches", None)
-    if callable(count) and hasattr(config, "global_batch_size"):
-        return count(config.global_batch_size)  # pyright: ignore[reportReturnType]
-    return getattr(built, "micro_batches", None) or getattr(config, "micro_batches", 1)
 
 
 def _show(found: Plan | Swept, options: argparse.Namespace) -> None:

@@ -1,17 +1,11 @@
-"""Finds recipes and their settings, and reads what a recipe defines and its setup returns."""
+"""Finds recipes and their settings by name."""
 
 from __future__ import annotations
 
 import difflib
-import runpy
-import sys
-import traceback
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from forgekit.cli.usage import UsageError
-from forgekit.terminal import printable
 
 
 def recipes_folder() -> Path:
@@ -58,43 +52,3 @@ def recipe_or_settings(folder: Path, name: str) -> Path:
     """
     settings = settings_files(folder).get(name.removesuffix(".toml"))
     return settings or recipe_file(folder, name)
-
-
-def names_of(script: Path, *wanted: str) -> dict[str, Any]:
-    """Run a recipe without its main part and return its names; modules beside it are found.
-
-    Raises:
-        UsageError: If it cannot be run, with the line, or lacks one of the wanted names.
-    """
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        recipe = runpy.run_path(str(script), run_name="set_up")
-    except Exception as error:
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(
-            f"{_line_of(error, script)} raised {type(error).__name__}: {printable(text)}; correct "
-            f"it, `python {script}` shows the traceback."
-        ) from error
-    if missing := [name for name in wanted if name not in recipe]:
-        raise UsageError(
-            f"{script} has no {', '.join(missing)}; a recipe that this command can set up has "
-            f"{', '.join(wanted)}, as pretrain.py does."
-        )
-    return recipe
-
-
-def _line_of(error: Exception, script: Path) -> str:
-    """Where a script, or a module that it imports and that is none, raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno},"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(script)]
-    return f"{script}, line {lines[-1]}," if lines else str(script)
-
-
-def named(recipe: dict[str, Any], built: Any) -> Any:
-    """What ``setup`` returned, by name; copies of older recipes return a tuple."""
-    if type(built) is not tuple:
-        return built
-    names = ("state", "step", "loader")
-    return SimpleNamespace(**dict(zip(names, built, strict=False)), loss_fn=recipe["loss_fn"])

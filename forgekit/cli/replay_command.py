@@ -6,19 +6,21 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from forgekit.cli.recipe_files import named, names_of
+from forgekit.cli.recipe_setup import build, micro_batches, opened
 from forgekit.cli.usage import UsageError, file_path, script_file
+from forgekit.inputs import parse_json
 from forgekit.terminal import printable
 
 if TYPE_CHECKING:
     from forgekit.run.replay import Replay
+    from forgekit.state import TrainState
 
 
 def add_replay(commands: Any) -> None:
@@ -34,21 +36,24 @@ def add_replay(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from forgekit.files import write_atomic
-    from forgekit.run.bad_step_records import read_bad_steps
     from forgekit.run.strict_json import finite
 
     if options.step is not None and options.step < 1:
         raise UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")
     if not options.run.is_dir():
         raise UsageError(f"{options.run} is no run directory. Name what a recipe's out= was.")
-    known = {bad["step"]: bad for bad in read_bad_steps(options.run)}
+    known = {bad["step"]: bad for bad in _rows(options.run / "bad_steps.jsonl")}
     step = options.step if options.step is not None else max(known, default=None)
     if step is None:
         raise UsageError(
             f"{options.run} has no bad_steps.jsonl: the run has no bad steps. "
             "--step N looks at another one."
         )
-    _check_logged(options.run, step, known)
+    logged = [row["step"] for row in _rows(options.run / "metrics.jsonl")]
+    if step > (last := max([*logged, *known], default=0)):  # replaying it would be training
+        raise UsageError(
+            f"--step {step}: {options.run} has logged no step after {last}; choose that one."
+        )
     found = finite(attrs.asdict(_compute_again(options, step, known.get(step, {}))))
     path = options.run / f"replay_step_{step}.json"
     write_atomic(path, f"{json.dumps(found, indent=1)}\n".encode())
@@ -58,36 +63,57 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_logged(run: Path, step: int, known: Iterable[int]) -> None:
-    """Refuse a step that the run has not come to: replaying it would be training."""
-    from forgekit.run.metrics import read_metrics
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of a run; there may be none."""
+    from forgekit.run import read_metrics
 
-    path = run / "metrics.jsonl"
-    logged = [row["step"] for row in read_metrics(path)] if path.exists() else []
-    if step > (last := max([*logged, *known], default=0)):
-        raise UsageError(f"--step {step}: {run} has logged no step after {last}; choose that one.")
+    try:
+        rows = read_metrics(path) if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    if wrong := [row["step"] for row in rows if not isinstance(row["step"], int)]:
+        raise UsageError(f"{path} has the step {wrong[0]!r}. Repair or delete that line.")
+    return rows
 
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
     """Go from the last checkpoint to the step before, and look at the step."""
     from forgekit.data.loading.groups import groups
+    from forgekit.mesh import shutdown
     from forgekit.run.replay import replay_step
 
-    recipe, config = _configured(options, bad)
-    with ExitStack() as stack:
+    if options.script is None:
+        raise UsageError(_ask_for_script(options, bad.get("script")))
+    script = script_file(options.script, "--script FILE names the recipe.")
+    with opened(script) as recipe, ExitStack() as stack:
+        stack.callback(shutdown)
+        config = _configured(options.run, recipe)
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _link_checkpoints(options.run, before=step, out=out)
-        built = named(recipe, recipe["setup"](attrs.evolve(config, out=out)))
+        try:
+            built = build(recipe, attrs.evolve(config, out=out))
+        except SystemExit as stop:
+            raise UsageError(f"setup of {script} called sys.exit({stop.code!r}).") from None
         state, take, loader = built.state, built.step, built.loader
-        parts: list[Any] = [loader, getattr(built, "stop", None)]
-        for part in parts:
+        for part in (loader, getattr(built, "stop", None)):
             if hasattr(part, "__exit__"):
-                stack.enter_context(part)
-        loader.seek(state.samples, skip=bad.get("skips", state.skips))
-        batches = groups(loader, loader.micro_batches(config.global_batch_size))
+                stack.enter_context(part)  # pyright: ignore[reportArgumentType]
+        _skip(loader, state, bad.get("skips", state.skips), script)
+        batches = groups(loader, micro_batches(built, config))
         while state.step < step - 1:
             state, _ = take(state, next(batches))
         return replay_step(state, next(batches), built.loss_fn)
+
+
+def _skip(loader: Any, state: TrainState, skips: Any, script: Path) -> None:
+    """Leave out what the run had left out by then; a generator begins where ``setup`` began it."""
+    if hasattr(loader, "seek"):
+        loader.seek(state.samples, skip=skips)
+    elif [*map(tuple, skips)] != [*map(tuple, state.skips)]:
+        raise UsageError(
+            f"the step came after a way back, without the samples {skips}, and the loader of "
+            f"{script} cannot leave them out: give it seek(start, skip), as fk.train_loader has."
+        )
 
 
 def _ask_for_script(options: argparse.Namespace, noted: object) -> str:
@@ -109,19 +135,16 @@ def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
             (out / "checkpoints" / path.name).symlink_to(path.resolve())
 
 
-def _configured(options: argparse.Namespace, bad: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The names of a recipe, and the run's configuration for one process."""
+def _configured(run: Path, recipe: ModuleType) -> Any:
+    """The run's configuration, for one process."""
     from forgekit.config import ConfigError
     from forgekit.config.strict import structure
 
-    script = options.script
-    if script is None:
-        raise UsageError(_ask_for_script(options, bad.get("script")))
-    script_file(script, "--script FILE names the recipe.")
-    recipe = names_of(script, "Config", "setup", "loss_fn")
-    path = options.run / "config.json"
+    path = run / "config.json"
     try:
-        tree = json.loads(path.read_text("utf-8")) | {"mesh": {}}
-        return recipe, structure(recipe["Config"], tree)
+        tree = parse_json(path.read_bytes())
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}")
+        return structure(recipe.Config, tree | ({"mesh": {}} if "mesh" in tree else {}))
     except (OSError, ValueError, ConfigError) as error:
-        raise UsageError(f"{path} does not fit {script}: {error}") from None
+        raise UsageError(f"{path} does not fit {recipe.__file__}: {error}") from None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.console import Console
 
-from forgekit.cli.recipe_files import named, names_of, recipe_file
-from forgekit.cli.usage import UsageError, add_settings, exit_code, file_path, script_file
+from forgekit.cli.recipe_setup import build, import_recipe, micro_batches, opened, script_of
+from forgekit.cli.usage import UsageError, add_settings, exit_code, file_path
 
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
@@ -44,14 +44,12 @@ def _verify(options: argparse.Namespace) -> int:
     from forgekit.run.verification.result import show_report
     from forgekit.run.verification.verify import VerifyOptions, verify_setup
 
-    given = options.recipe
-    script = given if given.suffix == ".py" else recipe_file(options.recipes, str(given))
-    script_file(script, "name a recipe's file, or one of `forgekit ls`.")
-    recipe = names_of(script, "Config", "setup")
-    try:
-        config = load_config(recipe["Config"], options.settings, program=f"verify {script}")
-    except SystemExit as stop:
-        return exit_code(stop.code)
+    script = script_of(options.recipe, options.recipes)
+    with opened(script) as recipe:
+        try:
+            config = load_config(recipe.Config, options.settings, program=f"verify {script}")
+        except SystemExit as stop:
+            return exit_code(stop.code)
     if not hasattr(config, "mesh"):
         raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
     console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -109,21 +107,11 @@ def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
     """Run a recipe's setup with another mesh; what each rank of a layout calls."""
     from forgekit.config.strict import structure
 
-    recipe = names_of(Path(script), "Config", "setup")
-    config = structure(recipe["Config"], tree | {"mesh": attrs.asdict(mesh)})
-    built = named(recipe, recipe["setup"](config))
-    if (count := _micro_batches(built, config)) is None:
-        return built
+    recipe = import_recipe(Path(script))
+    config = structure(recipe.Config, tree | {"mesh": attrs.asdict(mesh)})
+    built = build(recipe, config)
     names = ("state", "loader", "loss_fn")
-    found = {name: getattr(built, name) for name in names if hasattr(built, name)}
-    return SimpleNamespace(**found, micro_batches=count)
-
-
-def _micro_batches(built: Any, config: Any) -> int | None:
-    """Count the micro-batches of a step; None if ``built`` has the number, or nothing does."""
-    if hasattr(built, "micro_batches"):
-        return None
-    count = getattr(getattr(built, "loader", None), "micro_batches", None)
-    if callable(count) and hasattr(config, "global_batch_size"):
-        return count(config.global_batch_size)  # pyright: ignore[reportReturnType]
-    return getattr(config, "micro_batches", None)
+    return SimpleNamespace(
+        **{name: getattr(built, name) for name in names},
+        micro_batches=micro_batches(built, config),
+    )

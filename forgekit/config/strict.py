@@ -223,6 +223,8 @@ def _scalar(value: Any, kind: Any) -> Any:
     if kind is float and type(value) is int:
         with suppress(OverflowError):
             return float(value)
+    if kind is float and value in ("inf", "-inf"):  # as config.json has it
+        return float(value)
     if type(value) is not kind:
         raise _mismatch(kind, value)
     if kind is int and not -LARGEST <= value <= LARGEST:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forgekit.files import append_lines, write_atomic
 from forgekit.inputs import parse_json
 from forgekit.state import TrainState
 
+_CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
 SHOWN = 40
 """Characters of a value in the line that names the changes; the file has all."""
 
@@ -31,7 +33,8 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
         The changes as one line of text; empty if there are none.
     """
     path = out / "config.json"
-    actual = json.loads(json.dumps(config, default=str))
+    # Strict JSON has no infinity: it is the text "inf" there, which a configuration reads back.
+    actual = json.loads(json.dumps(config, default=str), parse_constant=_CONSTANTS.get)
     if "seed" in actual:
         actual["seed"] = state.seed
     before = _read(path)

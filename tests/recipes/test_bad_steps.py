@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from runs import arguments, load_recipe, signal_handlers_kept
+from runs import arguments, load_recipe
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -131,20 +131,6 @@ def test_a_good_step_is_replayed_bitwise(runs):
     assert found["grad_norm"] == rows[7]["train/grad_norm"]
     assert (found["first_bad_output"], found["highest_bad_gradient"]) == (None, None)
     assert found["bad_parameters"] == []
-
-
-def test_a_recipe_whose_setup_returns_a_tuple_is_replayed(runs, tmp_path):
-    text = (runs / "breaks.py").read_text()
-    end = "\nif __name__"
-    returned = "(lambda built: (built.state, built.step, built.loader))(_setup(config))"
-    old = f"\n_setup = setup\n\n\ndef setup(config):\n    return {returned}\n{end}"
-    (tmp_path / "old.py").write_text(text.replace(end, old))
-    script = ["--script", str(tmp_path / "old.py")]
-    with signal_handlers_kept():
-        assert main(["replay", str(runs / "knows"), "--step", "4", *script]) == 0
-    found = json.loads((runs / "knows" / "replay_step_4.json").read_text())
-    rows = {row["step"]: row for row in fk.run.read_metrics(runs / "knows" / "metrics.jsonl")}
-    assert found["loss"] == rows[4]["train/loss"]
 
 
 def test_more_ways_back_than_allowed_end_the_run(tokens, tmp_path):

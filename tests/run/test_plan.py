@@ -855,7 +855,7 @@ def setup(config):
     ("body", "code", "match"),
     [
         ("    return None", 2, "setup returned a NoneType without state, step, loader, loss_fn"),
-        ("    return 1, 2, 3", 2, "a SimpleNamespace without loss_fn; a plan takes a step with"),
+        ("    return 1, 2, 3", 2, "a tuple without state, step, loader, loss_fn; a step takes"),
         ("    raise KeyError('x')", 1, "recipe.py would end with KeyError: 'x'"),
     ],
 )
