@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 import verified
 from faults.planting import both, function, method, value
 from faults.steps import local_square
-from faults.table import Fault
+from faults.table import Check, Fault, judge_numbers
 from faults.training import training
 from faults.user_code import USER, on_rank_1, own_model, own_plan, refusing
-from oracle import SPEC
+from oracle import SPEC, full, global_batch, head_loss, reference_gradients, relative_error
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
@@ -47,8 +49,62 @@ def _shifted_in_slice(model: Any, batch: Any) -> fk.Loss:
     return fk.cross_entropy(model(batch["input_ids"]), labels)
 
 
+ACROSS = {
+    "a norm": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "softmax": lambda h: 8 * h.softmax(-1),
+    "rms_norm": lambda h: torch.nn.functional.rms_norm(h, h.shape[-1:]),
+    "a mean": lambda h: h - h.mean(-1, keepdim=True),
+}
+"""Operations without parameters that see all channels, of which a rank has its own."""
+
+
+class Across(verified.Model):
+    """An operation between the colwise and the rowwise matrix of each block."""
+
+    def __init__(self, operation: Any) -> None:
+        super().__init__("right")
+        for layer in self.layers:
+            layer.act = Applied(operation)
+
+
+class Applied(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, operation: Any) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operation(x)
+
+
+def _tied(rank: int, world: int) -> dict[str, float]:
+    """The gradient of an embedding that is the head too: a sum of both uses."""
+    spec = attrs.evolve(SPEC, tied=True)
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    model = fk.parallelize(fk.Transformer(spec).double(), mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    batches = global_batch(world)
+    totals = fk.accumulate(state, [row[rank] for row in batches], TIED["loss"])
+    totals = fk.reduce_totals(totals, state)
+    gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    expected, _ = reference_gradients(fk.Transformer(spec), batches)
+    return {"gradients": relative_error(gradients, expected) / 1e-10}
+
+
+def _head_apart(model: Any, batch: Any) -> fk.Loss:
+    """The head is a copy of the embedding."""
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor) -> fk.Loss:
+        return fk.linear_cross_entropy(hidden, weight.detach(), batch["labels"])
+
+    return model(batch["input_ids"], head=head)
+
+
+TIED: dict[str, Any] = {"loss": head_loss}
 AVERAGE = method(FSDPModule, "set_gradient_divide_factor", _average)
 CHECKS = training(["tp2", "cp2-ring", "cp2-ulysses", "cp4-both"], "fp32") | refusing("tp", "cp")
+CHECKS["tied"] = Check(measure=_tied, judge=judge_numbers)
 FAULTS = [
     *(
         Fault("average over ranks", f"{layout} fp32", AVERAGE, seen="gradients", quick=quick)
@@ -119,4 +175,15 @@ FAULTS = [
         value(USER, "loss", _shifted_in_slice),
         seen="loss_fn is no sum over positions",
     ),
+    *(
+        Fault(
+            f"{name} across sharded channels",
+            "user tp",
+            both(own_model("right"), value(USER, "model", partial(Across, operation))),
+            seen="channels",
+            quick=name == "a norm",
+        )
+        for name, operation in ACROSS.items()
+    ),
+    Fault("a head apart from its embedding", "tied", value(TIED, "loss", _head_apart), "gradients"),
 ]

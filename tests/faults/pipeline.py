@@ -7,9 +7,10 @@ from typing import Any
 
 import verified
 from distributed import models
+from faults.absent import KINDS, Absent, train_in_stages
 from faults.planting import function, method, value
 from faults.steps import divided_by_micro_batches, local_square
-from faults.table import Fault
+from faults.table import Check, Fault
 from faults.training import training
 from faults.user_code import USER, refusing
 from torch.distributed.pipelining import schedules
@@ -36,6 +37,7 @@ def _one_more_loss(accumulate: Any, *args: Any, **options: Any) -> Any:
 
 
 CHECKS = training(["pp2-gpipe", "pp2-1f1b", "pp2-zbv"], "fp32") | refusing("pp")
+CHECKS["stages"] = Check(measure=train_in_stages, alone=True)
 SCALED = method(schedules._PipelineSchedule, "__init__", _scaled)
 FAULTS = [
     Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, seen="gradients", quick=True),
@@ -66,5 +68,15 @@ FAULTS = [
         "user pp",
         value(USER, "loss", partial(verified.loss_fn, "a term over parameters")),
         seen="loss_fn reads a parameter of the model",
+    ),
+    *(
+        Fault(
+            f"{kind} of a part on another stage",
+            "stages",
+            value(USER, "model", partial(Absent, kind)),
+            # Either it travels, and the steps are exact, or all ranks refuse it.
+            seen="^$|return it|stage",
+        )
+        for kind in KINDS
     ),
 ]

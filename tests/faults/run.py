@@ -109,6 +109,6 @@ FAULTS = [
         "an end that groups does not know",
         "ending",
         value(USER, "groups_end", lambda end: None),
-        "end",
+        "end= was passed to make_step but not to groups",
     ),
 ]
