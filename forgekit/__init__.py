@@ -73,7 +73,7 @@ from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
 from forgekit.run.metrics import MetricsLog
 from forgekit.run.trackers import TensorBoard, WandB
-from forgekit.run.adapters import add_lora, merge_lora, unmerge_lora
+from forgekit.lora.adapters import add_lora, merge_lora, unmerge_lora
 from forgekit.run.adapter_files import load_adapter, save_adapter
 from forgekit.run.evaluate import evaluate
 from forgekit.run.averaged import averaged

@@ -23,8 +23,8 @@ from forgekit.run.hooks import (
 )
 from forgekit.run.profile import Profile
 from forgekit.run.report import plot_losses
-from forgekit.run.relora import relora
-from forgekit.run.adapters import reset_magnitudes
+from forgekit.lora.adapters import relora
+from forgekit.lora.adapters import reset_magnitudes
 from forgekit.run.huggingface.transformers_names import transformers_model
 from forgekit.run.tuned_model import check_new_directory, export_tuned
 from forgekit.run.verification.verify import VerifyReport

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import path_of
+from forgekit.lora.adapters import check_unmerged, reshard
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import adapter_names, add_chosen, check_sharded, find_matrices
 from forgekit.model.lora_layers import Adapter, LoraLayer, full_of, lora_layers
 from forgekit.model.transformer import Transformer
 from forgekit.run.adapter_names import CONFIG, TENSORS, to_files
 from forgekit.run.adapter_reading import read_files
-from forgekit.run.adapters import check_unmerged, let_go
 from forgekit.state import was_parallelized
 
 
@@ -53,7 +53,7 @@ def save_adapter(
     path = path_of("directory", directory)
     check_unmerged(model, "the file is for a base without them")
     _check_trained(model)
-    let_go(model)
+    reshard(model)
     adapters, tensors = _gather(model)
     _together(lambda: _write(path, adapters, tensors, _is_known(model), base))
 
@@ -91,7 +91,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             )
         check_sharded(model)
         add_chosen(model, chosen)
-    let_go(model)
+    reshard(model)
     held_here = {**{key: parameter for parameter, key in _parameters(model)}, **_stems(model)}
     with torch.no_grad():
         for key, parameter in held_here.items():

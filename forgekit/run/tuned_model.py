@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from forgekit.inputs import path_of
+from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.mesh import process_rank
 from forgekit.model.lora_layers import lora_layers
 from forgekit.ranks import CheckpointError
 from forgekit.run.adapter_files import save_adapter
-from forgekit.run.adapters import merge_lora, unmerge_lora
 from forgekit.run.checkpoints.save import wait_for_saves
 from forgekit.run.huggingface.load import read_config
 from forgekit.run.huggingface.save import save_huggingface

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import forgekit as fk
-from forgekit.run.adapters import reset_magnitudes
+from forgekit.lora.adapters import reset_magnitudes
 
 KINDS = ("dense", "experts")
 IDS = torch.arange(20).reshape(2, 10)

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from forgekit.inputs import check_integers
+from forgekit.lora.adapters import check_unmerged, reset_magnitudes
 from forgekit.model.lora import adapter_names
 from forgekit.ranks import CheckpointError
-from forgekit.run.adapters import check_unmerged, reset_magnitudes
 from forgekit.run.checkpoints.contents import (
     PARTS,
     allocate,

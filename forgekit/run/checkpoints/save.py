@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from forgekit.inputs import check_integers
+from forgekit.lora.adapters import check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain, interruption_of
-from forgekit.run.adapters import check_unmerged
 from forgekit.run.checkpoints.contents import collect, copy_to_host, merge
 from forgekit.run.checkpoints.local_storage import only_warns
 from forgekit.run.checkpoints.manifest import FORMAT, INDEX

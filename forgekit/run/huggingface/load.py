@@ -20,11 +20,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from forgekit.files import restore_replaced
 from forgekit.inputs import check_integers, path_of
+from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
-from forgekit.run.adapters import reset_magnitudes
 from forgekit.run.huggingface.families import Family, differences, family_of, rules
 from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
 from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from forgekit.inputs import check_integers
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import Base, add_adapters
 from forgekit.model.lora_layers import (
@@ -20,8 +22,11 @@ from forgekit.model.lora_layers import (
     merged_weight,
 )
 from forgekit.model.nf4 import is_packed
+from forgekit.optim.average import average_of
 from forgekit.parallel.fsdp import fsdp_modules, release
-from forgekit.state import layout_of, was_parallelized
+from forgekit.state import TrainState, donate, layout_of, was_parallelized
+
+StateT = TypeVar("StateT", bound=TrainState)
 
 NONE = MappingProxyType({})
 
@@ -121,7 +126,7 @@ def merge_lora(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no adapter to merge; forgekit.add_lora adds some."
         )
-    let_go(model)
+    reshard(model)
     for layer in layers:
         for matrix in layer.adapters:
             weight = local_of(getattr(layer, matrix))
@@ -149,7 +154,7 @@ def unmerge_lora(model: nn.Module) -> None:
             f"{type(model).__name__} is not merged, so there is nothing to take out of its "
             "matrices. Call forgekit.merge_lora(model) first."
         )
-    let_go(model)
+    reshard(model)
     for layer in layers:
         if isinstance(layer, LoraLinear):
             layer.merged = None
@@ -169,12 +174,64 @@ def reset_magnitudes(model: nn.Module) -> None:
     Args:
         model: A model with adapters, in any layout; without DoRA nothing changes.
     """
-    let_go(model)
+    reshard(model)
     for layer in lora_layers(model).values():
         if isinstance(layer, LoraLinear) and (lengths := layer.lora_magnitude_vector) is not None:
             initial = layer.initial_adapters()["lora_magnitude_vector"]()
             has_learned = full_of(layer.lora_B).any().cpu()
             copy_full(lengths, torch.where(has_learned, full_of(lengths).cpu(), initial))
+
+
+def relora(state: StateT, *, every: int) -> StateT:
+    """Every ``every`` steps merge a state's adapters into their weights and start new ones.
+
+    Products of low rank, one after the other, add up to a change of high rank (ReLoRA).
+
+    Call it after each step; what the model computes does not change. New values of ``A`` come from
+    the adapter's seed, its name and the step, so every layout and every resumed run finds the same.
+    The optimizer forgets what it kept for adapters (moments and their step counts begin again) and
+    keeps the rest; a running average begins again with the weights as they are. ReLoRA also warms
+    the learning rate up again, which is the schedule's part. In a base of 16 bits a merge rounds
+    away what is below their precision.
+
+    Args:
+        state: The state after a step, or before the first; consumed.
+        every: Number of steps between two merges.
+
+    Returns:
+        The state, of the same step.
+
+    Raises:
+        ValueError: If ``every`` is below 1, adapters are merged by ``merge_lora``, or the base is
+            packed into four bits, where rounding would erase what was learned.
+
+    References:
+        https://arxiv.org/abs/2307.05695
+    """
+    check_integers(every=(every, 1))
+    layers = check_unmerged(state.model, "they would be added twice")
+    if any(is_packed(getattr(layer, matrix)) for layer in layers for matrix in layer.adapters):
+        raise ValueError(
+            'the base is packed (add_lora(base="nf4")), and a merge into four bits would round '
+            "away what the adapters learned. Train without relora, or leave base out."
+        )
+    if state.step and state.step % every == 0:
+        reshard(state.model)
+        for layer in layers:
+            _restart(layer, state)
+        if (average := average_of(state)) is not None:
+            average.restart()  # it holds factors whose product is in the base now
+    return donate(state)
+
+
+@torch.no_grad()
+def _restart(layer: LoraLayer, state: TrainState) -> None:
+    for matrix in layer.adapters:
+        local_of(getattr(layer, matrix)).copy_(merged_weight(layer, matrix))
+    for name, full in layer.initial_adapters(restart=state.step).items():
+        parameter = getattr(layer, name)
+        copy_full(parameter, full())
+        state.optimizer.state.pop(parameter, None)
 
 
 def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
@@ -193,6 +250,6 @@ def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
     return list(layers.values())
 
 
-def let_go(model: nn.Module) -> None:
-    """Let go what FSDP has gathered: it would be of the weights as they were."""
+def reshard(model: nn.Module) -> None:
+    """Reshard what FSDP has gathered: it would be stale."""
     release(fsdp_modules(*layout_of(model).roots(model)))

@@ -1,0 +1,1 @@
+"""Adapters of a model in any layout, and their files."""
