@@ -11,8 +11,8 @@ import pytest
 from bare import MAX_NORM, SCHEDULE, Size, loss_fn
 
 import forgekit as fk
+from forgekit.metrics.flops import Flops, Utilization
 from forgekit.run import every_steps, layer_norms
-from forgekit.run.flops import Flops, Utilization
 
 SIZE = Size(dim=256, layers=4, seq_len=256, vocab_size=4096)
 STEPS, EVERY, MOST = 40, 10, 0.01

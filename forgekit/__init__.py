@@ -71,13 +71,13 @@ from forgekit.run.huggingface.save import save_huggingface
 from forgekit.run.bad_steps import BadSteps, bad_step_policy
 from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
-from forgekit.run.metrics import MetricsLog
-from forgekit.run.trackers import TensorBoard, WandB
+from forgekit.metrics.log import MetricsLog
+from forgekit.metrics.trackers import TensorBoard, WandB
 from forgekit.lora.adapters import add_lora, merge_lora, unmerge_lora
 from forgekit.run.adapter_files import load_adapter, save_adapter
-from forgekit.run.evaluate import evaluate
-from forgekit.run.averaged import averaged
-from forgekit.run.generate import generate
+from forgekit.evaluation.evaluate import evaluate
+from forgekit.evaluation.averaged import averaged
+from forgekit.evaluation.generate import generate
 from forgekit.run.load_run import load_run
 from forgekit.run.report import wrap_up
 from forgekit.run.verification.verify import verify

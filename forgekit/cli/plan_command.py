@@ -74,7 +74,7 @@ def _own_options() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from forgekit.run.machines import MACHINES
+    from forgekit.metrics.device_specs import MACHINES
     from forgekit.run.plan.stand_ins import PlanError
 
     _, options.settings = _own_options().parse_known_args(options.settings, options)

@@ -19,7 +19,7 @@ from forgekit.inputs import parse_json
 from forgekit.terminal import printable
 
 if TYPE_CHECKING:
-    from forgekit.run.replay import Replay
+    from forgekit.evaluation.replay import Replay
     from forgekit.state import TrainState
 
 
@@ -36,7 +36,7 @@ def add_replay(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from forgekit.files import write_atomic
-    from forgekit.run.strict_json import finite
+    from forgekit.metrics.strict_json import finite
 
     if options.step is not None and options.step < 1:
         raise UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")
@@ -79,8 +79,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
     """Go from the last checkpoint to the step before, and look at the step."""
     from forgekit.data.loading.groups import groups
+    from forgekit.evaluation.replay import replay_step
     from forgekit.mesh import shutdown
-    from forgekit.run.replay import replay_step
 
     if options.script is None:
         raise UsageError(_ask_for_script(options, bad.get("script")))

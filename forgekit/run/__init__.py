@@ -4,24 +4,24 @@ from forgekit.run.run_directory import Run
 from forgekit.run.checkpoints.save import wait_for_saves
 from forgekit.run.checkpoints.migration import SavedState, SavedValue
 from forgekit.run.bad_steps import BadStepError, roll_back
-from forgekit.run.bad_step_records import read_bad_steps
+from forgekit.metrics.bad_step_records import read_bad_steps
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
 from forgekit.run.data_end import DataEnd
 from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
-from forgekit.run.metrics import read_metrics
-from forgekit.run.trackers import Tracker, Trackio, make_trackers
-from forgekit.run.generate import write_sample
+from forgekit.metrics.log import read_metrics
+from forgekit.metrics.trackers import Tracker, Trackio, make_trackers
+from forgekit.evaluation.generate import write_sample
 from forgekit.run.lm_eval_harness import lm_eval_model
-from forgekit.run.expert_map import expert_loads, plot_expert_loads
-from forgekit.run.hooks import (
+from forgekit.metrics.expert_loads import expert_loads, plot_expert_loads
+from forgekit.metrics.hooks import (
     capture_activations,
     every_steps,
     gradient_noise,
     histograms,
     layer_norms,
 )
-from forgekit.run.profile import Profile
+from forgekit.metrics.profile import Profile
 from forgekit.run.report import plot_losses
 from forgekit.lora.adapters import relora
 from forgekit.lora.adapters import reset_magnitudes

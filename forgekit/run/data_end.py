@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgekit.inputs import check_choice
-from forgekit.run.host_copy import HostCopy
+from forgekit.metrics.host_copy import HostCopy
 
 EndPolicy = Literal["pad", "drop", "error"]
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from forgekit.data.corpus.tokenizer import END_OF_TEXT
 from forgekit.data.optional_packages import require
+from forgekit.evaluation.generate import generate
 from forgekit.inputs import check_integers, quoted
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
-from forgekit.run.generate import generate
 from forgekit.state import layout_of
 from forgekit.steps.forward import evaluating
 

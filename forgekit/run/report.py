@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forgekit.data.corpus.tokenizer import load_tokenizer
+from forgekit.evaluation.generate import write_sample
 from forgekit.mesh import process_rank
-from forgekit.run.expert_map import LOAD, plot_expert_loads
-from forgekit.run.generate import write_sample
-from forgekit.run.metrics import read_metrics
-from forgekit.run.pictures import new_figure, write_picture
+from forgekit.metrics.expert_loads import LOAD, plot_expert_loads
+from forgekit.metrics.log import read_metrics
+from forgekit.metrics.pictures import new_figure, write_picture
 from forgekit.run.reporting.curves import smoothed
 from forgekit.state import TrainState
 

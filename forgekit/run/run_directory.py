@@ -25,22 +25,22 @@ import torch
 from forgekit.environment import is_library
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown
+from forgekit.metrics.flops import Flops, Utilization
+from forgekit.metrics.log import MetricsLog
+from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.checkpoints.migration import Migration
 from forgekit.run.checkpoints.retention import Keep
 from forgekit.run.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
 from forgekit.run.checkpoints.storage import committed, storage_of
-from forgekit.run.flops import Flops, Utilization
 from forgekit.run.health.rendezvous import barrier
-from forgekit.run.metrics import MetricsLog
 from forgekit.run.recipe_parts import Setup
 from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
 from forgekit.run.start_table import start_table
 from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_ignored, put_back
-from forgekit.run.trackers import Tracker, make_trackers
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
@@ -111,7 +111,7 @@ class Run:
             fingerprint: As for ``checkpoint_save``; None is that of the loader's dataset.
             version: As for ``checkpoint_save``.
             peak_flops: Floating-point operations per second that one device can do, for
-                ``perf/mfu``; None is that of ``forgekit.run.machines``, or no such metric.
+                ``perf/mfu``; None is that of ``forgekit.metrics.device_specs``, or no such metric.
 
         Returns:
             The log, to be used in ``with``.

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forgekit.mesh import expert_ranks
+from forgekit.metrics.flops import Flops
 from forgekit.optim.parameter_groups import parameters_by_optimizer
 from forgekit.optim.shards import local
 from forgekit.parallel.fsdp import compute_dtype
-from forgekit.run.flops import Flops
 from forgekit.state import TrainState
 
 MIB = 2**20

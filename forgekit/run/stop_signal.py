@@ -24,8 +24,8 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor
 
+from forgekit.metrics.host_copy import HostCopy
 from forgekit.run.health.rendezvous import HangError
-from forgekit.run.host_copy import HostCopy
 
 log = logging.getLogger("forgekit")
 

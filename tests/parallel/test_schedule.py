@@ -15,7 +15,7 @@ from forgekit.parallel.pipeline.schedule import (
     stages_of,
     stages_per_rank,
 )
-from forgekit.run.schedule_clock import timeline, work_order
+from forgekit.parallel.pipeline.timeline import timeline, work_order
 
 SCHEDULES = get_args(PipelineSchedule)
 

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.run.bad_step_records import read_bad_steps
+from forgekit.evaluation.replay import replay_step
+from forgekit.metrics.bad_step_records import read_bad_steps
 from forgekit.run.bad_steps import BadStepError, bad_step_policy, roll_back
-from forgekit.run.replay import replay_step
 
 ROWS, BATCH = 96, 4
 

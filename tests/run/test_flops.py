@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import forgekit as fk
+from forgekit.metrics.device_specs import MACHINES, machine_named
+from forgekit.metrics.flops import Flops, Utilization, count_pairs
 from forgekit.model import moe
-from forgekit.run.flops import Flops, Utilization, count_pairs
-from forgekit.run.machines import MACHINES, machine_named
 
 ROWS, LENGTH = 2, 8
 DENSE = fk.TransformerSpec(

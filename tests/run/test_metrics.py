@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.files import append_lines
-from forgekit.run.bad_step_records import read_bad_steps
-from forgekit.run.flops import Flops, Utilization
-from forgekit.run.metrics import MetricsLog, read_metrics
+from forgekit.metrics.bad_step_records import read_bad_steps
+from forgekit.metrics.flops import Flops, Utilization
+from forgekit.metrics.log import MetricsLog, read_metrics
 from forgekit.state import TrainState, donate
 
 HOST_READS = {

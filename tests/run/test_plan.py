@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import forgekit as fk
 from forgekit.cli.program import main
 from forgekit.mesh import expert_view
+from forgekit.metrics.device_specs import MACHINES
 from forgekit.run.huggingface import files
-from forgekit.run.machines import MACHINES
 from forgekit.run.plan.collectives import Call, dimension_of
 from forgekit.run.plan.estimate import (
     HIDDEN,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forgekit.cli.program import main
-from forgekit.run.machines import MACHINES
+from forgekit.metrics.device_specs import MACHINES
 from forgekit.run.plan.collectives import Call
 from forgekit.run.plan.estimate import estimate
 from forgekit.run.plan.watch import Work

@@ -15,8 +15,8 @@ from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 import forgekit as fk
+from forgekit.metrics.profile import PARTS, _times
 from forgekit.run import Profile
-from forgekit.run.profile import PARTS, _times
 from forgekit.steps.ranges import named
 
 SPEC = fk.TransformerSpec(

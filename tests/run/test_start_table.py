@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit.run.flops import Flops
+from forgekit.metrics.flops import Flops
 from forgekit.run.start_table import start_table
 
 SPEC = fk.TransformerSpec(

@@ -23,8 +23,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.run.metrics import MetricsLog, read_metrics
-from forgekit.run.trackers import GuardedTracker, make_trackers
+from forgekit.metrics.log import MetricsLog, read_metrics
+from forgekit.metrics.trackers import GuardedTracker, make_trackers
 from forgekit.state import TrainState, donate
 
 
@@ -148,8 +148,8 @@ FAILS = {
 @pytest.mark.parametrize("case", FAILS)
 @pytest.mark.parametrize("where", ["start", "__call__", "status", "close"])
 def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, case, where, capfd):
-    monkeypatch.setattr("forgekit.run.trackers.PATIENCE_S", 0.05)
-    monkeypatch.setattr("forgekit.run.trackers.CLOSING_S", 0.1)
+    monkeypatch.setattr("forgekit.metrics.trackers.PATIENCE_S", 0.05)
+    monkeypatch.setattr("forgekit.metrics.trackers.CLOSING_S", 0.1)
     error, says = FAILS[case]
     before, after, started = Kept(), Kept(), time.perf_counter()
     trackers = (before, Broken(where, error), after)
@@ -194,7 +194,7 @@ class Hangs(Kept):
 
 
 def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("forgekit.run.trackers.ROOM", 3)
+    monkeypatch.setattr("forgekit.metrics.trackers.ROOM", 3)
     said = []
     guarded = GuardedTracker(Hangs(), said.append, closing_s=0.1)
     for step in range(50):
@@ -257,7 +257,7 @@ RUN = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import forgekit as fk
-from forgekit.run.metrics import MetricsLog
+from forgekit.metrics.log import MetricsLog
 from forgekit.state import donate
 from run.test_trackers import make_state, steps_of, wait_for
 

@@ -16,11 +16,11 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
+from forgekit.evaluation.replay import replay_step
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import cosine_rate
 from forgekit.model.routing import Routing
 from forgekit.parallel.activation_checkpoint import compile_blocks, recompute
-from forgekit.run.replay import replay_step
 from forgekit.steps.experts import StepRouters, expert_metrics
 
 MOE = fk.MoESpec(

@@ -25,11 +25,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.inputs import check_integers
+from forgekit.metrics.log import Waits
 from forgekit.run.checkpoints.ranks import GROUP_NAME
 from forgekit.run.health.memory import periodic_collection, report_out_of_memory
 from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, find_difference
 from forgekit.run.health.watchdog import Watchdog
-from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import check_replicas
 

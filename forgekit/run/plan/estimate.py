@@ -15,7 +15,7 @@ from types import MappingProxyType
 import attrs
 import torch
 
-from forgekit.run.machines import Machine
+from forgekit.metrics.device_specs import Machine
 from forgekit.run.plan.collectives import Call
 from forgekit.run.plan.watch import Work
 

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import (
 
 from forgekit.inputs import check_choice
 from forgekit.mesh import DIMENSIONS, data_ranks
+from forgekit.metrics.device_specs import MACHINES
+from forgekit.metrics.flops import Flops
 from forgekit.parallel.layout import size_of
-from forgekit.run.flops import Flops
-from forgekit.run.machines import MACHINES
+from forgekit.parallel.pipeline.timeline import timeline
 from forgekit.run.plan.collectives import Call, dimension_of
 from forgekit.run.plan.estimate import USABLE, estimate, peak_of
 from forgekit.run.plan.result import Plan, RankMemory, Traffic
@@ -30,7 +31,6 @@ from forgekit.run.plan.stand_ins import NotToldError, PlanError, Told, pretendin
 from forgekit.run.plan.steps import entered, measure_step
 from forgekit.run.plan.watch import StepWatch, Work
 from forgekit.run.run_directory import check_length
-from forgekit.run.schedule_clock import timeline
 from forgekit.state import Agreement
 
 HIDDEN = ("dp_replicate", "dp_shard", "cp", "fsdp_ep")
@@ -47,7 +47,7 @@ class Job:
         world: Number of ranks.
         pp: How many of these share a pipeline.
         schedule: The pipeline's.
-        device: A name of ``forgekit.run.machines``.
+        device: A name of ``forgekit.metrics.device_specs``.
         node_size: Ranks of a node.
         memory_limit: Bytes that tensors may have on a device; ``USABLE`` of its memory if None.
     """

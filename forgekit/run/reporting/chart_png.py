@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forgekit.run.pictures import new_figure, write_picture
+from forgekit.metrics.pictures import new_figure, write_picture
 from forgekit.run.reporting.curves import Axis, Chart, thin, value_axis
 
 COLORS = (

@@ -12,7 +12,7 @@ from typing import TypeGuard, get_args
 
 import numpy as np
 
-from forgekit.run.expert_map import LOAD, MOST
+from forgekit.metrics.expert_loads import LOAD, MOST
 from forgekit.run.reporting.chart_svg import words
 from forgekit.run.reporting.curves import by_number, evenly
 from forgekit.run.reporting.run_data import RunData
@@ -106,7 +106,7 @@ def pipeline_timeline(run: RunData) -> str:
     if not 1 < ranks <= 64:
         return ""
     from forgekit.parallel.pipeline.schedule import PipelineSchedule
-    from forgekit.run.schedule_clock import timeline
+    from forgekit.parallel.pipeline.timeline import timeline
 
     schedule = run.setting("pipeline_schedule", "1f1b")
     count, source = _micro_batches(run, ranks)

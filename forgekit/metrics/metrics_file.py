@@ -10,7 +10,7 @@ from typing import Any
 
 from forgekit.files import overwrite, write_atomic
 from forgekit.inputs import parse_json
-from forgekit.run.strict_json import finite
+from forgekit.metrics.strict_json import finite
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from torch.profiler import profile
 from forgekit.files import write_atomic
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, rank_name
+from forgekit.metrics.log import Waits
 from forgekit.parallel.layout import world_of
-from forgekit.run.metrics import Waits
 from forgekit.state import TrainState
 from forgekit.steps.ranges import PREFIX
 

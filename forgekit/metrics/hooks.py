@@ -25,7 +25,6 @@ from forgekit.inputs import check_integers, quoted
 from forgekit.mesh import rank_name
 from forgekit.parallel.fsdp import clear_gradients, fsdp_modules, release
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
-from forgekit.run.checkpoints.step_names import step_name
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import accumulate
 from forgekit.steps.forward import LossFn
@@ -264,7 +263,7 @@ def capture_activations(
         module.register_forward_hook(lambda _m, _args, output, name=name: note(name, output))
         for name, module in modules.items()
     ]
-    step, where = step_name(state.step), rank_name(state.mesh)
+    step, where = f"step_{state.step:08d}", rank_name(state.mesh)
     try:
         yield
     finally:

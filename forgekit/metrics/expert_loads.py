@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from forgekit.metrics.log import read_metrics
+from forgekit.metrics.pictures import new_figure, write_picture
 from forgekit.model.moe import MoE
 from forgekit.parallel.layout import size_of
-from forgekit.run.metrics import read_metrics
-from forgekit.run.pictures import new_figure, write_picture
 from forgekit.state import TrainState
 from forgekit.steps.experts import find_routed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,22 @@ from tensordict import TensorDict, TensorDictBase
 
 from forgekit.data.corpus.token_files import HELD_OUT
 from forgekit.data.fingerprint import tokenizer_of
-from forgekit.run.stop_signal import StopSignal
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
+from forgekit.steps.make_step import Vote
 from forgekit.steps.pipelined import evaluate_staged
 from forgekit.steps.position_proof import check_positions
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
+
+
+class Stop(Vote, Protocol):
+    """What an evaluation asks of a ``StopSignal``."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether the ranks agreed to stop."""
+        ...
+
 
 PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
 
@@ -34,7 +44,7 @@ def evaluate(
     *,
     name: str | None = None,
     bytes_per_token: float | Mapping[str, float] | None = None,
-    stop: StopSignal | None = None,
+    stop: Stop | None = None,
     trained_on: Any = None,
     audit: bool = True,
 ) -> TensorDict:
@@ -102,7 +112,7 @@ def _evaluate_one(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     bytes_per_token: float | None,
-    stop: StopSignal | None,
+    stop: Stop | None,
     name: str,
     *,
     audit: bool,
@@ -181,7 +191,7 @@ def _at(dataset: Any) -> str:
 
 
 def _until_stopped(
-    batches: Iterable[TensorDictBase], state: TrainState, stop: StopSignal
+    batches: Iterable[TensorDictBase], state: TrainState, stop: Stop
 ) -> Iterator[TensorDictBase]:
     for batch in batches:
         votes = torch.full_like(state.loss_scale, stop.vote())

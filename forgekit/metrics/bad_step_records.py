@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forgekit.files import append_lines
 from forgekit.inputs import parse_json
-from forgekit.run.strict_json import finite
+from forgekit.metrics.strict_json import finite
 from forgekit.state import TrainState
 
 KEPT = ("loss", "grad_norm", "skipped", "spikes")

@@ -27,14 +27,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import check_integers, counted
+from forgekit.metrics.bad_step_records import BadStepRecords
+from forgekit.metrics.flops import Utilization
+from forgekit.metrics.host_copy import HostCopy, Moment
+from forgekit.metrics.memory_use import memory_of
+from forgekit.metrics.metrics_file import RowFile, read_metrics
+from forgekit.metrics.progress import Bar, Lines, short_number
+from forgekit.metrics.trackers import GuardedTracker, Tracker
 from forgekit.parallel.layout import world_of
-from forgekit.run.bad_step_records import BadStepRecords
-from forgekit.run.flops import Utilization
-from forgekit.run.host_copy import HostCopy, Moment
-from forgekit.run.memory_use import memory_of
-from forgekit.run.metrics_file import RowFile, read_metrics
-from forgekit.run.progress import Bar, Lines, short_number
-from forgekit.run.trackers import GuardedTracker, Tracker
 from forgekit.state import TrainState
 from forgekit.terminal import Steady, printable
 
@@ -99,7 +99,7 @@ class MetricsLog:
         loader: Measures ``perf/data_wait_seconds``, and knows the rows of bad steps.
         start_samples: Rows consumed before ``start_step``, ``state.samples``.
         utilization: What ``perf/mfu`` is computed from; None leaves it out.
-        trackers: Take the rows as well, see ``forgekit.run.trackers``; of the writing rank only.
+        trackers: Take the rows as well, see ``forgekit.metrics.trackers``; the writing rank's.
         config: The run's configuration, for trackers.
 
     Raises:

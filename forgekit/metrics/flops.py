@@ -33,12 +33,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from forgekit.metrics.device_specs import peak_flops
 from forgekit.model.layers import Attention
 from forgekit.model.moe import MoE
 from forgekit.model.nf4 import values_in
 from forgekit.parallel.fsdp import compute_dtype
 from forgekit.parallel.layout import size_of, world_of
-from forgekit.run.machines import peak_flops
 from forgekit.state import TrainState
 
 UNKNOWN = ("sliding_window", "kv_lora_rank", "is_encoder_decoder")
@@ -141,8 +141,8 @@ class Utilization:
             flops: Of the whole model.
             state: The state to start from.
             loader: What the run reads, as ``make_loader`` makes it.
-            peak: Operations per second of one device; by default that of ``forgekit.run.machines``
-                for the dtype that the model computes in.
+            peak: Operations per second of one device; by default that of
+                ``forgekit.metrics.device_specs`` for the dtype that the model computes in.
         """
         if peak is None:
             peak = peak_flops(state.targets.device, compute_dtype(state.model))

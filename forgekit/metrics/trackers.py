@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from forgekit.data.optional_packages import require
 from forgekit.files import write_atomic
 from forgekit.inputs import quoted
-from forgekit.run.metrics_file import read_metrics
-from forgekit.run.strict_json import finite
+from forgekit.metrics.metrics_file import read_metrics
+from forgekit.metrics.strict_json import finite
 
 ROOM = 1000
 """Calls that wait for a slow tracker; more are left out."""

@@ -1,0 +1,1 @@
+"""Rows of metrics, where they go, and what they are measured by."""
