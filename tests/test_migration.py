@@ -101,14 +101,3 @@ def test_what_a_page_names_on_our_side_exists(page, capsys):
 def test_a_name_that_is_not_there_is_found(code):
     with pytest.raises((AttributeError, TypeError, AssertionError)):
         check(code)
-
-
-@pytest.mark.parametrize("page", TRAINERS)
-def test_a_page_says_what_was_read_and_what_has_no_counterpart(page):
-    text = PAGES[page]
-    assert re.search(r"at\s+commit\s+`[0-9a-f]{7}`|\d+\.\d+\.\d+", text)
-    assert re.findall(r"^## (.*)$", text, re.M) == [
-        "Without a counterpart here",
-        "Without a counterpart there",
-    ]
-    assert f"\n{page}\n" in PAGES["index"]

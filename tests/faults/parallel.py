@@ -22,6 +22,11 @@ import forgekit as fk
 __all__ = ["CHECKS", "FAULTS"]
 
 
+def _other_style() -> dict[str, str]:
+    styles = own_plan()
+    return styles | {"layers.*.down": "colwise"} if dist.get_rank() == 1 else styles
+
+
 def _average(set_factor: Any, module: Any, factor: float) -> None:
     """What FSDP does unless it is told otherwise."""
     set_factor(module, factor * dist.get_world_size())
@@ -186,4 +191,10 @@ FAULTS = [
         for name, operation in ACROSS.items()
     ),
     Fault("a head apart from its embedding", "tied", value(TIED, "loss", _head_apart), "gradients"),
+    Fault(
+        "another style on rank 1",
+        "user tp",
+        both(own_model("right"), value(USER, "plan", _other_style)),
+        seen="ranks differ in plan: .*colwise.*rowwise",
+    ),
 ]

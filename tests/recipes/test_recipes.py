@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from covering import some_of
@@ -289,34 +288,6 @@ def test_the_recipes_read_alike(name):
     places = [loop.index(line) for line in LOOP]
     assert places == sorted(places)
     assert [loop.count(line) for line in (*LOOP, "run.end(state)")] == [1] * (len(LOOP) + 1)
-
-
-PREVIOUS = Path(__file__).parent / "previous"
-"""Recipes as they were in the version before, copied by somebody."""
-COPIES = [path.stem for path in sorted(PREVIOUS.glob("*.py"))]
-
-
-@pytest.mark.parametrize(
-    "name",
-    some_of((path.stem for path in sorted(PREVIOUS.glob("*.py"))), "pipeline", "long_context"),
-)
-def test_a_copy_of_the_previous_version_runs_and_goes_on(name, tmp_path, prepared, capsys):
-    command_line, check = RECIPES[name]
-    given = command_line(tmp_path / "out", prepared)
-    if name in ("pipeline", "long_context"):  # which had no run directory
-        given, check = given[1:], check_printed
-    run_here(PREVIOUS / f"{name}.py", given)
-    shown = capsys.readouterr()
-    check(tmp_path / "out", shown.out + shown.err)
-    if check != check_printed:
-        run_here(PREVIOUS / f"{name}.py", given)
-        assert "all 12 steps are done already" in capsys.readouterr().err
-
-
-def check_printed(out, output):
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", some_of(RECIPES, "tiny_llama", "finetune", "dpo"))
