@@ -44,6 +44,7 @@ from forgekit.steps.audit.running_alike import running_alike
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
+    RefusingInnerGradients,
     check_loss,
     check_output,
     compute_loss,
@@ -159,7 +160,9 @@ def _run_whole(
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device = state.targets.device
     sums = LossSums(device)
+    inner = RefusingInnerGradients()
     checks = [module.register_forward_hook(check_output) for module in (state.model, *sharded)]
+    checks += [module.register_forward_hook(inner.watch) for module in sharded]
     compares = is_first and world_of(state.mesh) > 1 and not runs_compiled(state.model)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
@@ -179,6 +182,7 @@ def _run_whole(
             ):
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
+            inner.is_due = False
             if index == 0:
                 gather_skipped(sharded)
             if is_last and index:

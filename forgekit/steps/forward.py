@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from forgekit.data.batches.sequence_slices import shard_sequence
 from forgekit.inputs import nearest_multiples
@@ -160,6 +161,32 @@ def check_output(module: nn.Module, _args: Any, output: Any) -> None:
             f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
             "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
         )
+
+
+class RefusingInnerGradients:
+    """Raise where a loss function differentiates through FSDP's modules by itself.
+
+    FSDP frees gathered parameters, and reduces gradients, in the first backward pass through a
+    module, so the one over the loss would meet parameters without values.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Watch what a module returns, as a forward hook."""
+        for leaf in tree_leaves(output):
+            if type(leaf) is Tensor and leaf.requires_grad:
+                leaf.register_hook(self._refuse)
+
+    def _refuse(self, _gradient: Tensor) -> None:
+        if self.is_due:
+            raise ValueError(
+                "loss_fn differentiates through the model itself (torch.autograd.grad, as for a "
+                "gradient penalty), and FSDP frees a module's parameters in its first backward "
+                "pass, so that there is no second one through the loss. Penalise finite "
+                "differences, two calls of the model, or train on one rank in fp32."
+            )
 
 
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:

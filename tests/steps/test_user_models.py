@@ -396,3 +396,62 @@ def _smaller_mesh(rank, world):
 
 def test_a_mesh_that_is_smaller_than_the_world_is_refused():
     run_ranks(_smaller_mesh, 3)
+
+
+def _penalty(model, batch):
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return fk.Loss(out.square().sum() + slope.square().sum(), len(x))
+
+
+def _finite_differences(model, batch):
+    moved = batch["x"] + 0.1
+    return fk.Loss((model(moved) - model(batch["x"])).square().sum(), len(moved))
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _with_penalty(rank, world, options):
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    model = fk.parallelize(_Blocks().double(), mesh, **options)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    batch = TensorDict({"x": torch.full((3, 4), 1.0 + rank, dtype=torch.float64)}, [3])
+    with pytest.raises(ValueError, match="loss_fn differentiates through the model itself"):
+        fk.accumulate(state, [batch, batch], _penalty)
+    totals = fk.reduce_totals(fk.accumulate(state, [batch], _finite_differences), state)
+    factor = fk.clip(totals, max_norm=float("inf")).factor
+    return {n: g * factor for n, g in full_tensors(model, gradients=True).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
+def test_a_gradient_penalty_is_refused_where_parameters_are_sharded(options):
+    """With its reason; another loss can be tried then, and on one rank it is exact."""
+    rows = torch.cat([torch.full((3, 4), value, dtype=torch.float64) for value in (1.0, 2.0)])
+    whole = TensorDict({"x": rows}, [6])
+
+    def gradients(loss_fn):
+        model = _Blocks().double()
+        state = fk.TrainState.create(model, fk.adamw(model))
+        totals = fk.reduce_totals(fk.accumulate(state, [whole], loss_fn), state)
+        factor = fk.clip(totals, max_norm=float("inf")).factor
+        return {name: p.grad * factor for name, p in model.named_parameters()}
+
+    expected = gradients(_finite_differences)
+    for found in run_ranks(_with_penalty, 2, options):
+        assert relative_error(found, expected) < 1e-10
+    model = _Blocks().double()
+    loss = _penalty(model, whole)
+    loss.sum.backward()
+    reference = {name: p.grad / 6 for name, p in model.named_parameters()}
+    assert relative_error(gradients(_penalty), reference) < 1e-12
