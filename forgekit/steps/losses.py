@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,6 +44,8 @@ class Loss:
         is_nll: Whether the sum is the negative log-likelihood of the targets, in nats, so that its
             mean has a perplexity (``evaluate``). Set it for a cross-entropy of your own; a loss
             with a further term, such as a z-loss, is none.
+        problem: Why the loss cannot be trained on, where there are several ranks: the step raises
+            it on all of them. Alone a rank would leave the others waiting for it.
 
     Examples:
         >>> loss = Loss(torch.tensor(6.0), 3)
@@ -58,6 +61,7 @@ class Loss:
     rows: tuple[Tensor, Tensor] | None = None
     means: Number = dataclasses.field(default=0.0, repr=False)
     is_nll: bool = False
+    problem: str | None = dataclasses.field(default=None, repr=False)
 
     def __add__(self, other: Loss) -> Loss:
         """Add a loss over the same targets.
@@ -66,21 +70,28 @@ class Loss:
         compared by value, which reads the host. Pass the first loss's ``count`` to avoid that.
 
         Raises:
-            ValueError: If the counts differ: one factor per step cannot divide both.
+            ValueError: If the counts differ: one factor per step cannot divide both. With several
+                ranks the step raises it, on all of them.
         """
+        problem = self.problem or other.problem
         if self.count is not other.count and self.count != other.count:
-            raise ValueError(
+            problem = (
                 f"cannot add losses with counts {int(self.count)} and {int(other.count)}: a "
                 "step divides by one count. Use loss.with_mean(aux, weight) to weight a "
                 "micro-batch mean by its targets (token_weighted), or forgekit.count_ahead to "
                 "rescale by the step's true counts."
             )
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                raise ValueError(problem)
         self._check_names(other.metrics)
         rows = None
         if self.rows is not None and other.rows is not None:
             rows = (self.rows[0] + other.rows[0], self.rows[1])
         metrics, means = {**self.metrics, **other.metrics}, self.means + other.means
-        return Loss(self.sum + other.sum, self.count, metrics, rows, means)
+        total = self.sum + other.sum
+        if problem is not None:  # a bad step on ranks whose own counts are equal
+            total = total * torch.nan
+        return Loss(total, self.count, metrics, rows, means, problem=problem)
 
     def __radd__(self, other: int) -> Loss:
         """Let ``sum`` add losses, which starts from 0."""

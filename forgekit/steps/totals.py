@@ -41,6 +41,7 @@ class Totals:
         digest: Of the rows of a run's first micro-batch, for the ranks to compare.
         unreduced: Names of parameters whose gradients FSDP holds back on this rank; refused by
             ``reduce_totals``, on all ranks together.
+        problem: Why a loss of this rank cannot be trained on; raised like ``unreduced``.
         agreed: What the ranks agreed to add up, once reduced; ``update`` keeps it in the state.
     """
 
@@ -49,6 +50,7 @@ class Totals:
     rows: int = 0
     digest: str = ""
     unreduced: tuple[str, ...] = ()
+    problem: str | None = None
     agreed: Agreement | None = None
 
     @classmethod
@@ -94,6 +96,7 @@ class LossSums:
         self.counts: list[Tensor | float] = []
         self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
         self.is_nll = True
+        self.problem: str | None = None
 
     def note(self, batch: TensorDictBase) -> None:
         """Digest the first micro-batch of a run, as whole sequences, for the ranks to compare."""
@@ -103,6 +106,7 @@ class LossSums:
         """Take one micro-batch's loss; nothing is computed yet."""
         self.rows += rows
         self.is_nll &= loss.is_nll
+        self.problem = self.problem or loss.problem
         self.losses.append(loss.sum.detach())
         is_wrong = not isinstance(loss.count, Tensor) and loss.count < 0
         self.counts.append(math.nan if is_wrong else loss.count)
@@ -124,7 +128,7 @@ class LossSums:
             "loss_scale": loss_scale,
             "metrics": TensorDict(metrics, []),
         }
-        return Totals(TensorDict(values, []), samples)
+        return Totals(TensorDict(values, []), samples, problem=self.problem)
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
@@ -190,8 +194,9 @@ def reduce_totals(
     Raises:
         UnreducedError: If FSDP held gradients back. At the first step on every rank; later on the
             ranks that see it, while the step is a bad one, which changes nothing, on all others.
-        ValueError: If ranks bring different names or rows, replicas differ, or names change from
-            one step to the next: the vector would be added up across different things.
+        ValueError: If a loss cannot be trained on (then as an ``UnreducedError``), ranks bring
+            different names or rows, replicas differ, or names change from one step to the next:
+            the vector would be added up across different things.
     """
     totals = _with_rows(with_gradient_square(totals, state), state)
     agreed = state.agreed
@@ -208,6 +213,8 @@ def reduce_totals(
     reduced = _sum_over_ranks(attrs.evolve(totals, agreed=agreed), state)
     if totals.unreduced:
         raise UnreducedError(totals.unreduced)
+    if totals.problem is not None:
+        raise ValueError(totals.problem)
     return _check_rows(reduced, state)
 
 
@@ -283,6 +290,7 @@ def _claim(totals: Totals, state: TrainState) -> Claim:
         samples=totals.samples,
         knows_names=state.layout.has_last,
         unreduced=totals.unreduced,
+        problem=totals.problem,
         rows=totals.digest,
     )
 

@@ -445,3 +445,24 @@ def test_a_shared_layer_has_one_style():
     layer = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": layer, "second": layer})
     assert read_plan(model, 2, {"second": "colwise"}) == {"first": "colwise"}
+
+
+def _starred(rank, world):
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    roles = fk.optim.roles_of(model, {"0*ght": "matrix"})
+    model = fk.parallelize(
+        model, mesh, plan={"0*1": "colwise", "*": "replicate", "0.*0": "rowwise"}
+    )
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return roles, dict(state.layout.styles)
+
+
+def test_a_star_crosses_dots_in_roles_as_in_plans():
+    for roles, styles in run_again(_starred, 2):
+        assert roles == {
+            **dict.fromkeys(("0.0.weight", "0.1.weight"), "matrix"),
+            **dict.fromkeys(("0.0.bias", "0.1.bias"), "other"),
+        }
+        assert styles["0.0"] == "rowwise"
+        assert styles["0.1"] == "replicate"

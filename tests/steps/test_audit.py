@@ -513,6 +513,43 @@ def test_a_setting_that_one_rank_alone_states_is_refused(who):
         assert message.startswith(f"ranks differ in beta: {shown}")
 
 
+def _counts_apart(rank, world, sizes, when):
+    """The second rank alone adds losses of different counts."""
+    state, more = _state(_Model().double(), sizes=sizes), []
+
+    def two_losses(model, batch):
+        loss = _loss(model, batch)
+        return loss + dataclasses.replace(loss, count=loss.count + sum(more))
+
+    step = fk.make_step(two_losses, schedule=fk.constant(0.1))
+    for index in range(when):
+        state, _ = step(state, _batches(rank, seed=index))
+    before = full_tensors(state.model)
+    more += [1] * rank
+    try:
+        state, metrics = step(state, _batches(rank, seed=when))
+        outcome = float(metrics["skipped"])
+    except ValueError as error:
+        outcome = str(error)
+    after = full_tensors(state.model)
+    with pytest.raises(ValueError, match=r"^rank 1 cannot add losses with counts 2 and 3"):
+        fk.evaluate(state, _batches(rank, micros=1, seed=when), two_losses)
+    return outcome, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_losses_whose_counts_differ_on_one_rank_make_no_rank_wait(sizes):
+    """All refuse the first step and an evaluation; a later step is a bad one on the others."""
+    start = "rank 1 cannot add losses with counts 2 and 3: a step divides by one count. "
+    for message, is_kept in run_ranks(_counts_apart, 2, sizes, 0, timeout_s=20):
+        assert is_kept
+        assert message.startswith(start)
+    first, second = run_ranks(_counts_apart, 2, sizes, 1, timeout_s=20)
+    assert first == (1.0, True)
+    assert second[0].startswith(start.removeprefix("rank 1 "))
+    assert second[1]
+
+
 PLANS = {
     "styles": ({"body": "colwise", "head": "rowwise"}, {"body": "replicate", "head": "replicate"}),
     "order": ({"*": "replicate", "body": "heads"}, {"body": "heads", "*": "replicate"}),

@@ -74,6 +74,7 @@ class Claim:
         knows_names: Whether it computes losses; stages of a pipeline before the last do not.
         settings: What has to be the same everywhere, as text.
         unreduced: Parameters whose gradients FSDP holds back.
+        problem: Why a loss of its cannot be trained on.
         parameters: Names of its parameters; empty where another rank has the same.
         position: Its coordinate on each dimension of the mesh.
         rows: Digest of the first micro-batch; ranks that share rows must bring the same.
@@ -85,6 +86,7 @@ class Claim:
     knows_names: bool
     settings: Mapping[str, str] = attrs.field(factory=dict)
     unreduced: tuple[str, ...] = ()
+    problem: str | None = None
     parameters: tuple[str, ...] = ()
     position: Mapping[str, int] = attrs.field(factory=dict)
     rows: str = ""
@@ -129,6 +131,7 @@ def agree(
     for rank, one in enumerate(claims):
         if one.unreduced:
             raise UnreducedError(one.unreduced, where=f" on rank {rank}" if world > 1 else "")
+    _check_losses(claims)
     check_same([one.settings for one in claims])
     if audit:
         _check_rows(claims)
@@ -140,7 +143,9 @@ def agree(
 
 def compare_sums(claim: Claim, state: TrainState) -> list[Any]:
     """Exchange the names and rows of an evaluation; return the names that all ranks add up."""
-    return _check_sums(exchange(claim, world_of(state.mesh)))
+    claims = exchange(claim, world_of(state.mesh))
+    _check_losses(claims)
+    return _check_sums(claims)
 
 
 def check_replicas(state: TrainState) -> None:
@@ -177,6 +182,12 @@ def digest_rows(batch: TensorDictBase) -> str:
             digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _check_losses(claims: Sequence[Claim]) -> None:
+    for rank, one in enumerate(claims):
+        if one.problem is not None:
+            raise ValueError(f"rank {rank} {one.problem}")
 
 
 def _check_sums(claims: Sequence[Claim]) -> list[Any]:
