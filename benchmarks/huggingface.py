@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import forgekit as fk
-from forgekit.run.huggingface.families import known_families
-from forgekit.run.huggingface.files import SINGLE, stored_tensors, write_json, write_tensors
-from forgekit.run.huggingface.load import name_map
+from forgekit.huggingface.families import known_families
+from forgekit.huggingface.load import name_map
+from forgekit.huggingface.safetensors_files import SINGLE, stored_tensors, write_json, write_tensors
 
 SPEC = fk.TransformerSpec(
     vocab_size=16_000, dim=1_536, layers=18, heads=12, kv_heads=6, ffn_dim=4_096, max_seq_len=64

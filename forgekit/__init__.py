@@ -66,15 +66,15 @@ from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.ranks import CheckpointError
 from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.run.checkpoints.retention import Keep
-from forgekit.run.huggingface.load import huggingface_spec, load_huggingface
-from forgekit.run.huggingface.save import save_huggingface
+from forgekit.huggingface.load import huggingface_spec, load_huggingface
+from forgekit.huggingface.save import save_huggingface
 from forgekit.run.bad_steps import BadSteps, bad_step_policy
 from forgekit.run.stop_signal import StopSignal
 from forgekit.run.health.health import Health
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import TensorBoard, WandB
 from forgekit.lora.adapters import add_lora, merge_lora, unmerge_lora
-from forgekit.run.adapter_files import load_adapter, save_adapter
+from forgekit.lora.peft_files import load_adapter, save_adapter
 from forgekit.evaluation.evaluate import evaluate
 from forgekit.evaluation.averaged import averaged
 from forgekit.evaluation.generate import generate

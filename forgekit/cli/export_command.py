@@ -28,10 +28,10 @@ def add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> int:
     import torch
 
+    from forgekit.huggingface.save import save_huggingface
     from forgekit.lora.adapters import merge_lora
     from forgekit.model.lora_layers import lora_layers
     from forgekit.ranks import CheckpointError
-    from forgekit.run.huggingface.save import save_huggingface
     from forgekit.run.load_run import read_model, read_run_config, tokenizer_file
 
     try:

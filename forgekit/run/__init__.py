@@ -25,8 +25,8 @@ from forgekit.metrics.profile import Profile
 from forgekit.run.report import plot_losses
 from forgekit.lora.adapters import relora
 from forgekit.lora.adapters import reset_magnitudes
-from forgekit.run.huggingface.transformers_names import transformers_model
-from forgekit.run.tuned_model import check_new_directory, export_tuned
+from forgekit.huggingface.transformers_models import transformers_model
+from forgekit.huggingface.export import check_new_directory, export_tuned
 from forgekit.run.verification.verify import VerifyReport
 
 __all__ = [

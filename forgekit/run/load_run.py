@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from forgekit.huggingface.load import huggingface_spec
+from forgekit.huggingface.safetensors_files import read_json
+from forgekit.huggingface.transformers_models import transformers_model
 from forgekit.inputs import path_of
 from forgekit.model.lora import add_chosen
 from forgekit.model.lora_layers import Adapter
@@ -25,9 +28,6 @@ from forgekit.ranks import CheckpointError, Ranks
 from forgekit.run.checkpoints.load import checkpoint_load
 from forgekit.run.checkpoints.read import choose_checkpoint
 from forgekit.run.checkpoints.storage import storage_of
-from forgekit.run.huggingface.files import read_json
-from forgekit.run.huggingface.load import huggingface_spec
-from forgekit.run.huggingface.transformers_names import transformers_model
 from forgekit.state import TrainState
 
 Tensors = Mapping[str, Mapping[str, Any]]

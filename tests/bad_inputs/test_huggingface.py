@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import forgekit as fk
-from forgekit.run.huggingface.names import (
+from forgekit.huggingface.names import (
     NameMap,
     cast,
     join,

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.huggingface.transformers_models import transformers_names
 from forgekit.run import capture_activations, layer_norms
-from forgekit.run.huggingface.transformers_names import transformers_names
 
 EVEN = {"vocab_size": 32}
 LAYOUTS = {

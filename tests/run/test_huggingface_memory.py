@@ -12,9 +12,9 @@ import torch
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit.run.huggingface.families import known_families
-from forgekit.run.huggingface.files import SINGLE, write_json, write_tensors
-from forgekit.run.huggingface.load import name_map
+from forgekit.huggingface.families import known_families
+from forgekit.huggingface.load import name_map
+from forgekit.huggingface.safetensors_files import SINGLE, write_json, write_tensors
 
 SPEC = fk.TransformerSpec(
     vocab_size=2_000, dim=512, layers=6, heads=8, kv_heads=4, ffn_dim=1_536, max_seq_len=64

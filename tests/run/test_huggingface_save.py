@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import forgekit as fk
-from forgekit.run.huggingface import families, save
-from forgekit.run.huggingface.names import (
+from forgekit.huggingface import families, save
+from forgekit.huggingface.names import (
     NameMap,
     cast,
     leave_out,

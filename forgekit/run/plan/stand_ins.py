@@ -163,8 +163,8 @@ def pretending(rank: int, world: int, told: Told) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from forgekit.huggingface import load
     from forgekit.mesh import shutdown
-    from forgekit.run.huggingface import load
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

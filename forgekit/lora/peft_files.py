@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import path_of
 from forgekit.lora.adapters import check_unmerged, reshard
+from forgekit.lora.peft_names import CONFIG, TENSORS, to_files
+from forgekit.lora.peft_reading import read_files
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import adapter_names, add_chosen, check_sharded, find_matrices
 from forgekit.model.lora_layers import Adapter, LoraLayer, full_of, lora_layers
 from forgekit.model.transformer import Transformer
-from forgekit.run.adapter_names import CONFIG, TENSORS, to_files
-from forgekit.run.adapter_reading import read_files
 from forgekit.state import was_parallelized
 
 

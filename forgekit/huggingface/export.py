@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 
+from forgekit.huggingface.load import read_config
+from forgekit.huggingface.save import save_huggingface
 from forgekit.inputs import path_of
 from forgekit.lora.adapters import merge_lora, unmerge_lora
+from forgekit.lora.peft_files import save_adapter
 from forgekit.mesh import process_rank
 from forgekit.model.lora_layers import lora_layers
 from forgekit.ranks import CheckpointError
-from forgekit.run.adapter_files import save_adapter
-from forgekit.run.checkpoints.save import wait_for_saves
-from forgekit.run.huggingface.load import read_config
-from forgekit.run.huggingface.save import save_huggingface
 from forgekit.state import TrainState
 
 
@@ -93,7 +92,8 @@ def export_tuned(
     config = read_config(source)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     adapter = Path(out) / "adapter" if lora_layers(state.model) else None
-    wait_for_saves(state)
+    if state.saves.pending is not None:
+        state.saves.pending.wait()
     try:
         if adapter is not None:
             save_adapter(state.model, adapter, base=str(source))

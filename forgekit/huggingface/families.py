@@ -9,12 +9,12 @@ from typing import Any
 import attrs
 import torch
 
+from forgekit.huggingface.names import Rule, cast, leave_out, pad, rename, stack
+from forgekit.huggingface.rope import NUMBERS, read_rope, write_rope
 from forgekit.inputs import brief, is_integer, is_number
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
 from forgekit.ranks import CheckpointError
-from forgekit.run.huggingface.names import Rule, cast, leave_out, pad, rename, stack
-from forgekit.run.huggingface.rope import NUMBERS, read_rope, write_rope
 
 Config = Mapping[str, Any]
 

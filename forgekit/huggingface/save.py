@@ -23,28 +23,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forgekit.files import atomic_directory
-from forgekit.inputs import brief, check_integers, path_of, wrong_type
-from forgekit.model.lora import adapter_names
-from forgekit.model.lora_layers import LoraLinear, lora_layers
-from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError, Ranks, all_ranks
-from forgekit.run.huggingface.check_export import check_spec, check_transformers, check_values
-from forgekit.run.huggingface.families import Family, family_named, family_of, known_families
-from forgekit.run.huggingface.files import INDEX, SINGLE, read_json, write_json, write_tensors
-from forgekit.run.huggingface.load import name_map, overlaps, read_config
-from forgekit.run.huggingface.names import NameMap, Part, named_tensors
-from forgekit.run.huggingface.tokenizer_files import (
+from forgekit.huggingface.check_export import check_spec, check_transformers, check_values
+from forgekit.huggingface.families import Family, family_named, family_of, known_families
+from forgekit.huggingface.load import name_map, overlaps, read_config
+from forgekit.huggingface.names import NameMap, Part, named_tensors
+from forgekit.huggingface.safetensors_files import (
+    INDEX,
+    SINGLE,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from forgekit.huggingface.tokenizer import (
     TOKENIZER_FILES,
     check_tokenizer,
     count_tokens,
     special_ids,
     write_tokenizer,
 )
-from forgekit.run.huggingface.transformers_names import (
+from forgekit.huggingface.transformers_models import (
     class_of,
     is_of_transformers,
     transformers_names,
 )
+from forgekit.inputs import brief, check_integers, path_of, wrong_type
+from forgekit.model.lora import adapter_names
+from forgekit.model.lora_layers import LoraLinear, lora_layers
+from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.ranks import CheckpointError, Ranks, all_ranks
 
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""

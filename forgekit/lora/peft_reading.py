@@ -18,8 +18,8 @@ import attrs
 from torch import Tensor
 
 from forgekit.inputs import is_integer, is_number, parse_json, quoted
+from forgekit.lora.peft_names import CONFIG, LEAVES, PARTS, PREFIX, TENSORS, inward, outward
 from forgekit.model.lora_layers import Adapter
-from forgekit.run.adapter_names import CONFIG, LEAVES, PARTS, PREFIX, TENSORS, inward, outward
 
 REFUSED = MappingProxyType(
     {

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from forgekit.data.optional_packages import require
-from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError
-from forgekit.run.huggingface.families import differences, family_of
-from forgekit.run.huggingface.files import fill, reading, stored_tensors
-from forgekit.run.huggingface.load import (
+from forgekit.huggingface.families import differences, family_of
+from forgekit.huggingface.load import (
     check_stored,
     load_huggingface,
     local_part,
     overlaps,
     read_config,
 )
-from forgekit.run.huggingface.names import NameMap
+from forgekit.huggingface.names import NameMap
+from forgekit.huggingface.safetensors_files import fill, reading, stored_tensors
+from forgekit.model.transformer import Transformer, TransformerSpec
+from forgekit.ranks import CheckpointError
 
 POSITIONS = 16
 

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forgekit.files import restore_replaced
+from forgekit.huggingface.families import Family, differences, family_of, rules
+from forgekit.huggingface.names import Box, NameMap, Part, named_tensors
+from forgekit.huggingface.safetensors_files import Stored, fill, read_json, reading, stored_tensors
+from forgekit.huggingface.transformers_models import is_of_transformers, transformers_names
 from forgekit.inputs import check_integers, path_of
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
-from forgekit.run.huggingface.families import Family, differences, family_of, rules
-from forgekit.run.huggingface.files import Stored, fill, read_json, reading, stored_tensors
-from forgekit.run.huggingface.names import Box, NameMap, Part, named_tensors
-from forgekit.run.huggingface.transformers_names import is_of_transformers, transformers_names
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forgekit.data.optional_packages import require
+from forgekit.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
+from forgekit.huggingface.safetensors_files import read_json
 from forgekit.inputs import path_of
 from forgekit.ranks import CheckpointError
-from forgekit.run.huggingface.files import read_json
-from forgekit.run.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
 
 QWEN = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 MIXTRAL = (

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from forgekit.files import open_regular
+from forgekit.huggingface.names import Box
 from forgekit.inputs import brief, parse_json
 from forgekit.ranks import CheckpointError
-from forgekit.run.huggingface.names import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
