@@ -12,12 +12,14 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import cast
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
@@ -276,15 +278,63 @@ def _start(kind: str, rank: int, world: int) -> None:
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=START_TIMEOUT)
 
 
+def mesh_of(
+    kind: str, ranks: Tensor, names: tuple[str, ...], root: DeviceMesh | None = None
+) -> DeviceMesh:
+    """Make a mesh of ranks, whose groups are those of an earlier mesh where there were the same.
+
+    torch keeps every group until all are destroyed, and each of gloo's has threads: new ones for
+    each mesh of a notebook or a sweep would use up the machine.
+
+    Args:
+        kind: The type of device.
+        ranks: All ranks, in the shape of the mesh; the same on every rank.
+        names: Of its dimensions.
+        root: A mesh over the same ranks that this one is a view of.
+
+    Returns:
+        The mesh.
+    """
+    rows = [ranks.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(ranks.ndim)]
+    groups = [group_of(f"mesh_{name}", row) for name, row in zip(names, rows, strict=True)]
+    mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names)
+    if root is not None:
+        mesh._root_mesh = root
+        root._pg_registry.update(mesh._pg_registry)  # where torch looks for the groups of a view
+    return mesh
+
+
+def group_of(description: str, rows: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group among rows of ranks: an earlier one of that description, or a new one.
+
+    Args:
+        description: What the group is for.
+        rows: Ranks of each group, of all ranks; the same on every rank, which all call this.
+
+    Returns:
+        The group.
+    """
+    here = next(row for row in rows if dist.get_rank() in row)
+    # gloo alone cannot serve accelerators, and there a group of all ranks is another one.
+    is_whole = not torch.cuda.is_available() or dist.get_backend() != "gloo"
+    if len(here) == dist.get_world_size() and is_whole:
+        return cast("dist.ProcessGroup", dist.group.WORLD)
+    for group in dist.distributed_c10d._world.pg_map:  # torch's own list has no public name
+        if group.group_desc == description and dist.get_process_group_ranks(group) == here:
+            return group
+    group, _ = dist.new_subgroups_by_enumeration(rows, group_desc=description)
+    return cast("dist.ProcessGroup", group)
+
+
 def _arrange(kind: str, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
     """Make the mesh, and its root where ranks share experts: torch keeps the one with the other."""
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
     if ep == 1:
-        return init_device_mesh(kind, sizes, mesh_dim_names=DIMENSIONS)
+        return mesh_of(kind, ranks, DIMENSIONS)
     pp, replicate, shards, context, tensor = sizes
     view = pp, replicate, shards * context // ep, ep, tensor
-    root = init_device_mesh(kind, view, mesh_dim_names=EXPERT_DIMENSIONS)
-    ranks = root.mesh.reshape(sizes)
-    return DeviceMesh(kind, ranks, mesh_dim_names=DIMENSIONS, _root_mesh=root)
+    root = mesh_of(kind, ranks.view(view), EXPERT_DIMENSIONS)
+    return mesh_of(kind, ranks, DIMENSIONS, root)
 
 
 def _share_cores() -> None:

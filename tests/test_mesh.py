@@ -7,10 +7,13 @@ import re
 import socket
 from unittest.mock import patch
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import SPEC, logits_loss
 from ranks import run_ranks
+from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.environment import first_host, identity, local_world, rendezvous
@@ -434,6 +437,38 @@ def _places(rank, world, spec):
 def test_ranks_with_the_same_samples_have_the_same_data_rank(spec, expected):
     """The default process group that is there already is used as it is."""
     assert run_ranks(_places, 4, spec) == expected
+
+
+def _again(rank, world, spec, options):
+    counts = []
+    for _ in range(4):
+        mesh = fk.build_mesh(fk.MeshSpec(**spec), device="cpu")
+        model = fk.parallelize(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), mesh, **options)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        ids = torch.arange(16).view(2, 8)
+        batch = TensorDict({"input_ids": ids, "labels": ids}, [2])
+        fk.reduce_totals(fk.accumulate(state, [batch] * 2, logits_loss), state)
+        del model, state
+        counts.append(len(os.listdir("/proc/self/task")))
+    other = fk.build_mesh(fk.MeshSpec(**spec), device="cpu")
+    names = [name for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+    return counts, [mesh.get_group(name) is other.get_group(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ({"tp": 2}, {}),
+        ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, {}),
+        ({"dp_shard": 1, "cp": 4}, {"context_parallel": "both"}),
+    ],
+    ids=["tp", "pp", "cp"],
+)
+def test_meshes_of_the_same_ranks_share_their_groups(spec, options):
+    """Each group has threads as long as the process lives: a notebook builds many meshes."""
+    for counts, shared in run_ranks(_again, 4, spec, options):
+        assert counts[1:] == counts[1:2] * 3
+        assert all(shared)
 
 
 def _wrong_size(rank, world):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forgekit.mesh import DIMENSIONS
+from forgekit.mesh import DIMENSIONS, mesh_of
 
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
@@ -66,7 +66,7 @@ def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
         ranks = mesh.mesh.reshape(pp, replicate, shards * context, tensor)
         shard = "dp_shard_cp"
         names = ("pp", "dp_replicate", shard, "tp")
-        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+        mesh = mesh_of(mesh.device_type, ranks, names)
     is_replicated = size_of(mesh, "dp_replicate") > 1
     data = mesh["dp_replicate", shard] if is_replicated else mesh[shard]
     return data, mesh["tp"] if size_of(mesh, "tp") > 1 else None

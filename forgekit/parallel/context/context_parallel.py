@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.inputs import check_choice, divisors
+from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
 from forgekit.model.transformer import locate_all
@@ -288,9 +289,9 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAtten
         return ulysses_attention(Members.of(mesh.get_group("cp")), chosen.attend, chosen.documents)
     dim = (mesh.mesh_dim_names or ()).index("cp")
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
-    rings = Members.of(_own_group(shared.mT.reshape(-1, ring)))
+    rings = Members.of(group_of("ring", shared.mT.reshape(-1, ring).tolist()))
     return ulysses_attention(
-        Members.of(_own_group(shared.reshape(-1, ulysses))),
+        Members.of(group_of("ulysses", shared.reshape(-1, ulysses).tolist())),
         ring_attention(rings, chosen.asked, chosen.documents),
         chosen.documents,
     )
@@ -302,14 +303,6 @@ def _sum_slices(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
     whole = counts.clone()
     dist.all_reduce(whole, group=group)
     return whole
-
-
-def _own_group(ranks: Tensor) -> dist.ProcessGroup:
-    """Make a group of each row of ranks, on all ranks in the same order; return this rank's."""
-    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    if not isinstance(own, dist.ProcessGroup):
-        raise RuntimeError(f"rank {dist.get_rank()} is not among {ranks.tolist()}.")
-    return own
 
 
 def _local_heads(module: nn.Module, tensor: int) -> int:
