@@ -8,11 +8,13 @@ interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import attrs
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -117,3 +119,9 @@ def all_ranks() -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+
+
+def ranks_sharing(tensors: Iterable[Tensor]) -> Ranks:
+    """Return all ranks if some of a model's tensors are sharded, and else this one alone."""
+    # A pipeline's rank may have shards over itself alone, and share the model even so.
+    return all_ranks() if any(isinstance(tensor, DTensor) for tensor in tensors) else Ranks()

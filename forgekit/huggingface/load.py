@@ -28,7 +28,7 @@ from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError, Ranks, all_ranks
+from forgekit.ranks import CheckpointError, ranks_sharing
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
@@ -106,19 +106,12 @@ def load_huggingface(
             f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first, "
             "or model.to_empty(device=...)."
         )
-    ranks = ranks_of(tensors)
+    ranks = ranks_sharing(tensors.values())
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     names, stored = ranks.together(lambda: _check(model, path, names, held))
     ranks.together(lambda: _check_kinds(tensors, names, stored))
     ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
-
-
-def ranks_of(tensors: Mapping[str, Tensor]) -> Ranks:
-    """The ranks that share a model; one where ``parallelize`` has not sharded it."""
-    # A pipeline's rank may have shards over itself alone, and share the model even so.
-    is_shared = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    return all_ranks() if is_shared else Ranks()
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""Adapters on disk, in the layout of peft: a directory that either library opens.
+"""Adapters in peft's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-``adapter_config.json`` says which matrices have an adapter, ``adapter_model.safetensors`` holds the
-factors. A ``Transformer``'s matrices have the names that Llama-like models have in transformers;
-those of other models keep their own. Every rank calls both functions, in any layout.
+How they lie in them says ``peft_layout``. An adapter is small: it is gathered, and read, whole.
 
 References:
     https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -11,25 +9,36 @@ References:
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from forgekit.files import atomic_directory, restore_replaced
-from forgekit.inputs import path_of
+from forgekit.files import atomic_directory
+from forgekit.inputs import is_integer, is_number, parse_json, path_of, quoted
 from forgekit.lora.adapters import check_unmerged, reshard
-from forgekit.lora.peft_names import CONFIG, TENSORS, to_files
-from forgekit.lora.peft_reading import read_files
+from forgekit.lora.peft_layout import BASE_WEIGHTS, Key, Shapes, from_peft, to_peft
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import adapter_names, add_chosen, check_sharded, find_matrices
-from forgekit.model.lora_layers import Adapter, LoraLayer, full_of, lora_layers
+from forgekit.model.lora_layers import Adapter, full_of, lora_layers
 from forgekit.model.transformer import Transformer
+from forgekit.ranks import CheckpointError, all_ranks, ranks_sharing
 from forgekit.state import was_parallelized
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+UNSUPPORTED = (
+    *("modules_to_save", "trainable_token_indices", "lora_bias", "fan_in_fan_out"),
+    *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config", "velora_config", "monteclora_config"),
+)
+"""Entries of a config that change what is computed and have no counterpart here."""
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initial values of factors that leave the base as it was; others subtract from its weights."""
 
 
 def save_adapter(
@@ -37,8 +46,8 @@ def save_adapter(
 ) -> None:
     """Write a model's adapters in the layout of peft; every rank calls it.
 
-    Tensors are gathered one at a time to rank 0, which writes. The directory appears whole, under
-    its name, or not at all; one with an adapter in it is replaced.
+    Rank 0 gathers and writes them. The directory appears whole, under its name, or not at all; one
+    with an adapter in it is replaced.
 
     Args:
         model: A model with adapters, in any layout.
@@ -46,16 +55,44 @@ def save_adapter(
         base: Name of the base model, or its directory, for readers who open it.
 
     Raises:
-        ValueError: If there is no adapter, it is merged, other parameters are trained too, or
-            adapters differ in what the file says once (DoRA).
-        FileExistsError: If the directory holds other files.
+        ValueError: If there is no adapter, it is merged, or other parameters are trained too.
+        CheckpointError: If adapters differ in what the file says once (DoRA), or the directory
+            holds other files. On every rank.
     """
     path = path_of("directory", directory)
     check_unmerged(model, "the file is for a base without them")
-    _check_trained(model)
+    ranks, parameters = all_ranks(), dict(_parameters(model))
+    adapters, trained = {}, []
+    for here, beside in ranks.each(lambda: (_adapters(model), _trained_beside(model))):
+        adapters, trained = adapters | here, trained + beside
+    if not adapters:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter to save; forgekit.add_lora adds some."
+        )
+    if trained:
+        raise ValueError(
+            f"{len(set(trained))} trained parameters (first: {trained[0]!r}) are no part of an "
+            "adapter and would be lost. Freeze them (requires_grad_(False)), or save the whole "
+            "model with forgekit.checkpoint_save."
+        )
+    owners: dict[Key, int] = {}
+    for rank, keys in enumerate(ranks.each(lambda: [*parameters])):
+        owners = dict.fromkeys(keys, rank) | owners
     reshard(model)
-    adapters, tensors = _gather(model)
-    _together(lambda: _write(path, adapters, tensors, _is_known(model), base))
+    whole = {key: full_of(parameter.detach()).cpu() for key, parameter in parameters.items()}
+    gathered = ranks.gather({key: t for key, t in whole.items() if owners[key] == ranks.rank})
+    tensors = {key: tensor for part in gathered for key, tensor in part.items()}
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        config, files = to_peft(adapters, tensors, is_known=isinstance(model, Transformer))
+        with atomic_directory(path, is_replaceable=_is_adapter) as new:
+            save_file(files, new / TENSORS, metadata={"format": "pt"})
+            content = {**config, "base_model_name_or_path": base}
+            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+    ranks.first(write)
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -66,22 +103,26 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     A model without adapters gets those of the file; like ``add_lora`` that has to come before
     ``parallelize``. One that has some keeps them and takes their values, in any layout. Everything
-    is checked before the first change, and tensors are read one at a time.
+    is checked before the first change.
 
     Args:
         model: The base, or the base with adapters of the same matrices, ranks and scales.
         directory: What ``save_adapter`` or peft wrote.
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If it is not for this model: matrices that the model does not have, other
+        ValueError: If the model is merged, or sharded and without adapters.
+        CheckpointError: If the adapter is not for this model: matrices that it does not have, other
             shapes, ranks, scales or DoRA; if it holds what has no counterpart here (biases,
-            trained modules); if a file is damaged, or the model is merged.
+            trained modules, weights taken out of its base); if a file is missing or damaged. On
+            every rank.
     """
-    path = restore_replaced(path_of("directory", directory))
+    path, is_known = path_of("directory", directory), isinstance(model, Transformer)
     check_unmerged(model, "loaded values would not be what is merged")
-    held = _everywhere(_held(model))
-    chosen, tensors = read_files(path, _shapes(model), held, is_known=_is_known(model))
+    ranks = ranks_sharing(model.parameters())
+    held, shapes = {}, {}
+    for adapters, matrices in ranks.each(lambda: (_adapters(model), _shapes(model))):
+        held, shapes = adapters | held, matrices | shapes
+    chosen, tensors = ranks.together(lambda: _read(path, shapes, held, is_known=is_known))
     if not held:
         if was_parallelized(model):
             raise ValueError(
@@ -90,141 +131,139 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 "load_adapter after it."
             )
         check_sharded(model)
-        add_chosen(model, chosen)
+        add_chosen(model, [*chosen.values()])
     reshard(model)
-    held_here = {**{key: parameter for parameter, key in _parameters(model)}, **_stems(model)}
+    weights = {(name, "W"): p for name, p in model.named_parameters()} if is_known else {}
     with torch.no_grad():
-        for key, parameter in held_here.items():
+        for key, parameter in {**dict(_parameters(model)), **weights}.items():
             if key in tensors:
-                copy_full(parameter, tensors[key]())
+                copy_full(parameter, tensors[key])
 
 
-def _is_known(model: nn.Module) -> bool:
-    return isinstance(model, Transformer)
+def _read(
+    directory: Path, shapes: Shapes, held: Mapping[str, Adapter], *, is_known: bool
+) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
+    for name in (CONFIG, TENSORS):
+        if not (directory / name).is_file():  # a pipe would never end
+            raise CheckpointError(
+                f"{directory} has no file {name}; an adapter is {CONFIG} and {TENSORS}."
+            )
+    try:
+        config, files = _read_config(directory / CONFIG), _read_tensors(directory / TENSORS)
+        adapters, tensors = from_peft(config, files, shapes, held, is_known=is_known)
+        _check_held(adapters, held)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    return adapters, tensors
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
-    """Adapters' parameters, each with its matrix and the part that it is of the adapter."""
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{CONFIG} is no JSON: {error}.") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    if kind != "LORA":
+        raise CheckpointError(f"{CONFIG} has the peft_type {kind!r}; adapters here are 'LORA'.")
+    config = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False,
+              "lora_dropout": 0.0, "r": None, "lora_alpha": None, **config}  # fmt: skip
+    for name, empty in (("target_parameters", []), ("rank_pattern", {}), ("alpha_pattern", {})):
+        config[name] = config.get(name) or empty
+        if not isinstance(config[name], type(empty)):
+            raise CheckpointError(f"{CONFIG} has {name}={config[name]!r}; it must be a "
+                                  f"{type(empty).__name__}.")  # fmt: skip
+    used = {name: config[name] for name in UNSUPPORTED if config.get(name)}
+    if config["bias"] != "none":
+        used["bias"] = config["bias"]
+    if used:
+        raise CheckpointError(
+            f"{CONFIG} has {', '.join(f'{n}={v!r}' for n, v in used.items())}, which has no "
+            "counterpart here. Merge the adapter with peft, and start from the merged model."
+        )
+    if config["init_lora_weights"] not in INITS:
+        raise CheckpointError(
+            f"{CONFIG} has init_lora_weights={config['init_lora_weights']!r}, so it is an adapter "
+            "of another base: peft changes the weights where one begins so. Convert it with peft "
+            "(save_pretrained(path_initial_model_for_weight_conversion=...)), or merge it there."
+        )
+    for name, value in {"r": config["r"], **config["rank_pattern"]}.items():
+        if not is_integer(value) or value < 1:
+            raise CheckpointError(f"{CONFIG} has {name}={value!r}; it must be an integer above 0.")
+    numbers = {name: config[name] for name in ("lora_alpha", "lora_dropout")}
+    for name, value in {**numbers, **config["alpha_pattern"]}.items():
+        if not is_number(value):
+            raise CheckpointError(f"{CONFIG} has {name}={value!r}; it must be a number.")
+    for pattern in (*config["rank_pattern"], *config["alpha_pattern"]):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(
+                f"{CONFIG} has a pattern {pattern!r} that is no regular expression: {error}."
+            ) from None
+    return config
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{TENSORS} is damaged or no safetensors file: {error}.") from error
+    if odd := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{odd[0]!r} holds values that are not finite.")
+    return tensors
+
+
+def _check_held(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
+    if held and (lost := [name for name in held if name not in adapters]):
+        raise CheckpointError(f"it lacks {quoted(lost[:3])}, which have adapters in the model.")
+    if held and (more := [name for name in adapters if name not in held]):
+        raise CheckpointError(
+            f"it has adapters of {quoted(more[:3])}, which have none in the model. Add them with "
+            "forgekit.add_lora before forgekit.parallelize."
+        )
+    for name, one in held.items():
+        other = adapters[name]
+        is_alike = math.isclose(one.scale, other.scale, rel_tol=1e-9)
+        if not is_alike or (one.rank, one.dora) != (other.rank, other.dora):
+            raise CheckpointError(
+                f"it has rank {other.rank}, scale {other.scale:g} and dora={other.dora} for "
+                f"{name!r}; the model has rank {one.rank}, scale {one.scale:g} and "
+                f"dora={one.dora}. Add the same with forgekit.add_lora."
+            )
+
+
+def _adapters(model: nn.Module) -> dict[str, Adapter]:
+    """The adapters of the layers that this rank has."""
+    return {a.name: a for layer in lora_layers(model).values() for a in layer.adapters.values()}
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[Key, nn.Parameter]]:
     for layer in lora_layers(model).values():
         for matrix, adapter in layer.adapters.items():
             for part, leaf in zip("ABm", layer.factor_names(matrix), strict=True):
                 if leaf is not None:
-                    yield getattr(layer, leaf), (adapter.name, part)
-
-
-def _held(model: nn.Module) -> dict[str, Adapter]:
-    layers: list[LoraLayer] = list(lora_layers(model).values())
-    return {adapter.name: adapter for layer in layers for adapter in layer.adapters.values()}
+                    yield (adapter.name, part), getattr(layer, leaf)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the matrices that adapters are for, on all ranks."""
-    found = {}
+    """Shapes of the matrices that adapters are for, and of embedding and head."""
+    named = model.named_parameters()
+    shapes = {n: tuple(p.shape) for n, p in named if n in BASE_WEIGHTS.values()}
     for name, module in find_matrices(model).items():
         if isinstance(module, nn.Linear):  # its weight may be packed
-            found[name] = (module.out_features, module.in_features)
+            shapes[name] = module.out_features, module.in_features
         else:
-            found[name] = tuple(getattr(module, name.rpartition(".")[2]).shape)
-    stems = _stems(model) if _is_known(model) else {}
-    return _everywhere(found | {name: tuple(p.shape) for (name, _), p in stems.items()})
+            shapes[name] = tuple(module.get_parameter(name.rpartition(".")[2]).shape)
+    return shapes
 
 
-def _stems(model: nn.Module) -> dict[tuple[str, str], nn.Parameter]:
-    """The base's parameters that a file may hold beside adapters: embedding and output weight."""
-    named = model.named_parameters()
-    return {(n, "W"): p for n, p in named if n in ("embedding.weight", "output.weight")}
-
-
-def _check_trained(model: nn.Module) -> None:
-    own = set(adapter_names(model))
-    if not _everywhere(dict.fromkeys(own)):
-        raise ValueError(
-            f"{type(model).__name__} has no adapter to save; forgekit.add_lora adds some."
-        )
-    more = [n for n, p in model.named_parameters() if p.requires_grad and n not in own]
-    if more:
-        raise ValueError(
-            f"{len(more)} trained parameters (first: {more[0]!r}) are no part of an adapter and "
-            "would be lost. Freeze them (requires_grad_(False)), or save the whole model with "
-            "forgekit.checkpoint_save."
-        )
-
-
-def _gather(model: nn.Module) -> tuple[dict[str, Adapter], dict[tuple[str, str], Tensor]]:
-    """All adapters, and on rank 0 their tensors in host memory, one gathered after the other."""
-    own = {key: parameter for parameter, key in _parameters(model)}
-    owners = _everywhere({key: [_rank()] for key in own}, join=True)
-    tensors: dict[tuple[str, str], Tensor] = {}
-    for key, ranks in owners.items():
-        whole = full_of(own[key].detach()) if key in own else None
-        if (mine := _to_first(whole, min(ranks))) is not None:
-            tensors[key] = mine.cpu().contiguous()
-    return _everywhere(_held(model)), tensors
-
-
-def _to_first(whole: Tensor | None, owner: int) -> Tensor | None:
-    """Pass a tensor from its owner on to rank 0, which alone gets it."""
-    if owner == 0:
-        return whole if _rank() == 0 else None
-    if _rank() == owner and whole is not None:
-        dist.send_object_list([tuple(whole.shape), whole.dtype], dst=0)
-        dist.send(whole.contiguous(), dst=0)
-    if _rank() != 0:
-        return None
-    described: list[Any] = [None, None]
-    dist.recv_object_list(described, src=owner)
-    device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
-    received = torch.empty(described[0], dtype=described[1], device=device)
-    dist.recv(received, src=owner)
-    return received
-
-
-def _write(
-    path: Path,
-    adapters: dict[str, Adapter],
-    tensors: dict[tuple[str, str], Tensor],
-    is_known: bool,
-    base: str | None,
-) -> None:
-    from safetensors.torch import save_file
-
-    config, files = to_files(adapters, tensors, is_known=is_known)
-    with atomic_directory(path, is_replaceable=_is_adapter) as new:
-        save_file(files, new / TENSORS, metadata={"format": "pt"})
-        content = {**config, "base_model_name_or_path": base}
-        (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+def _trained_beside(model: nn.Module) -> list[str]:
+    adapters = set(adapter_names(model))
+    return [n for n, p in model.named_parameters() if p.requires_grad and n not in adapters]
 
 
 def _is_adapter(path: Path) -> bool:
     return {entry.name for entry in path.iterdir()} <= {CONFIG, TENSORS}
-
-
-def _together(work: Any) -> None:
-    """Do something on rank 0; what it raises, all ranks raise."""
-    outcome: list[Exception | None] = [None]
-    if _rank() == 0:
-        try:
-            work()
-        except (OSError, ValueError) as error:
-            outcome = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
-
-
-def _everywhere(own: dict[Any, Any], *, join: bool = False) -> dict[Any, Any]:
-    """What all ranks have, by key; with ``join`` their lists one after the other."""
-    everyone = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [own] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    found: dict[Any, Any] = {}
-    for theirs in everyone:
-        for key, value in theirs.items():
-            found[key] = found[key] + value if join and key in found else value
-    return found
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

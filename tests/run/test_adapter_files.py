@@ -213,7 +213,9 @@ def test_we_open_an_adapter_of_peft(case, tmp_path):
     fk.merge_lora(model)
     assert relative(model(IDS), expected) < 1e-5
     if tied:
-        with pytest.raises(ValueError, match=r"'lm_head', and the model's output projection is"):
+        with pytest.raises(
+            fk.CheckpointError, match=r"'lm_head', which this model does not have; of a tied"
+        ):
             fk.load_adapter(
                 ours(theirs(kind, True), tmp_path / "again", True), tmp_path / "adapter"
             )
@@ -288,7 +290,7 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(fk.CheckpointError, match="no space left"):
         fk.save_adapter(build("plain"), tmp_path / "adapter")
     assert {p.name: p.read_bytes() for p in (tmp_path / "adapter").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
@@ -344,7 +346,7 @@ def trained(**options):
 
 INITS = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica", "another")
 LOADED = {
-    "another width": (None, lambda: plain(dim=48), r"need \[\(\d, 48\)"),
+    "another width": (None, lambda: plain(dim=48), r"need \{'A\': \(\d, 48\)"),
     "fewer layers": (
         None,
         lambda: plain(layers=1),
@@ -358,7 +360,7 @@ LOADED = {
     "a lost factor": (
         lambda folder: in_file(folder, lambda t: t.pop(sorted(t)[0])),
         plain,
-        r"has \{'lora_B\.weight'",
+        r"has \{'B': ",
     ),
     "a name of another method": (
         lambda folder: in_file(folder, lambda t: t.update({"model.x.vera_lambda": torch.ones(1)})),
@@ -379,12 +381,12 @@ LOADED = {
     "trained modules": (
         lambda folder: in_config(folder, modules_to_save=["lm_head"]),
         plain,
-        r"modules_to_save=\['lm_head'\] \(modules trained whole\)",
+        r"modules_to_save=\['lm_head'\]",
     ),
     "trained biases": (
         lambda folder: in_config(folder, bias="all"),
         plain,
-        "bias='all'; adapters here train no bias",
+        "bias='all', which has no counterpart",
     ),
     "no rank": (
         lambda folder: in_config(folder, r=None),
@@ -395,18 +397,18 @@ LOADED = {
         f"{key} {value!r}": (partial(in_config, **{key: value}), plain, why)
         for key, value, why in (
             *(("init_lora_weights", name, "of another base") for name in INITS),
-            ("layer_replication", [[0, 2]], r"layer_replication=\[\[0, 2\]\] \(layers"),
+            ("layer_replication", [[0, 2]], r"layer_replication=\[\[0, 2\]\], which has"),
             ("kasa_config", {"beta": 1}, r"kasa_config=.*no counterpart here"),
-            ("r", 0, r"has r=0; it must be an integer of at least 1"),
-            ("r", True, r"has r=True; it must be an integer of at least 1"),
-            ("r", 2.5, r"has r=2\.5; it must be an integer of at least 1"),
-            ("lora_alpha", "16", r"has lora_alpha='16'; it must be a finite number"),
-            ("rank_pattern", {"*.q": 4}, r"rank_pattern.* '\*\.q' is no regular expression"),
-            ("rank_pattern", ["q_proj"], r"rank_pattern=\['q_proj'\]; it must be an object"),
-            ("rank_pattern", {"q_proj": 0}, r"has q_proj=0; it must be an integer of at least 1"),
-            ("alpha_pattern", {"q_proj": "a"}, r"has q_proj='a'; it must be a finite number"),
+            ("r", 0, r"has r=0; it must be an integer above 0"),
+            ("r", True, r"has r=True; it must be an integer above 0"),
+            ("r", 2.5, r"has r=2\.5; it must be an integer above 0"),
+            ("lora_alpha", "16", r"has lora_alpha='16'; it must be a number"),
+            ("rank_pattern", {"*.q": 4}, r"'\*\.q' that is no regular expression"),
+            ("rank_pattern", ["q_proj"], r"rank_pattern=\['q_proj'\]; it must be a dict"),
+            ("rank_pattern", {"q_proj": 0}, r"has q_proj=0; it must be an integer above 0"),
+            ("alpha_pattern", {"q_proj": "a"}, r"has q_proj='a'; it must be a number"),
             ("target_parameters", 3, r"target_parameters=3; it must be a list"),
-            ("lora_dropout", "much", r"has lora_dropout='much'; it must be a finite number"),
+            ("lora_dropout", "much", r"has lora_dropout='much'; it must be a number"),
         )
     },
     "a value that is none": (
@@ -450,7 +452,7 @@ def test_an_adapter_for_another_base_is_refused_and_nothing_is_changed(
         change(folder)
     target = model()
     before = {n: p.detach().clone() for n, p in target.named_parameters()}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(fk.CheckpointError, match=message):
         fk.load_adapter(target, folder)
     assert {n: p.shape for n, p in target.named_parameters()} == {
         n: p.shape for n, p in before.items()
@@ -484,7 +486,7 @@ SAVED = {
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("model", "message"), SAVED.values(), ids=SAVED.keys())
 def test_what_a_file_could_not_say_is_not_saved(model, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, fk.CheckpointError), match=message):
         fk.save_adapter(model(), tmp_path / "adapter")
     assert not any(tmp_path.iterdir())
 
@@ -495,7 +497,7 @@ def test_a_pipe_in_an_adapter_is_no_file_to_wait_for(name, tmp_path):
     fk.save_adapter(build("plain"), tmp_path / "adapter")
     (tmp_path / "adapter" / name).unlink()
     os.mkfifo(tmp_path / "adapter" / name)
-    with pytest.raises(FileNotFoundError, match=name):
+    with pytest.raises(fk.CheckpointError, match=name):
         fk.load_adapter(plain(), tmp_path / "adapter")
 
 
@@ -503,11 +505,11 @@ def test_directories_of_others_are_refused(tmp_path):
     fk.save_adapter(build("plain"), tmp_path / "adapter")
     for name in ("notes.txt", "README.md"):
         (tmp_path / "adapter" / name).write_text("mine")
-        with pytest.raises(FileExistsError, match=name):
+        with pytest.raises(fk.CheckpointError, match=name):
             fk.save_adapter(build("plain"), tmp_path / "adapter")
         (tmp_path / "adapter" / name).unlink()
     fk.save_adapter(build("plain"), tmp_path / "adapter")
-    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+    with pytest.raises(fk.CheckpointError, match=r"adapter_config\.json"):
         fk.load_adapter(plain(), Path(tmp_path))
 
 
