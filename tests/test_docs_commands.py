@@ -167,6 +167,12 @@ def ranks_of(launcher):
 SEVERAL = several_ranks()
 LONG = (pytest.mark.oracle, pytest.mark.timeout(3600))
 """Of settings for machines, whose models are large; their sizes are in the default run."""
+SOON = {
+    str(recipe): line
+    for line, (recipe, _, words) in [*SEVERAL.items()][::-1]
+    if "--config" not in words
+}
+"""A line of each recipe."""
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +191,7 @@ def paths(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        pytest.param(line, marks=LONG if "--config" in words else (), id=line)
-        for line, (_, _, words) in SEVERAL.items()
-    ],
+    [pytest.param(line, marks=() if line in SOON.values() else LONG, id=line) for line in SEVERAL],
 )
 def test_a_line_for_several_ranks_starts_on_as_many(line, paths, capsys, tmp_path, monkeypatch):
     """A plan runs the recipe's own set-up and a step as one rank of so many."""
