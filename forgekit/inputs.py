@@ -1,8 +1,7 @@
 """What users and files give, checked before it is used: numbers, JSON, values for messages.
 
-Python takes more than a run can use: ``True`` is an integer to it, and so is one of a thousand
-digits that torch refuses an hour later; JSON may be nested deeper than the stack. Each rule stands
-here once, with the words of its refusal.
+Python takes more than a run can use: ``True`` is an integer to it, and ``""`` a path: this folder.
+Each rule stands here once, with the words of its refusal.
 """
 
 from __future__ import annotations
@@ -17,12 +16,6 @@ from typing import Any
 
 LARGEST = 2**63 - 1
 """The largest integer that tensors hold."""
-
-LONGEST_NAME = 255
-"""Bytes of a file's name that file systems take."""
-
-LONGEST_PATH = 4096
-"""Bytes of a path that systems take, with the zero at its end."""
 
 SHOWN = 60
 """Characters of a value in a message."""
@@ -185,16 +178,10 @@ def brief(value: Any) -> str:
     r"""Write a value for a message, cut if it is long.
 
     Examples:
-        >>> print(brief("red: \x1b[31m"), "and", brief(10**5000))
-        'red: \x1b[31m' and an integer of 16,610 bits
+        >>> print(brief("red: \x1b[31m"), "and", brief("a" * 100))
+        'red: \x1b[31m' and 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...
     """
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        is_one = isinstance(value, int)
-        text = f"an integer of {value.bit_length():,} bits" if is_one else "integers too large"
-    except RecursionError:
-        text = "values nested too deeply to be shown"
+    text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
@@ -207,7 +194,7 @@ def path_of(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it is empty, or holds a NUL character.
+        ValueError: If it is empty: as a path that would be the current folder.
 
     Examples:
         >>> path_of("out", "")
@@ -223,19 +210,8 @@ def path_of(name: str, value: Any) -> Path:
 
 
 def path_problem(text: str) -> str | None:
-    """Say why no file system can hold a path; None if one can."""
-    if not text:
-        return 'is empty; name a file or folder. "." is the current folder'
-    if "\0" in text:
-        return f"{brief(text)} holds a NUL character, which no path can; remove it"
-    longest = max(text.split("/"), key=len)
-    if (size := len(longest.encode("utf-8", "surrogatepass"))) > LONGEST_NAME:
-        what = f"{brief(text)} has a name of {size:,} bytes"
-        return f"{what}; a file system takes {LONGEST_NAME}. Choose a shorter one"
-    if len(text) >= LONGEST_PATH:
-        what = f"{brief(text)} is a path of {len(text):,} characters"
-        return f"{what}; a system takes {LONGEST_PATH - 1:,}. Choose a shorter one"
-    return None
+    """Say that a path is empty, which would be the current folder; None if it is not."""
+    return None if text else 'is empty; name a file or folder. "." is the current folder'
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -148,7 +148,7 @@ CASES = {
     "old, no dtype": (old("tensors", WEIGHT, "dtype", "nn"), "is malformed: TypeError"),
     "old, a shape in words": (old("tensors", WEIGHT, "shape", "wide"), "is malformed: TypeError"),
     "old, no tensor": (old("tensors", WEIGHT, None), "is malformed: TypeError"),
-    "old, samples in words": (old("fields", "samples", "many"), "is malformed: ValueError"),
+    "old, samples in words": (old("fields", "samples", "many"), "that is no count"),
     "old, an unknown tag": (old("fields", "seed", {"$set": []}), "a value of kind .set is ins"),
     "old, two tags": (old("fields", "seed", {"$list": [], "$dict": []}), "is malformed: ValueErr"),
     "old, a lost tensor": (
