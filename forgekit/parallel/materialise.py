@@ -1,0 +1,110 @@
+"""From meta, or from rank 0, to values on every rank's device.
+
+Only what is left of a model after it was sharded gets memory here, so that no rank ever holds a
+full copy of a model that was built on meta.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forgekit.model.initial import init_weights
+from forgekit.parallel.tensor.tensor_parallel import share_again, shared_parameters
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse buffers on meta whose modules cannot compute them.
+
+    Raises:
+        ValueError: With their names.
+    """
+    lost = [
+        f"{name}.{leaf}".lstrip(".")
+        for name, module in model.named_modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta and not hasattr(module, "reset_buffers") and not _is_rotary(module)
+    ]
+    if lost:
+        raise ValueError(
+            f"the buffers {lost} are on meta and only their modules know their values. Build the "
+            "model on the CPU, compute them in forward, or give their modules reset_buffers()."
+        )
+
+
+@torch.no_grad()
+def copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every rank start from rank 0's values: FSDP would glue shards of different models."""
+    if mesh.size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                # As bytes on the mesh's device: gloo does not know every dtype.
+                there = tensor.detach().to(mesh.device_type).contiguous().reshape(-1)
+                dist.broadcast(there.view(torch.uint8), src=0)
+                tensor.copy_(there.reshape(tensor.shape))
+
+
+def move(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Move a model to the mesh's device, in place, unless it is on meta."""
+    tensors = (*model.parameters(), *model.buffers())
+    # Nor where it is there already: torch cannot move parameters without values to a CPU.
+    if any(parameter.is_meta for parameter in model.parameters()) or (
+        mesh.device_type == "cpu" and all(tensor.device.type == "cpu" for tensor in tensors)
+    ):
+        return
+    model.to(mesh.device_type)
+
+
+def materialise(
+    model: nn.Module, roots: list[nn.Module], device: str, *, seed: int, cpu_offload: bool
+) -> None:
+    """Give what is on meta memory and initial values, in place.
+
+    Args:
+        model: The model, sharded.
+        roots: What FSDP has wrapped of it: the model or this rank's pipeline stages.
+        device: Where it computes.
+        seed: Of the initial weights.
+        cpu_offload: Whether parameters live in host memory.
+    """
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    if not on_meta:
+        return
+    without_values = [
+        m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))
+    ]
+    for root in roots:
+        shared = shared_parameters(root)
+        _allocate(root, device, "cpu" if cpu_offload else device)
+        for names in shared:  # which became one for each of its names
+            share_again(root, names)
+    init_weights(model, seed, only=on_meta)
+    for module in without_values:
+        _reset_buffers(module)
+
+
+def _allocate(root: nn.Module, device: str, device_of_parameters: str) -> None:
+    """Allocate what is on meta and move the rest, which ``to_empty`` would empty."""
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device_of_parameters)
+        return tensor.to(device)
+
+    root._apply(allocate)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding of transformers, whose buffers follow from its config."""
+    return hasattr(module, "inv_freq") and hasattr(module, "config") and not [*module.children()]
+
+
+def _reset_buffers(module: nn.Module) -> None:
+    if hasattr(module, "reset_buffers"):
+        module.reset_buffers()  # pyright: ignore[reportCallIssue]
+        return
+    twin = type(module)(module.config)  # pyright: ignore[reportArgumentType]
+    for name, buffer in twin.named_buffers():
+        module.get_buffer(name).copy_(buffer)
