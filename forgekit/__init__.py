@@ -2,206 +2,221 @@
 
 The names that recipes and research scripts use, in the order in which a run meets them. What is
 needed less often is in ``forgekit.data``, ``forgekit.model``, ``forgekit.optim``,
-``forgekit.steps`` and ``forgekit.run``.
+``forgekit.steps`` and ``forgekit.run``. A name is imported when it is first used: commands that
+compute nothing start without torch.
 """
 
-import warnings as _warnings
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
+from types import MappingProxyType as _MappingProxyType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from forgekit.mesh import MeshSpec, build_mesh, data_ranks, process_rank, shutdown
-from forgekit.data.corpus.token_files import write_tokens
-from forgekit.data.packing.token_dataset import check_vocabulary, token_dataset
-from forgekit.data.packing.pack import pack
-from forgekit.data.packing.packed_dataset import packed_dataset
-from forgekit.data.mixture.phases import Phase
-from forgekit.data.mixture.order import make_order
-from forgekit.data.mixture.mixture_dataset import mixture_dataset
-from forgekit.data.batches.batch import check_batch, shift_labels
-from forgekit.data.batches.sequence_slices import shard_sequence, unshard_sequence
-from forgekit.data.loading.loader import make_loader
-from forgekit.data.loading.groups import groups
-from forgekit.model.moe_spec import MoESpec
-from forgekit.model.attention_kernels import AttentionChoice
-from forgekit.model.rope_scaling import RopeScaling
-from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.model.initial import init_weights
-from forgekit.optim.adamw import adamw
-from forgekit.optim.muon import muon
-from forgekit.optim.lion import lion
-from forgekit.optim.schedule_free import schedule_free
-from forgekit.optim.chain import chain_optimizers
-from forgekit.optim.average import EMA, UniformAverage
-from forgekit.optim.lr_schedules import (
-    constant,
-    join_schedules,
-    rex,
-    warmup_cosine,
-    with_phases,
-    wsd,
+if _TYPE_CHECKING:
+    from forgekit.mesh import (
+        MeshSpec as MeshSpec,
+        build_mesh as build_mesh,
+        data_ranks as data_ranks,
+        process_rank as process_rank,
+        shutdown as shutdown,
+    )
+    from forgekit.data.corpus.token_files import write_tokens as write_tokens
+    from forgekit.data.packing.token_dataset import (
+        check_vocabulary as check_vocabulary,
+        token_dataset as token_dataset,
+    )
+    from forgekit.data.packing.pack import pack as pack
+    from forgekit.data.packing.packed_dataset import packed_dataset as packed_dataset
+    from forgekit.data.mixture.phases import Phase as Phase
+    from forgekit.data.mixture.order import make_order as make_order
+    from forgekit.data.mixture.mixture_dataset import mixture_dataset as mixture_dataset
+    from forgekit.data.batches.batch import check_batch as check_batch, shift_labels as shift_labels
+    from forgekit.data.batches.sequence_slices import (
+        shard_sequence as shard_sequence,
+        unshard_sequence as unshard_sequence,
+    )
+    from forgekit.data.loading.loader import make_loader as make_loader
+    from forgekit.data.loading.groups import groups as groups
+    from forgekit.model.moe_spec import MoESpec as MoESpec
+    from forgekit.model.attention_kernels import AttentionChoice as AttentionChoice
+    from forgekit.model.rope_scaling import RopeScaling as RopeScaling
+    from forgekit.model.transformer import (
+        Transformer as Transformer,
+        TransformerSpec as TransformerSpec,
+    )
+    from forgekit.model.initial import init_weights as init_weights
+    from forgekit.optim.adamw import adamw as adamw
+    from forgekit.optim.muon import muon as muon
+    from forgekit.optim.lion import lion as lion
+    from forgekit.optim.schedule_free import schedule_free as schedule_free
+    from forgekit.optim.chain import chain_optimizers as chain_optimizers
+    from forgekit.optim.average import EMA as EMA, UniformAverage as UniformAverage
+    from forgekit.optim.lr_schedules import (
+        constant as constant,
+        join_schedules as join_schedules,
+        rex as rex,
+        warmup_cosine as warmup_cosine,
+        with_phases as with_phases,
+        wsd as wsd,
+    )
+    from forgekit.parallel.fsdp import Precision as Precision
+    from forgekit.parallel.activation_checkpoint import ActivationCheckpoint as ActivationCheckpoint
+    from forgekit.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
+    from forgekit.parallel.context.context_parallel import ContextParallel as ContextParallel
+    from forgekit.parallel.parallelize import parallelize as parallelize
+    from forgekit.state import (
+        DonatedStateError as DonatedStateError,
+        TrainState as TrainState,
+        donate as donate,
+    )
+    from forgekit.steps.losses import Loss as Loss, cross_entropy as cross_entropy
+    from forgekit.steps.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from forgekit.steps.per_source_loss import losses_by_source as losses_by_source
+    from forgekit.steps.dpo import (
+        check_dpo as check_dpo,
+        document_log_probs as document_log_probs,
+        dpo_loss as dpo_loss,
+    )
+    from forgekit.steps.accumulate import accumulate as accumulate, count_ahead as count_ahead
+    from forgekit.steps.totals import Totals as Totals, reduce_totals as reduce_totals
+    from forgekit.steps.audit.agreement import UnreducedError as UnreducedError
+    from forgekit.steps.gradients import grad_norms as grad_norms, gradients as gradients
+    from forgekit.steps.clip import Correction as Correction, clip as clip
+    from forgekit.steps.spikes import SpikeLimit as SpikeLimit
+    from forgekit.steps.update import update as update
+    from forgekit.steps.make_step import make_step as make_step, step_metrics as step_metrics
+    from forgekit.run.recipe_parts import (
+        Setup as Setup,
+        fitting_batch_size as fitting_batch_size,
+        held_out_loader as held_out_loader,
+        train_loader as train_loader,
+    )
+    from forgekit.run.run_directory import every as every, open_run as open_run
+    from forgekit.run.checkpoints.save import (
+        PendingSave as PendingSave,
+        checkpoint_save as checkpoint_save,
+    )
+    from forgekit.run.checkpoints.load import checkpoint_load as checkpoint_load
+    from forgekit.ranks import CheckpointError as CheckpointError
+    from forgekit.run.checkpoints.storage import latest_checkpoint as latest_checkpoint
+    from forgekit.run.checkpoints.retention import Keep as Keep
+    from forgekit.huggingface.load import (
+        huggingface_spec as huggingface_spec,
+        load_huggingface as load_huggingface,
+    )
+    from forgekit.huggingface.save import save_huggingface as save_huggingface
+    from forgekit.run.bad_steps import BadSteps as BadSteps, bad_step_policy as bad_step_policy
+    from forgekit.run.stop_signal import StopSignal as StopSignal
+    from forgekit.run.health.health import Health as Health
+    from forgekit.metrics.log import MetricsLog as MetricsLog
+    from forgekit.metrics.trackers import TensorBoard as TensorBoard, WandB as WandB
+    from forgekit.lora.adapters import (
+        add_lora as add_lora,
+        merge_lora as merge_lora,
+        unmerge_lora as unmerge_lora,
+    )
+    from forgekit.lora.peft_files import load_adapter as load_adapter, save_adapter as save_adapter
+    from forgekit.evaluation.evaluate import evaluate as evaluate
+    from forgekit.evaluation.averaged import averaged as averaged
+    from forgekit.evaluation.generate import generate as generate
+    from forgekit.run.load_run import load_run as load_run
+    from forgekit.run.report import wrap_up as wrap_up
+    from forgekit.run.verification.verify import verify as verify
+
+_NAMES = _MappingProxyType(
+    {
+        "mesh": "MeshSpec build_mesh data_ranks process_rank shutdown",
+        "data.corpus.token_files": "write_tokens",
+        "data.packing.token_dataset": "check_vocabulary token_dataset",
+        "data.packing.pack": "pack",
+        "data.packing.packed_dataset": "packed_dataset",
+        "data.mixture.phases": "Phase",
+        "data.mixture.order": "make_order",
+        "data.mixture.mixture_dataset": "mixture_dataset",
+        "data.batches.batch": "check_batch shift_labels",
+        "data.batches.sequence_slices": "shard_sequence unshard_sequence",
+        "data.loading.loader": "make_loader",
+        "data.loading.groups": "groups",
+        "model.moe_spec": "MoESpec",
+        "model.attention_kernels": "AttentionChoice",
+        "model.rope_scaling": "RopeScaling",
+        "model.transformer": "Transformer TransformerSpec",
+        "model.initial": "init_weights",
+        "optim.adamw": "adamw",
+        "optim.muon": "muon",
+        "optim.lion": "lion",
+        "optim.schedule_free": "schedule_free",
+        "optim.chain": "chain_optimizers",
+        "optim.average": "EMA UniformAverage",
+        "optim.lr_schedules": "constant join_schedules rex warmup_cosine with_phases wsd",
+        "parallel.fsdp": "Precision",
+        "parallel.activation_checkpoint": "ActivationCheckpoint",
+        "parallel.pipeline.schedule": "PipelineSchedule",
+        "parallel.context.context_parallel": "ContextParallel",
+        "parallel.parallelize": "parallelize",
+        "state": "DonatedStateError TrainState donate",
+        "steps.losses": "Loss cross_entropy",
+        "steps.linear_cross_entropy": "linear_cross_entropy",
+        "steps.per_source_loss": "losses_by_source",
+        "steps.dpo": "check_dpo document_log_probs dpo_loss",
+        "steps.accumulate": "accumulate count_ahead",
+        "steps.totals": "Totals reduce_totals",
+        "steps.audit.agreement": "UnreducedError",
+        "steps.gradients": "grad_norms gradients",
+        "steps.clip": "Correction clip",
+        "steps.spikes": "SpikeLimit",
+        "steps.update": "update",
+        "steps.make_step": "make_step step_metrics",
+        "run.recipe_parts": "Setup fitting_batch_size held_out_loader train_loader",
+        "run.run_directory": "every open_run",
+        "run.checkpoints.save": "PendingSave checkpoint_save",
+        "run.checkpoints.load": "checkpoint_load",
+        "ranks": "CheckpointError",
+        "run.checkpoints.storage": "latest_checkpoint",
+        "run.checkpoints.retention": "Keep",
+        "huggingface.load": "huggingface_spec load_huggingface",
+        "huggingface.save": "save_huggingface",
+        "run.bad_steps": "BadSteps bad_step_policy",
+        "run.stop_signal": "StopSignal",
+        "run.health.health": "Health",
+        "metrics.log": "MetricsLog",
+        "metrics.trackers": "TensorBoard WandB",
+        "lora.adapters": "add_lora merge_lora unmerge_lora",
+        "lora.peft_files": "load_adapter save_adapter",
+        "evaluation.evaluate": "evaluate",
+        "evaluation.averaged": "averaged",
+        "evaluation.generate": "generate",
+        "run.load_run": "load_run",
+        "run.report": "wrap_up",
+        "run.verification.verify": "verify",
+    }
 )
-from forgekit.parallel.fsdp import Precision
-from forgekit.parallel.activation_checkpoint import ActivationCheckpoint
-from forgekit.parallel.pipeline.schedule import PipelineSchedule
-from forgekit.parallel.context.context_parallel import ContextParallel
-from forgekit.parallel.parallelize import parallelize
-from forgekit.state import DonatedStateError, TrainState, donate
-from forgekit.steps.losses import Loss, cross_entropy
-from forgekit.steps.linear_cross_entropy import linear_cross_entropy
-from forgekit.steps.per_source_loss import losses_by_source
-from forgekit.steps.dpo import check_dpo, document_log_probs, dpo_loss
-from forgekit.steps.accumulate import accumulate, count_ahead
-from forgekit.steps.totals import Totals, reduce_totals
-from forgekit.steps.audit.agreement import UnreducedError
-from forgekit.steps.gradients import grad_norms, gradients
-from forgekit.steps.clip import Correction, clip
-from forgekit.steps.spikes import SpikeLimit
-from forgekit.steps.update import update
-from forgekit.steps.make_step import make_step, step_metrics
-from forgekit.run.recipe_parts import Setup, fitting_batch_size, held_out_loader, train_loader
-from forgekit.run.run_directory import every, open_run
-from forgekit.run.checkpoints.save import PendingSave, checkpoint_save
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.storage import latest_checkpoint
-from forgekit.run.checkpoints.retention import Keep
-from forgekit.huggingface.load import huggingface_spec, load_huggingface
-from forgekit.huggingface.save import save_huggingface
-from forgekit.run.bad_steps import BadSteps, bad_step_policy
-from forgekit.run.stop_signal import StopSignal
-from forgekit.run.health.health import Health
-from forgekit.metrics.log import MetricsLog
-from forgekit.metrics.trackers import TensorBoard, WandB
-from forgekit.lora.adapters import add_lora, merge_lora, unmerge_lora
-from forgekit.lora.peft_files import load_adapter, save_adapter
-from forgekit.evaluation.evaluate import evaluate
-from forgekit.evaluation.averaged import averaged
-from forgekit.evaluation.generate import generate
-from forgekit.run.load_run import load_run
-from forgekit.run.report import wrap_up
-from forgekit.run.verification.verify import verify
-
-__version__ = _version("forgekit")
-
-__all__ = [
-    "MeshSpec",
-    "build_mesh",
-    "data_ranks",
-    "process_rank",
-    "shutdown",
-    "write_tokens",
-    "check_vocabulary",
-    "token_dataset",
-    "pack",
-    "packed_dataset",
-    "Phase",
-    "make_order",
-    "mixture_dataset",
-    "check_batch",
-    "shift_labels",
-    "shard_sequence",
-    "unshard_sequence",
-    "make_loader",
-    "groups",
-    "MoESpec",
-    "AttentionChoice",
-    "RopeScaling",
-    "Transformer",
-    "TransformerSpec",
-    "init_weights",
-    "adamw",
-    "muon",
-    "lion",
-    "schedule_free",
-    "chain_optimizers",
-    "EMA",
-    "UniformAverage",
-    "constant",
-    "join_schedules",
-    "rex",
-    "warmup_cosine",
-    "with_phases",
-    "wsd",
-    "Precision",
-    "ActivationCheckpoint",
-    "PipelineSchedule",
-    "ContextParallel",
-    "parallelize",
-    "DonatedStateError",
-    "TrainState",
-    "donate",
-    "Loss",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "losses_by_source",
-    "check_dpo",
-    "document_log_probs",
-    "dpo_loss",
-    "accumulate",
-    "count_ahead",
-    "Totals",
-    "reduce_totals",
-    "UnreducedError",
-    "grad_norms",
-    "gradients",
-    "Correction",
-    "clip",
-    "SpikeLimit",
-    "update",
-    "make_step",
-    "step_metrics",
-    "Setup",
-    "fitting_batch_size",
-    "held_out_loader",
-    "train_loader",
-    "every",
-    "open_run",
-    "PendingSave",
-    "checkpoint_save",
-    "checkpoint_load",
-    "CheckpointError",
-    "latest_checkpoint",
-    "Keep",
-    "huggingface_spec",
-    "load_huggingface",
-    "save_huggingface",
-    "BadSteps",
-    "bad_step_policy",
-    "StopSignal",
-    "Health",
-    "MetricsLog",
-    "TensorBoard",
-    "WandB",
-    "add_lora",
-    "merge_lora",
-    "unmerge_lora",
-    "load_adapter",
-    "save_adapter",
-    "evaluate",
-    "averaged",
-    "generate",
-    "load_run",
-    "wrap_up",
-    "verify",
-]
-
-_MOVED = {
-    "mesh": ["expert_ranks"],
-    **{
-        floor: _import_module(f"forgekit.{floor}").__all__
-        for floor in ("data", "model", "optim", "steps", "run")
-    },
-}
-"""Names that were here before, by the module where they are now: all that the floors offer."""
+"""Where the public names are, in the order in which a run meets them."""
+_MODULES = _MappingProxyType(
+    {name: f"forgekit.{module}" for module, names in _NAMES.items() for name in names.split()}
+)
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _Any:
-    """Find a name that has left the top level, and say where it is now."""
-    for module, names in _MOVED.items():
-        if name in names:
-            new = f"forgekit.{module}.{name}"
-            message = f"forgekit.{name} is {new} now; the old name goes with the next release."
-            _warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return getattr(_import_module(f"forgekit.{module}"), name)
-    raise AttributeError(f"module 'forgekit' has no attribute {name!r}")
+    """Import a public name, or a room such as ``forgekit.data``, when it is first used."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("forgekit")
+    elif name in _MODULES:
+        value = getattr(_import_module(_MODULES[name]), name)
+    else:
+        try:
+            value = None if name.startswith("_") else _import_module(f"forgekit.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"forgekit.{name}":
+                raise
+            value = None
+        if value is None:
+            raise AttributeError(f"module 'forgekit' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, "__version__"})

@@ -22,6 +22,8 @@ def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """Rank, world size and local rank from torchrun's or srun's variables, or one process.
 
     Without a local rank the rank takes its part; without rank or world size, the rest is a stray.
+    In SLURM's batch script, which has the variables of a rank, nothing but srun starts the others:
+    only their steps have a ``SLURM_STEP_ID``.
 
     Raises:
         ValueError: If a variable is not a whole number, or the rank is not in the world.
@@ -30,7 +32,7 @@ def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
         >>> identity({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
         (5, 8, 1)
     """
-    for names in (TORCHRUN, SLURM):
+    for names in (TORCHRUN, SLURM) if "SLURM_STEP_ID" in environment else (TORCHRUN,):
         rank, world, local = (_number(environment, name) for name in names)
         if world == 0:
             raise _refusal(names[1], environment, "a job has at least 1 process")

@@ -52,8 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch.distributed.fsdp
     import torch.distributed.pipelining
 
-    import forgekit  # noqa: F401
+    import forgekit
 
+    for name in forgekit.__all__:  # each is imported when it is first asked for
+        getattr(forgekit, name)
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()
     ranks.start()

@@ -274,9 +274,11 @@ if __name__ == "__main__":
     import torch.profiler
 
     import forgekit
-    import forgekit.config  # noqa: F401
+    import forgekit.config
     from forgekit.cli import recipes_folder
 
+    for name in forgekit.__all__:  # each is imported when it is first asked for
+        getattr(forgekit, name)
     torch.set_num_threads(1)
     draw()
     _die_with_parent()

@@ -61,6 +61,17 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
+def test_the_stamp_of_a_copy_stays_in_its_line(tmp_path, monkeypatch):
+    """Whatever the copy is called: a line of its name would be code."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["cp", "minimal", "a\nraise SystemExit(7)\n.py"]) == 0
+    (copy,) = tmp_path.iterdir()
+    first, second, third = copy.read_text().splitlines()[:3]
+    assert first.startswith("# Copied from forgekit")
+    assert second == "# To compare: forgekit diff COPY"
+    assert third.startswith('"""')
+
+
 def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
     assert main(["ls"], recipes=recipes) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -20,6 +20,7 @@ from forgekit.environment import first_host, identity, local_world, rendezvous
 from forgekit.mesh import resolve_sizes
 
 STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+STARTERS += ("SLURM_STEP_ID",)
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
 
@@ -156,17 +157,36 @@ def test_sizes_that_can_never_fit_are_refused_at_once(spec, message):
         ({}, 0, 1, 0),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 5, 8, 1),
         ({"RANK": "5", "WORLD_SIZE": "8"}, 5, 8, 5),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, 3, 4, 1),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
+            3,
+            4,
+            1,
+        ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-            | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
+            | {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "1",
+                "SLURM_LOCALID": "0",
+            },
             1,
             2,
             1,
         ),
         ({"RANK": "5"}, 0, 1, 0),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, 0, 1, 0),
     ],
-    ids=["alone", "torchrun", "no local rank", "srun", "torchrun inside srun", "a stray variable"],
+    ids=[
+        "alone",
+        "torchrun",
+        "no local rank",
+        "srun",
+        "torchrun inside srun",
+        "a stray variable",
+        "a batch script",
+    ],
 )
 def test_a_process_learns_its_place_from_what_started_it(
     environment, variables, rank, world, local
@@ -229,27 +249,27 @@ IDENTITIES = {
         "LOCAL_RANK is '-1'; it is a whole number",
     ),
     "a task in letters": (
-        {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
         "SLURM_PROCID is 'x'; it is a whole number",
     ),
     "a task beyond": (
-        {"SLURM_PROCID": "4", "SLURM_NTASKS": "4"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "4", "SLURM_NTASKS": "4"},
         "SLURM_PROCID is '4'; ranks of SLURM_NTASKS=4 processes are 0 to 3",
     ),
     "no tasks": (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "0"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "0"},
         "SLURM_NTASKS is '0'; a job has at least 1 process",
     ),
     "tasks as a list": (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2(x2)"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2(x2)"},
         r"SLURM_NTASKS is '2\(x2\)'; it is a whole number",
     ),
     "a local task in letters": (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "x"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "x"},
         "SLURM_LOCALID is 'x'; it is a whole number",
     ),
     "a local task beyond": (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "7"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "7"},
         "SLURM_LOCALID is '7'; a machine has no more than SLURM_NTASKS=2 processes",
     ),
 }
@@ -366,6 +386,7 @@ def test_processes_find_each_other(starter):
             "MASTER_PORT": (port,) * 2,
         },
         "srun": {
+            "SLURM_STEP_ID": (0, 0),
             "SLURM_PROCID": (0, 1),
             "SLURM_NTASKS": (2, 2),
             "SLURM_LOCALID": (0, 1),

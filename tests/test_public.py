@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
 import zipfile
@@ -105,14 +107,6 @@ def test_names_of_a_room_are_documented_and_not_at_the_top():
                 assert len(_summary(thing)) > 15, name
 
 
-@pytest.mark.parametrize(("module", "names"), fk._MOVED.items())
-def test_names_that_have_left_the_top_level_still_work_and_say_where_they_are(module, names):
-    for name in names:
-        with pytest.warns(DeprecationWarning, match=rf"{name} is forgekit\.{module}\.{name} now"):
-            found = getattr(fk, name)
-        assert found is getattr(getattr(fk, module), name)
-
-
 def test_a_name_that_never_was_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'forgekit' has no attribute 'trainer'"):
         fk.trainer  # noqa: B018
@@ -127,10 +121,64 @@ def _imports(path):
             yield node.module or "", tuple(alias.name for alias in node.names)
 
 
-def test_all_lists_what_is_imported_in_the_same_order():
+def test_what_type_checkers_see_is_what_is_imported():
     imports = _imports(ROOT / "__init__.py")
-    ours = [names for module, names in imports if module.startswith("forgekit")]
-    assert [name for names in ours for name in names] == fk.__all__
+    seen = {name: module for module, names in imports if "forgekit." in module for name in names}
+    assert list(seen) == fk.__all__
+    for name, module in seen.items():
+        assert getattr(fk, name) is getattr(importlib.import_module(module), name)
+
+
+def test_no_module_takes_the_name_of_a_public_function():
+    """A folder or file that is imported becomes an attribute of the one above it."""
+    for module in pkgutil.walk_packages([str(ROOT)], "forgekit."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
+    for room in (fk, *ROOMS):
+        assert not [name for name in room.__all__ if inspect.ismodule(getattr(room, name))]
+
+
+_ALONE = """
+import os, sys
+import torch, tensordict, torchdata  # which take long, once for all
+for module in sys.argv[1:]:
+    if not (child := os.fork()):
+        __import__(module)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, module
+"""
+
+
+def test_each_module_of_a_public_name_can_be_imported_first():
+    modules = {getattr(fk, name).__module__ for name in fk.__all__}
+    modules = sorted(module for module in modules if module.startswith("forgekit."))
+    command = [sys.executable, "-W", "error::DeprecationWarning:forgekit", "-c", _ALONE, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+_COMMAND = """
+import sys
+from forgekit.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["ls"], ["cp", "pretrain"], ["diff", "--help"]],
+    ids=" ".join,
+)
+def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
+    command = [sys.executable, "-c", _COMMAND, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert "forgekit" in loaded
+    assert loaded.isdisjoint({"torch", "numpy", "tensordict", "safetensors", "cattrs", *OPTIONAL})
 
 
 def test_no_file_takes_a_name_with_an_underscore_from_another():
@@ -165,7 +213,7 @@ def test_recipes_use_public_names_alone():
 
 _IMPORT = """
 import sys
-import forgekit
+from forgekit import *
 loaded = {name.split(".")[0] for name in sys.modules}
 print(*sorted(loaded))
 """

@@ -255,6 +255,17 @@ def few_batches(mesh: Any) -> Any:
     return record
 
 
+def with_adapters(mesh: Any) -> Any:
+    """Adapters with dropout, trained alone."""
+    with torch.device("meta"):
+        model = fk.Transformer(SPEC)
+    fk.add_lora(model, rank=2, dropout=0.5)
+    model = fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    loss = lambda model, batch: fk.cross_entropy(model(batch["input_ids"]), batch["labels"])  # noqa: E731
+    return SimpleNamespace(state=state, loss_fn=loss, loader=batches(mesh), micro_batches=2)
+
+
 def in_float32(mesh: Any) -> Any:
     """A model in float32 with dropout, one that draws its own weights in each process."""
     model = nn.Module.float(Dropped())

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shlex
 from pathlib import Path
 
 import attrs
@@ -51,6 +52,7 @@ def stamped(text: bytes, origin: Origin, copy: str) -> bytes:
         copy: The copy's file name.
     """
     first, rest = _first_line(text)
+    copy = shlex.quote(copy) if copy.isprintable() else "COPY"
     stamp = (
         f"# Copied from forgekit {origin.version} recipes/{origin.file} "
         f"(sha256 {origin.digest}).\n# To compare: forgekit diff {copy}\n"

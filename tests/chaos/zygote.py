@@ -148,8 +148,10 @@ def _serve() -> None:
     import torch.distributed.fsdp
     from chaos import faults
 
-    import forgekit  # noqa: F401
+    import forgekit
 
+    for name in forgekit.__all__:  # each is imported when it is first asked for
+        getattr(forgekit, name)
     torch.set_num_threads(1)
     faults.warm_up()
     gc.freeze()

@@ -141,6 +141,18 @@ def test_float32_dropout_and_weights_of_chance_are_no_difference():
     assert len(report.rows) == 18
 
 
+def test_dropout_of_adapters_is_no_difference():
+    report = fk.verify(verified.with_adapters, layout(dp_shard=2))
+    assert report.equal, report
+    assert 0 < report.error < EXACT
+    assert all(".lora_" in row.name for row in report.rows)
+
+
+def test_a_layout_of_more_ranks_than_fit_here_is_refused():
+    with pytest.raises(ValueError, match=r"the layout has 4,096 ranks, each a process here, and"):
+        fk.verify(verified.raises, layout(dp_shard=64, tp=64))
+
+
 def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
     build = partial(verified.build, "a mean per micro-batch", ())
     report = fk.verify(build, layout(dp_shard=2), split=False)

@@ -129,7 +129,7 @@ def _start_pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor
     # process group held at that moment. The server that is forked has imported torch and started
     # nothing.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgekit"])
+    context.set_forkserver_preload(["forgekit.data"])
     return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))
 
 

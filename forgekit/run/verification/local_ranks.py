@@ -55,7 +55,7 @@ def run_local_ranks(
     job = _pickled(function, args)
     # Processes forked from a server that has imported torch; spawned ones cost seconds each.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgekit"])
+    context.set_forkserver_preload(["forgekit.run.verification.measure"])
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -177,7 +177,8 @@ def _hanging(ranks: list[int], world: int, folder: Path, timeout_s: float) -> st
     names = ", ".join(map(str, ranks))
     text = f"of {world} ranks {names} did not finish within {timeout_s:g} s."
     for rank in ranks:
-        text += f"\nrank {rank} is here:{_tail(folder / f'rank{rank}.log.stack')}"
+        if tail := _tail(folder / f"rank{rank}.log.stack"):  # else it has not even started
+            text += f"\nrank {rank} is here:{tail}"
     return text
 
 

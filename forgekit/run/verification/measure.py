@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from forgekit.data.loading.groups import groups
 from forgekit.data.samples import IGNORED
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
+from forgekit.model.lora_layers import LoraLinear
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
@@ -272,8 +273,11 @@ def _check_precision(model: nn.Module) -> None:
 
 
 def _stop_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: that of torch's modules, and numbers that are called so."""
+    """Set every dropout to 0: of torch's modules, of adapters, and numbers that are called so."""
     for module in model.modules():
+        if isinstance(module, LoraLinear):
+            evolved = {k: attrs.evolve(a, dropout=0.0) for k, a in module.adapters.items()}
+            module.adapters = evolved
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -39,6 +39,9 @@ from forgekit.run.verification.result import SPLIT, VerifyCheck, VerifyReport
 
 Progress = Callable[[str], None]
 ONE_PROCESS = "one process"
+RANKS_OF_A_CORE = 32
+RANK_BYTES = 2**28
+"""What a rank takes of the memory beside its model, more or less."""
 
 
 @attrs.frozen(kw_only=True)
@@ -121,6 +124,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
     # On as few ranks as the layout has: what is left over (-1) is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))
+    _check_machine(world_of(spec))
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
         runs = _Runs(setup, Path(folder), options)
         try:
@@ -128,6 +132,19 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
         except LocalRankError as error:
             name, tolerance = _name(spec), options.tolerance
             return VerifyReport(layout=name, failure=str(error), tolerance=tolerance)
+
+
+def _check_machine(world: int) -> None:
+    """Refuse more ranks than this machine can run before the time is over."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = min(RANKS_OF_A_CORE * cores, max(memory // RANK_BYTES, 1))
+    if world > most:
+        raise ValueError(
+            f"the layout has {world:,} ranks, each a process here, and {cores} cores with "
+            f"{memory / 2**30:.1f} GiB run at most {most}. Verify it with smaller sizes of its "
+            "dimensions."
+        )
 
 
 @attrs.frozen

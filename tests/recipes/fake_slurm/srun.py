@@ -51,6 +51,7 @@ def start(command: list[str], rank: int) -> int:
     here = int(os.environ["SLURM_NTASKS_PER_NODE"])
     own = {"PROCID": rank, "NODEID": rank // here, "LOCALID": rank % here}
     variables = {f"SLURM_{name}": str(value) for name, value in own.items()}
+    variables["SLURM_STEP_ID"] = "0"
     variables["FAKE_SLURM_STEP"] = str(os.getpid())
     process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
     (sbatch.HERE / "tasks").mkdir(exist_ok=True)
