@@ -32,7 +32,8 @@ from forgekit.model.layers import Block
 Precision = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["last", "every", "hsdp_last"]
 
-_COMPUTE = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+COMPUTE = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+"""What parameters are cast to; masters stay float32."""
 
 
 def shard(
@@ -462,5 +463,5 @@ def _root_policy(precision: Precision, is_inner: bool) -> MixedPrecisionPolicy:
 def _policy(precision: Precision, **options: Any) -> MixedPrecisionPolicy:
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    compute = _COMPUTE[precision]
+    compute = COMPUTE[precision]
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, **options)

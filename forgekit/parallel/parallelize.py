@@ -35,7 +35,7 @@ from forgekit.parallel.context.context_parallel import (
     choose_attention,
 )
 from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
-from forgekit.parallel.fsdp import Precision, shard, shard_experts
+from forgekit.parallel.fsdp import COMPUTE, Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.materialise import (
     check_buffers,
@@ -49,8 +49,6 @@ from forgekit.parallel.tensor.plan import EXPERT, Plan, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
-
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parallelize(
