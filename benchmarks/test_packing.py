@@ -16,7 +16,7 @@ import forgekit as fk
 
 CAPACITY, MANY = 8192, 2_000_000
 NAIVE, BEST_FIT, LARGE = "numpy first-fit", "best_fit", "best_fit, 2,000,000"
-METHODS = ["best_fit", "first_fit_decreasing", "sequential"]
+METHODS = ["best_fit", "sequential"]
 MOST_BINS, LOWER_BOUND = 23_829, 23_828
 MOST_TIME, MOST_GROWTH = 0.15, 6.0
 PACKING_ROUNDS = 10

@@ -23,8 +23,8 @@ from forgekit.data.batches.sequence_slices import slice_positions
 from forgekit.data.mixture.interleave import BLOCK
 from forgekit.data.mixture.order import make_order
 from forgekit.data.mixture.phases import Phase
-from forgekit.data.packing.pack import pack
-from forgekit.data.packing.packed_dataset import packed_dataset
+from forgekit.data.packing import pack
+from forgekit.data.rows import packed_dataset
 from forgekit.model.attention import document_mask
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing

@@ -19,13 +19,13 @@ if _TYPE_CHECKING:
         process_rank as process_rank,
         shutdown as shutdown,
     )
-    from forgekit.data.corpus.token_files import write_tokens as write_tokens
-    from forgekit.data.packing.token_dataset import (
+    from forgekit.data.token_files import write_tokens as write_tokens
+    from forgekit.data.rows import (
         check_vocabulary as check_vocabulary,
         token_dataset as token_dataset,
     )
-    from forgekit.data.packing.pack import pack as pack
-    from forgekit.data.packing.packed_dataset import packed_dataset as packed_dataset
+    from forgekit.data.packing import pack as pack
+    from forgekit.data.rows import packed_dataset as packed_dataset
     from forgekit.data.mixture.phases import Phase as Phase
     from forgekit.data.mixture.order import make_order as make_order
     from forgekit.data.mixture.mixture_dataset import mixture_dataset as mixture_dataset
@@ -125,10 +125,9 @@ if _TYPE_CHECKING:
 _NAMES = _MappingProxyType(
     {
         "mesh": "MeshSpec build_mesh data_ranks process_rank shutdown",
-        "data.corpus.token_files": "write_tokens",
-        "data.packing.token_dataset": "check_vocabulary token_dataset",
-        "data.packing.pack": "pack",
-        "data.packing.packed_dataset": "packed_dataset",
+        "data.token_files": "write_tokens",
+        "data.packing": "pack",
+        "data.rows": "check_vocabulary packed_dataset token_dataset",
         "data.mixture.phases": "Phase",
         "data.mixture.order": "make_order",
         "data.mixture.mixture_dataset": "mixture_dataset",

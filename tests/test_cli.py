@@ -19,7 +19,7 @@ import pytest
 from shells import open_shell
 
 from forgekit.cli import main, recipes_folder
-from forgekit.data.corpus.token_files import open_tokens
+from forgekit.data.token_files import open_tokens
 
 VERSION = importlib.metadata.version("forgekit")
 

@@ -303,7 +303,7 @@ def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
     """Write a small token file; what is in it changes neither memory nor time."""
     import numpy as np
 
-    from forgekit.data.corpus.token_files import write_tokens
+    from forgekit.data.token_files import write_tokens
 
     if not path.exists():
         count = ROWS * positions  # and one that ends the document

@@ -17,7 +17,7 @@ from forgekit.cli.usage import UsageError, integer
 from forgekit.terminal import printable
 
 if TYPE_CHECKING:
-    from forgekit.data.documents.protocol import Documents
+    from forgekit.data.documents import Documents
 
 
 def add_prepare(commands: Any) -> None:
@@ -28,8 +28,8 @@ def add_prepare(commands: Any) -> None:
         "sources",
         metavar="SOURCE",
         nargs="+",
-        help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet), "
-        "or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
+        help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet, "
+        "also with .gz or .zst), or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     option("--vocab", metavar="SIZE", type=integer, default=4096, help="vocabulary size (4096)")
@@ -39,12 +39,13 @@ def add_prepare(commands: Any) -> None:
     option("--split", metavar="NAME", default="train", help="split of a dataset (train)")
     option("--skip-broken", action="store_true", help="leave out and count what cannot be read")
     option("--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none")
+    option("--workers", metavar="N", type=integer, default=0, help="processes that encode (none)")
     option("--eos-token", metavar="TOKEN", default="<|endoftext|>", help="closes a document")
     prepare.set_defaults(command=_prepare)
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from forgekit.data.corpus.prepare import prepare
+    from forgekit.data.prepare_corpus import prepare
 
     try:
         with _progress() as progress:
@@ -56,6 +57,7 @@ def _prepare(options: argparse.Namespace) -> int:
                 progress=progress,
                 tokenizer=options.tokenizer,
                 eos_token=options.eos_token,
+                workers=options.workers,
             )
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from None
@@ -72,14 +74,14 @@ def _prepare(options: argparse.Namespace) -> int:
         print(f"{title}   {printable(file.path)}  {size}, {ratio:.2f} bytes per token")
     learnt = printable(prepared.path / "tokenizer.json")
     print(f"tokenizer  {learnt}  {prepared.train.vocab_size:,} tokens")
-    if broken := prepared.account.broken:
+    if broken := prepared.broken:
         print(f"left out   {broken:,} broken documents; index.json names the first")
     return 0
 
 
 def _documents(options: argparse.Namespace) -> Documents:
-    from forgekit.data.documents.huggingface_datasets import huggingface_documents
-    from forgekit.data.documents.text_files import stdlib_documents, text_documents
+    from forgekit.data.huggingface import huggingface_documents
+    from forgekit.data.text_files import stdlib_documents, text_documents
 
     sources: list[str] = options.sources
     if sources == ["stdlib"]:

@@ -1,15 +1,13 @@
 """Tokens on disk become one rank's micro-batches."""
 
-from forgekit.data.documents.text_files import stdlib_documents, text_documents
-from forgekit.data.documents.huggingface_datasets import huggingface_documents
-from forgekit.data.corpus.id_documents import random_documents, token_documents
-from forgekit.data.corpus.tokenizer import load_tokenizer, train_tokenizer
-from forgekit.data.corpus.prepare import prepare
-from forgekit.data.corpus.token_files import open_tokens
-from forgekit.data.packing.bins import Bins
-from forgekit.data.packing.pack import LongDocuments, PackingMethod
-from forgekit.data.packing.cached_bins import cached_bins
-from forgekit.data.packing.chat_dataset import chat_dataset, preference_dataset
+from forgekit.data.documents import random_documents
+from forgekit.data.text_files import stdlib_documents, text_documents
+from forgekit.data.huggingface import huggingface_documents
+from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
+from forgekit.data.token_files import open_tokens, token_documents
+from forgekit.data.prepare_corpus import prepare
+from forgekit.data.packing import Bins, LongDocuments, PackingMethod, cached_bins
+from forgekit.data.chat import chat_dataset, preference_dataset
 from forgekit.data.mixture.permutation import permute, sample_rows
 from forgekit.data.mixture.order import Order
 from forgekit.data.batches.batch import mask_batch

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from forgekit.data.corpus.token_files import HELD_OUT
 from forgekit.data.fingerprint import tokenizer_of
+from forgekit.data.token_files import HELD_OUT
 from forgekit.state import TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.make_step import Vote

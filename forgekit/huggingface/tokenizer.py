@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forgekit.data.corpus.tokenizer import END_OF_TEXT
+from forgekit.data.tokenizer import END_OF_TEXT
 from forgekit.huggingface.safetensors_files import read_json, write_json
 from forgekit.inputs import path_of, wrong_type
 from forgekit.ranks import CheckpointError

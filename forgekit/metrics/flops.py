@@ -184,8 +184,8 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
         Tokens, and pairs of a token and one up to itself in its document.
 
     Examples:
-        >>> from forgekit.data.packing.bins import Bins
-        >>> from forgekit.data.packing.packed_dataset import packed_dataset
+        >>> from forgekit.data.packing import Bins
+        >>> from forgekit.data.rows import packed_dataset
         >>> bins = Bins([0, 2], documents=[0, 1], starts=[0, 0], lengths=[3, 2], capacity=8)
         >>> count_pairs(packed_dataset([[1, 2, 3], [4, 5]], bins), np.array([0, 0]))
         (10.0, 18.0)
@@ -196,7 +196,7 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
             count_pairs(one, rows[sources == index]) for index, one in enumerate(dataset.datasets)
         ]
         return sum(tokens for tokens, _ in parts), sum(pairs for _, pairs in parts)
-    lengths = _pieces(getattr(dataset, "rows", dataset), rows).astype(np.float64)
+    lengths = _pieces(dataset, rows).astype(np.float64)
     return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.data.corpus.tokenizer import END_OF_TEXT
 from forgekit.data.optional_packages import require
+from forgekit.data.tokenizer import END_OF_TEXT
 from forgekit.evaluation.generate import generate
 from forgekit.inputs import check_integers, quoted
 from forgekit.parallel.context.context_parallel import with_sockets

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forgekit.data.corpus.tokenizer import load_tokenizer
+from forgekit.data.tokenizer import load_tokenizer
 from forgekit.evaluation.generate import write_sample
 from forgekit.mesh import process_rank
 from forgekit.metrics.expert_loads import LOAD, plot_expert_loads

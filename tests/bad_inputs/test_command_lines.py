@@ -226,13 +226,3 @@ def test_a_mark_at_the_start_of_a_file_of_settings_is_no_part_of_it(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\n")
     config = load_config(load_recipe("pretrain").Config, ["--config", str(tmp_path / "a.toml")])
     assert config.steps == 7
-
-
-def test_a_folder_without_data_is_refused_before_it_is_searched(tmp_path, monkeypatch, capsys):
-    for number in range(3):
-        (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "a" / "b" / f"{number}.py").write_text("x = 1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.load_dataset", None)
-    assert main(["prepare", "hf:a", "--out", "o"]) == 2
-    assert "a holds no data file among 4 files and folders; those" in capsys.readouterr().err

@@ -95,7 +95,7 @@ TEXTS = {
         b'{"text": "a"}\n{"text": "a", "text": "b"}',
         r'a\.jsonl:2 cannot be read as JSON: the key "text" stands twice in one object\. Each',
     ),
-    "no table": ("a.parquet", b"PAR1", r"a\.parquet cannot be read as parquet: .* Write it again"),
+    "no table": ("a.parquet", b"PAR1", r"a\.parquet cannot be read: .* Write it again"),
 }
 
 

@@ -18,14 +18,14 @@ import threading
 import time
 from pathlib import Path
 
-from forgekit.data.corpus import encode, held_out, prepare
-from forgekit.data.corpus.journal import read_entry
-from forgekit.data.documents.text_files import text_documents
+from forgekit.data import prepare_corpus as prepare
+from forgekit.data import tokenizer as encode
+from forgekit.data.text_files import text_documents
 
 
 def small_steps():
-    """Many batches, journal entries and reports on little text."""
-    encode.AT_ONCE, encode.PIECE, prepare.ENTRY_BYTES, held_out.REPORT_BYTES = 2000, 500, 3000, 1000
+    """Many batches, parts and reports on little text."""
+    encode.AT_ONCE, encode.PIECE, prepare.PART_BYTES, prepare.REPORT_BYTES = 2000, 500, 3000, 1000
 
 
 def make(source, out, *, kill_after=None, count_to=None, **options):
@@ -40,10 +40,9 @@ def make(source, out, *, kill_after=None, count_to=None, **options):
             ).start()
 
     documents = text_documents(source, errors="skip")
-    filters = {"short": lambda text: len(text) > 20}
     # Long enough that a kill hits the writing, and not always what comes before.
     options = {"held_out_every": 3, "shard_tokens": 5000, "sample_bytes": 20_000} | options
-    prepare.prepare(documents, out, vocab_size=300, filters=filters, progress=report, **options)
+    prepare.prepare(documents, out, vocab_size=300, progress=report, **options)
     if count_to is not None:
         count_to.write_text(str(next(reports) - 1))
 
@@ -63,7 +62,7 @@ def forked(work, *args, **options):
 
 
 def kill(source, out, *seeds):
-    """Print, for each seed, how many were killed and after how many documents each had an entry."""
+    """Print, for each seed, how many were killed and how many finished parts each had left."""
     small_steps()
     counted = Path(f"{out}-reports")
     status, _ = forked(make, source, f"{out}-undisturbed", count_to=counted)
@@ -71,24 +70,23 @@ def kill(source, out, *seeds):
     reports = int(counted.read_text())
     for seed in seeds:
         chance = random.Random(int(seed))
-        entries, kills, status = [], 0, None
+        parts, kills, status = [], 0, None
         while status != 0:
             last = 1 + int(reports * chance.uniform(0.1, 0.5 + 0.1 * kills))
             status, _ = forked(make, source, f"{out}-{seed}", kill_after=last)
             assert status in (0, signal.SIGKILL), status
             kills += status != 0
-            for folder in Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new"):
-                entry = read_entry(folder)
-                entries.append(entry.position.documents if entry else 0)
-        sys.stdout.write(json.dumps({"kills": kills, "entries": entries}) + "\n")
+            left = Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new")
+            parts += [len([*folder.glob("parts/*/part.json")]) for folder in left]
+        sys.stdout.write(json.dumps({"kills": kills, "parts": parts}) + "\n")
 
 
 def measure(*sources):
     """Print the peak memory of preparing each source, in MB."""
-    encode.AT_ONCE = encode.PIECE = 2**16
+    encode.AT_ONCE = encode.PIECE = prepare.PART_BYTES = 2**16
     peaks = []
     for source in sources:
-        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**27)
+        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**25)
         assert status == 0, status
         peaks.append(usage.ru_maxrss / 1024)
     sys.stdout.write(json.dumps(peaks) + "\n")

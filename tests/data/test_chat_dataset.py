@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import forgekit as fk
-from forgekit.data.corpus.chat_template import ChatEncoder
-from forgekit.data.packing.chat_dataset import chat_dataset, preference_dataset
+from forgekit.data.chat import chat_dataset, preference_dataset
+from forgekit.data.chat_template import ChatEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

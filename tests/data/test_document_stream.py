@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgekit.data.batches.batch import check_batch
-from forgekit.data.corpus.id_documents import random_documents, token_documents
-from forgekit.data.corpus.token_files import write_tokens
-from forgekit.data.corpus.tokenizer import train_tokenizer
-from forgekit.data.documents.huggingface_datasets import huggingface_documents
-from forgekit.data.documents.text_files import text_documents
+from forgekit.data.documents import random_documents
+from forgekit.data.huggingface import huggingface_documents
 from forgekit.data.loading.document_stream import stream_documents
 from forgekit.data.loading.groups import groups
+from forgekit.data.text_files import text_documents
+from forgekit.data.token_files import token_documents, write_tokens
+from forgekit.data.tokenizer import train_tokenizer
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forgekit.data.corpus.id_documents import random_documents, token_documents
-from forgekit.data.corpus.token_files import open_tokens, write_tokens
-from forgekit.data.documents.protocol import as_documents
+from forgekit.data.documents import as_documents, random_documents
+from forgekit.data.token_files import open_tokens, token_documents, write_tokens
 
 
 def test_random_documents_are_those_of_their_seed_and_even():

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.packing.bins import Bins
-from forgekit.data.packing.pack import pack
+from forgekit.data.packing import Bins, pack
 
-METHODS = ["best_fit", "first_fit_decreasing", "sequential"]
+METHODS = ["best_fit", "sequential"]
 
 
 def in_bins(bins, column="documents"):
@@ -40,10 +39,6 @@ def naive_best_fit(rooms, capacity):
     return naive(rooms, capacity, lambda fitting, left: min(fitting, key=lambda n: left[n]))
 
 
-def naive_first_fit(rooms, capacity):
-    return naive(rooms, capacity, lambda fitting, left: fitting[0])
-
-
 def naive_next_fit(rooms, capacity):
     bins, left = [], 0
     for item, room in enumerate(rooms):
@@ -67,17 +62,6 @@ def problems(draw, longest=1.0, **options):
     capacity = align * draw(st.integers(1, 12))
     length = st.integers(0, int(capacity * longest))
     return draw(st.lists(length, max_size=60)), {"capacity": capacity, "align": align, **options}
-
-
-@given(problems())
-@settings(max_examples=300, deadline=None)
-def test_first_fit_is_that_of_the_naive_packer_document_by_document(problem):
-    lengths, options = problem
-    there = [i for i, length in enumerate(lengths) if length]
-    rooms = [-(-lengths[i] // options["align"]) * options["align"] for i in there]
-    expected = naive_first_fit(rooms, options["capacity"])
-    found = pack(lengths, method="first_fit_decreasing", **options)
-    assert in_bins(found) == [[there[i] for i in sorted(each)] for each in expected]
 
 
 @given(problems())
@@ -109,7 +93,6 @@ def test_sequential_is_next_fit(problem):
     ("method", "bins"),
     [
         ("best_fit", [[6, 2], [5, 3], [4, 4]]),
-        ("first_fit_decreasing", [[6, 2], [5, 3], [4, 4]]),
         ("sequential", [[4], [6], [3, 4], [5, 2]]),
     ],
 )
@@ -118,21 +101,13 @@ def test_a_case_by_hand(method, bins):
     assert contents(in_bins(found), [4, 6, 3, 4, 5, 2]) == sorted(map(sorted, bins))
 
 
-def test_best_and_first_fit_are_two_methods():
-    """After 13 and 8 8 rooms of 7 and 4 are left; the 4 goes to the tighter or to the first."""
-    best, first = (pack([13, 8, 8, 4, 3], 20, method=method) for method in METHODS[:2])
-    assert in_bins(best, "lengths") == [[13, 3], [8, 8, 4]]
-    assert in_bins(first, "lengths") == [[13, 4, 3], [8, 8]]
-
-
 @pytest.mark.parametrize("method", METHODS)
-@given(problem=problems(longest=3.5), groups=st.integers(1, 3), long=st.sampled_from("sd"))
+@given(problem=problems(longest=3.5), long=st.sampled_from("sd"))
 @settings(max_examples=200, deadline=None)
-def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, groups, long):
+def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, long):
     lengths, options = problem
-    group = [(number * 7) % groups - 1 for number in range(len(lengths))]
     long = {"s": "split", "d": "drop"}[long]
-    bins = pack(lengths, method=method, group=group, long=long, **options)
+    bins = pack(lengths, method=method, long=long, **options)
     capacity, align = options["capacity"], options["align"]
     kept = [0 if long == "drop" and length > capacity else length for length in lengths]
     assert bins.dropped == sum(length > capacity for length in lengths if long == "drop")
@@ -146,23 +121,8 @@ def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, gr
     for documents, sizes in zip(in_bins(bins), in_bins(bins, "lengths"), strict=True):
         assert sum(-(-size // align) * align for size in sizes) <= capacity
         assert documents == sorted(set(documents))
-        assert len({group[d] for d in documents}) == 1
-    of_bins = np.asarray(group)[bins.documents[bins.offsets[:-1]]]
-    assert of_bins.tolist() == sorted(of_bins)
     if method == "sequential":
-        of_pieces = np.asarray(group, dtype=np.int64)[bins.documents]
-        order = np.lexsort((bins.starts, bins.documents, of_pieces))
-        assert order.tolist() == list(range(len(order)))
-
-
-@given(problems(longest=3.5), st.sampled_from(METHODS))
-@settings(max_examples=100, deadline=None)
-def test_groups_are_packed_as_if_each_were_alone(problem, method):
-    lengths, options = problem
-    group = np.arange(len(lengths)) % 2
-    together = in_bins(pack(lengths, method=method, group=group, **options), "lengths")
-    alone = [pack(lengths[g::2], method=method, **options) for g in (0, 1)]
-    assert together == in_bins(alone[0], "lengths") + in_bins(alone[1], "lengths")
+        assert np.lexsort((bins.starts, bins.documents)).tolist() == list(range(len(bins.starts)))
 
 
 def lognormal(documents, median=500, sigma=1.2, longest=8192):
@@ -170,28 +130,21 @@ def lognormal(documents, median=500, sigma=1.2, longest=8192):
     return lengths.clip(1, longest).astype(np.int64)
 
 
-@pytest.mark.parametrize("method", METHODS[:2])
-def test_bins_of_a_corpus_come_within_one_of_the_lower_bound(method):
+def test_bins_of_a_corpus_come_within_one_of_the_lower_bound():
     lengths = lognormal(200_000)
-    bins = pack(lengths, 8192, method=method)
+    bins = pack(lengths, 8192)
     assert -(-int(lengths.sum()) // 8192) == 23_828
     assert len(bins) <= 23_829
     assert bins.tokens == lengths.sum()
     assert bins.fill > 0.9999
 
 
-def test_decreasing_methods_agree_with_the_naive_ones_on_thousands_of_documents():
+def test_best_fit_agrees_with_the_naive_one_on_thousands_of_documents():
     lengths = lognormal(3_000, median=60, longest=1024)
-    found = pack(lengths, 1024, method="first_fit_decreasing")
-    assert in_bins(found) == [sorted(each) for each in naive_first_fit(lengths.tolist(), 1024)]
     assert len(pack(lengths, 1024)) == len(naive_best_fit(lengths.tolist(), 1024))
 
 
-PINNED = {
-    "best_fit": "80876ea433e46424",
-    "first_fit_decreasing": "5fb16539ae83595b",
-    "sequential": "4c9ac0f2e9b57487",
-}
+PINNED = {"best_fit": "607a21f52e562a9e", "sequential": "8f0839cc11c4d45c"}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -199,14 +152,14 @@ def test_bins_are_the_same_on_every_machine_and_version(method):
     """A cache or a resumed run would otherwise go on with other rows."""
     numbers = np.arange(1, 5000)
     for lengths in (numbers**2 % 3001, (numbers**2 % 3001).astype(np.uint16)):
-        bins = pack(lengths, 2048, method=method, align=4, group=numbers % 3)
+        bins = pack(lengths, 2048, method=method, align=4)
         assert bins.fingerprint[:16] == PINNED[method]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lengths", [[], [0, 0], np.zeros(0, dtype=np.float64)])
 def test_nothing_makes_no_bins(method, lengths):
-    bins = pack(lengths, 8, method=method, group=[0] * len(lengths))
+    bins = pack(lengths, 8, method=method)
     assert (len(bins), bins.offsets.tolist(), bins.tokens, bins.fill) == (0, [0], 0, 0.0)
 
 
@@ -247,7 +200,7 @@ BAD = {
     "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest is 16"),
     "method": (
         {"method": "ffd"},
-        'method is .ffd.; it is one of "best_fit", "first_fit_decreasing", "sequ',
+        'method is .ffd.; it is one of "best_fit", "sequential"',
     ),
     "long": ({"long": "cut"}, 'long is .cut.; it is one of "split", "error", "drop"'),
     "negative": ({"lengths": [1, -2]}, "document 1 has length -2; lengths are tokens, 0 or more"),
@@ -259,11 +212,6 @@ BAD = {
         {"lengths": [[1]]},
         r"lengths must be integers \[documents\], not int64 of shape \(1, 1\)",
     ),
-    "group": (
-        {"group": [1]},
-        r"group must be integers \[documents\] = \[2\], .*, not int64 of shape \(1,\)",
-    ),
-    "names": ({"group": ["a", "b"]}, r"group must be integers .*, not <U1 of shape \(2,\)"),
 }
 
 

@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from forgekit.data.corpus import encode, held_out
-from forgekit.data.corpus import prepare as preparing
-from forgekit.data.corpus.encode import encode_texts
-from forgekit.data.corpus.id_documents import random_documents
-from forgekit.data.corpus.journal import JOURNAL
-from forgekit.data.corpus.prepare import prepare
-from forgekit.data.corpus.token_files import open_tokens
-from forgekit.data.corpus.tokenizer import load_tokenizer, train_tokenizer
-from forgekit.data.documents.text_files import text_documents
-from forgekit.data.packing.token_dataset import token_dataset
+from forgekit.data import prepare_corpus
+from forgekit.data import tokenizer as encoding
+from forgekit.data.documents import random_documents
+from forgekit.data.prepare_corpus import prepare
+from forgekit.data.rows import token_dataset
+from forgekit.data.text_files import text_documents
+from forgekit.data.token_files import open_tokens
+from forgekit.data.tokenizer import encode_texts, load_tokenizer, train_tokenizer
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]
@@ -91,7 +89,7 @@ def test_the_same_files_and_settings_are_not_prepared_twice(source, tmp_path):
     assert again(vocab_size=301, held_out_every=2).is_new
     os.utime(source / "bread.md", ns=(1, 1))
     assert again(vocab_size=301, held_out_every=2).is_new
-    (tmp_path / "out" / "heldout" / "shard_00000.bin").write_bytes(b"")
+    (tmp_path / "out" / "heldout" / "shard_00000.npy").write_bytes(b"")
     assert again(vocab_size=301, held_out_every=2).is_new
 
 
@@ -103,11 +101,11 @@ def test_preparing_anew_gives_the_same_bytes(source, tmp_path):
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    """Many batches, entries in the journal and reports of progress on little text."""
-    monkeypatch.setattr(encode, "AT_ONCE", 2000)
-    monkeypatch.setattr(encode, "PIECE", 500)
-    monkeypatch.setattr(preparing, "ENTRY_BYTES", 1000)
-    monkeypatch.setattr(held_out, "REPORT_BYTES", 500)
+    """Many batches, parts and reports of progress on little text."""
+    monkeypatch.setattr(encoding, "AT_ONCE", 2000)
+    monkeypatch.setattr(encoding, "PIECE", 500)
+    monkeypatch.setattr(prepare_corpus, "PART_BYTES", 2000)
+    monkeypatch.setattr(prepare_corpus, "REPORT_BYTES", 500)
 
 
 def write_lines(file, count=400, broken=97):
@@ -150,7 +148,7 @@ def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_ste
         progress=lambda stage, done, _: stages.append((stage, done)),
     )
     assert stages[0][0] == "tokens"
-    assert 20_000 < stages[0][1] <= 32_000
+    assert 20_000 < stages[0][1] <= 33_000
     assert not left.exists()
     prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
@@ -257,32 +255,34 @@ def test_ids_may_have_gaps(source, tmp_path):
     assert made.train.read(0, made.train.tokens).max() == 900
 
 
-DAMAGE = {
-    "shard cut": ("shard_00000.bin", lambda content: content[:999]),
-    "offsets cut": ("heldout/offsets.bin", lambda content: content[:40]),
-    "shard gone": ("shard_00000.bin", None),
-    "journal torn": (JOURNAL, lambda content: content[:-9]),
-    "journal foreign": (JOURNAL, lambda content: b"[]"),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), DAMAGE.values(), ids=DAMAGE)
-def test_what_a_power_cut_may_leave_is_noticed_and_written_again(
-    tmp_path, small_steps, name, change, caplog
-):
+def test_a_part_that_is_not_finished_is_written_again(tmp_path, small_steps):
+    """A kill leaves a part under another name; one that is gone, a disk may have lost."""
     write_lines(tmp_path / "a.jsonl", broken=10**6)
     prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
-    interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
-    (left,) = left_by(tmp_path / "out")
-    if change is None:
-        (left / name).unlink()
-    else:
-        (left / name).write_bytes(change((left / name).read_bytes()))
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
-    assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
-    assert [record.message.rpartition("; ")[2] for record in caplog.records] == [
-        "the tokens are written from the start"
-    ] * (name != JOURNAL)
+    for lost in (0, 3, "all"):
+        interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
+        (left,) = left_by(tmp_path / "out")
+        parts = sorted((left / "parts").iterdir())
+        assert len(parts) > 9
+        for part in parts if lost == "all" else parts[lost : lost + 1]:
+            part.rename(left / "parts" / f".{part.name}.0123456789ab.new")
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
+        assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_processes_write_what_one_writes(tmp_path, small_steps):
+    texts = write_lines(tmp_path / "a.jsonl", count=200, broken=10**6)
+    documents = text_documents(tmp_path / "a.jsonl", errors="skip")
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n{broken")
+    found = {}
+    for workers in (0, 2):
+        made = prepare(documents, tmp_path / f"{workers}", vocab_size=300, workers=workers)
+        found[workers] = content_of(made.path)
+        assert made.broken == 1
+        assert made.train.documents + made.held_out.documents == len(texts)
+    assert found[0] == found[2]
+    assert len(found[0]) > 12
 
 
 def run_driver(*arguments):
@@ -299,14 +299,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, seeds):
     source.mkdir()
     write_lines(source / "a.jsonl", count=1200)
     shutil.copy(CORPUS / "lighthouse.txt", source / "b.txt")
-    found, log = run_driver("kill", source, tmp_path / "out", *seeds)
+    found, _ = run_driver("kill", source, tmp_path / "out", *seeds)
     expected = content_of(tmp_path / "out-undisturbed")
     assert len(expected) > 8
     for seed in seeds:
         assert content_of(tmp_path / f"out-{seed}") == expected
     assert sum(each["kills"] for each in found) >= 2 * len(seeds)
-    assert any(documents > 0 for each in found for documents in each["entries"])
-    assert "from the start" not in log
+    assert any(parts > 0 for each in found for parts in each["parts"])
     assert not list(tmp_path.glob(".out*"))
     open_tokens(tmp_path / f"out-{seeds[0]}", verify=True)
 
@@ -332,8 +331,8 @@ def test_long_documents_are_encoded_in_pieces_and_give_the_same_ids(monkeypatch)
     tokenizer = train_tokenizer(TEXTS, 400)
     expected = tokenizer.encode(text).ids
     for piece, at_once in ((400, 1000), (1000, 300), (10**6, 10**6)):
-        monkeypatch.setattr(encode, "PIECE", piece)
-        monkeypatch.setattr(encode, "AT_ONCE", at_once)
+        monkeypatch.setattr(encoding, "PIECE", piece)
+        monkeypatch.setattr(encoding, "AT_ONCE", at_once)
         found = dict(encode_texts(tokenizer, [("a", text), ("b", ""), ("c", TEXTS[0])]))
         assert found["a"].tolist() == expected
         assert found["b"].tolist() == []
@@ -383,7 +382,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("tokenizer", FOREIGN.values(), ids=FOREIGN)
 def test_long_documents_have_the_ids_of_the_whole_text_with_any_tokenizer(tokenizer, monkeypatch):
-    monkeypatch.setattr(encode, "PIECE", 50)
+    monkeypatch.setattr(encoding, "PIECE", 50)
     text = "the lamp " * 40 + " ".join(TEXTS) + "the" * 50 + "\u2028ü" * 90 + " the lamp"
     ((_, ids),) = encode_texts(tokenizer, [("a", text)])
     assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
@@ -395,10 +394,10 @@ def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, capl
         prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
     skipping = text_documents(tmp_path / "a.jsonl", errors="skip")
     made = prepare(skipping, tmp_path / "out", vocab_size=300)
-    assert made.account.broken == 15
-    assert len(made.account.first_broken) == 10
-    assert made.account.first_broken[1].startswith(f"{tmp_path}/a.jsonl:195 cannot be read")
-    assert caplog.records[1].message == f"left out: {made.account.first_broken[1]}"
+    named = made.train.metadata["first_broken"]
+    assert (made.broken, len(named)) == (15, 10)
+    assert named[1].startswith(f"{tmp_path}/a.jsonl:195 cannot be read")
+    assert caplog.records[1].message == f"left out: {named[1]}"
     assert made.train.documents + made.held_out.documents == len(texts)
     assert not prepare(skipping, tmp_path / "out", vocab_size=300).is_new
     with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read as JSON"):
@@ -409,9 +408,10 @@ def test_broken_documents_after_the_last_text_count_too(tmp_path):
     lines = [json.dumps({"text": f"line {number}"}) for number in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{", "[1]"]))
     documents = text_documents(tmp_path / "a.jsonl", errors="skip")
-    account = prepare(documents, tmp_path / "out", vocab_size=300).account
-    assert account.broken == len(account.first_broken) == 2
-    assert ":32 has no string" in account.first_broken[1]
+    made = prepare(documents, tmp_path / "out", vocab_size=300)
+    named = made.train.metadata["first_broken"]
+    assert made.broken == len(named) == 2
+    assert ":32 has no string" in named[1]
 
 
 def test_a_fatal_line_costs_nothing_of_what_came_before_it(tmp_path, small_steps):
@@ -427,45 +427,30 @@ def test_a_fatal_line_costs_nothing_of_what_came_before_it(tmp_path, small_steps
     assert reports[0][1] > 0.8 * reports[0][2]
 
 
-def test_filters_drop_documents_and_count_them_by_name(tmp_path):
+def test_documents_that_a_comprehension_leaves_out_are_in_no_token_file(tmp_path):
     texts = write_lines(tmp_path / "a.jsonl", broken=10**6)
-    filters = {
-        "short": lambda text: len(text) > 30,
-        "dog": lambda text: not text.startswith("dog"),
-        "never": lambda text: True,
-    }
-    kept = [text for text in texts if len(text) > 30 and not text.startswith("dog")]
-    dogs = sum(text.startswith("dog") for text in texts if len(text) > 30)
-    out = tmp_path / "out"
-    made = prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters)
-    tokenizer = load_tokenizer(out)
-    held_out = kept[19::20]
-    assert texts_of(made.held_out, tokenizer) == held_out
-    assert texts_of(made.train, tokenizer) == [text for text in kept if text not in held_out]
-    short = len(texts) - len(kept) - dogs
-    assert min(short, dogs) > 0
-    assert made.account.dropped == {"short": short, "dog": dogs, "never": 0}
-    assert not prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters).is_new
-    filters["short"] = lambda text: len(text) > 31
-    assert prepare(tmp_path / "a.jsonl", out, vocab_size=300, filters=filters).is_new
+    documents = text_documents(tmp_path / "a.jsonl")
 
+    def kept(shortest):
+        return [(name, text) for name, text in documents if len(text) > shortest]
 
-def test_a_filter_that_raises_names_itself_and_the_document(tmp_path):
-    write_lines(tmp_path / "a.jsonl", broken=10**6)
-    filters = {"odd": lambda text: 1 / len(text.split("27")[1:]) > 0}
-    with pytest.raises(ZeroDivisionError) as raised:
-        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300, filters=filters)
-    assert raised.value.__notes__ == [f"raised by the filter 'odd' on {tmp_path}/a.jsonl:1"]
+    made = prepare(kept(30), tmp_path / "out", vocab_size=300)
+    long = [text for text in texts if len(text) > 30]
+    assert 0 < len(long) < len(texts)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert texts_of(made.held_out, tokenizer) == long[19::20]
+    assert made.train.documents == len(long) - len(long[19::20])
+    assert not prepare(kept(30), tmp_path / "out", vocab_size=300).is_new
+    assert prepare(kept(40), tmp_path / "out", vocab_size=300).is_new
 
 
 def test_nothing_left_is_an_error_that_says_where_it_went(tmp_path):
     write_lines(tmp_path / "a.jsonl", count=20, broken=7)
     documents = text_documents(tmp_path / "a.jsonl", errors="skip")
-    message = (
-        r"no text to prepare: 2 documents are broken \(first: .*a.jsonl:8 cannot .*\), 18 drop"
-    )
-    with pytest.raises(ValueError, match=message + "ped by 'all'"):
-        prepare(documents, tmp_path / "out", filters={"all": lambda text: False})
+    (tmp_path / "a.jsonl").write_text("{\n{\n")
+    message = r"no text to prepare: 2 documents are broken \(first: .*a.jsonl:1 cannot .*\)\. Name"
+    with pytest.raises(ValueError, match=message):
+        prepare(documents, tmp_path / "out")
     with pytest.raises(TypeError, match=r"random tokens, document 0 is token ids, not text"):
         prepare(random_documents(9, 9), tmp_path / "out")
 
@@ -481,9 +466,8 @@ def test_the_tokenizer_learns_from_a_sample_all_over_the_source(tmp_path):
     assert prepared[10**9] == train_tokenizer(train, 300).to_str()
     assert prepared[20_000] != prepared[10**9]
     documents = text_documents(tmp_path / "a.jsonl")
-    sample = list(
-        held_out.HeldOutSplit(documents, {}, 20, lambda *_: None).sample("tokenizer", 20_000)
-    )
+    reader = prepare_corpus.TextReader(documents, 20, lambda *_: None)
+    sample = list(reader.sample(20_000))
     assert 10_000 < sum(map(len, sample)) <= 20_000
     places = [train.index(text) for text in sample[:-1]]
     assert places == sorted(places)
@@ -514,10 +498,10 @@ def test_shards_are_of_bounded_size_and_have_checksums(source, tmp_path):
     assert 0 < sizes[-1] <= 500
     whole = prepare(source, tmp_path / "whole", vocab_size=300, held_out_every=3)
     assert whole.train.fingerprint == made.train.fingerprint
-    shard = tmp_path / "out" / "shard_00002.bin"
+    shard = tmp_path / "out" / "shard_00002.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     assert open_tokens(tmp_path / "out").fingerprint == made.train.fingerprint
-    with pytest.raises(ValueError, match=r"shard_00002.bin has crc32 .*; index.json says .*chan"):
+    with pytest.raises(ValueError, match=r"shard_00002.npy has another checksum than .*chan"):
         open_tokens(tmp_path / "out", verify=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.documents.text_files import stdlib_documents, text_documents
+from forgekit.cli.program import main
+from forgekit.data.text_files import stdlib_documents, text_documents
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -161,7 +164,7 @@ def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
     assert [Path(problem.split()[0]).name for problem in problems if problem] == [
         *("a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "b.txt", "c.parquet"),
     ]
-    assert re.search(r"c.parquet cannot be read as parquet: .* Write it again", problems[-2])
+    assert re.search(r"c.parquet cannot be read: .* Write it again", problems[-2])
     with pytest.raises(ValueError, match="errors is 'ignore'; it is one of"):
         text_documents(tmp_path, errors="ignore")  # pyright: ignore[reportArgumentType]
 
@@ -209,11 +212,83 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeyp
     content = bytearray(file.read_bytes())
     content[-1500:-1400] = bytes(100)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a.parquet cannot be read as parquet: .* Write it again"):
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read: .* Write it again"):
         list(text_documents(file))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
         list(text_documents(file))
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.string())])
+def test_a_column_of_lists_is_refused_in_one_sentence(tmp_path, kind, capsys):
+    write_parquet(tmp_path / "a.parquet", pa.array([["a", "b"], ["c"]], kind))
+    (tmp_path / "a.jsonl").write_text('{"text": ["a", "b"]}')
+    messages = {
+        "a.parquet": 'list<element: string> in column "text"; it must be strings',
+        "a.jsonl": 'no string "',
+    }
+    for name, message in messages.items():
+        assert main(["prepare", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"forgekit: {tmp_path / name}")
+        assert message in last
+
+
+def test_strings_by_dictionary_are_texts(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pa.array(["a", "b", "a"]).dictionary_encode())
+    assert [text for _, text in text_documents(tmp_path)] == ["a", "b", "a"]
+
+
+def compressed(file, content):
+    """Write a file as its suffix says."""
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(content))
+    else:
+        file.write_bytes(pa.Codec("zstd").compress(content, asbytes=True))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".ZST"])
+def test_compressed_texts_are_read_resumed_and_named_by_line(tmp_path, suffix):
+    texts = [f"text {number} " + "x" * number for number in range(300)]
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    compressed(tmp_path / f"a.jsonl{suffix}", b"\n".join([*lines, b"{"]))
+    compressed(tmp_path / f"b.md{suffix}", "ein Brötchen\r\n".encode())
+    (tmp_path / f"c.png{suffix}").write_bytes(b"")
+    documents = text_documents(tmp_path, errors="skip")
+    assert [text for _, text in documents] == [*texts, "ein Brötchen\r\n"]
+    records = list(documents.read())
+    assert records[-2].name == f"{tmp_path}/a.jsonl{suffix}:301"
+    assert records[-1].done == documents.size
+    for stop in (0, 7, 298):
+        following = [record.content for record in documents.read(records[stop].after)]
+        assert following == [record.content for record in records[stop + 1 :]]
+    shares = [len(list(documents.read(part=part, parts=2))) for part in range(2)]
+    assert shares == [151, 151]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("change", [lambda b: b[: len(b) // 2], lambda b: b"no archive" + b])
+def test_a_damaged_archive_is_named_and_skipped_as_a_whole(tmp_path, name, change):
+    line = b'{"text": "a text of some length"}\n'
+    compressed(tmp_path / name, bytes(range(33, 127)) * 9000 if "txt" in name else line * 90_000)
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    (tmp_path / "b.txt").write_text("whole")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*\. Write it again"):
+        list(text_documents(tmp_path))
+    records = list(text_documents(tmp_path, errors="skip").read())
+    assert [record.problem is None for record in records[-2:]] == [False, True]
+    assert records[-1].content == "whole"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.txt").write_text("a text")
+    assert [text for _, text in text_documents(tmp_path)] == ["a text"]
+    for name in ("a.txt", "b.jsonl"):
+        assert main(["prepare", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        assert "neither a file nor a folder, but a pipe" in capsys.readouterr().err
 
 
 def test_readers_get_equal_shares_whatever_the_files(tmp_path):

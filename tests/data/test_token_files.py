@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 
@@ -11,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.corpus.token_files import open_tokens, write_tokens
-from forgekit.data.corpus.token_writer import TokenWriter
-from forgekit.data.packing.token_dataset import token_dataset
+from forgekit.data.rows import token_dataset
+from forgekit.data.token_files import join_tokens, open_tokens, write_tokens
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 STREAM = [5, 6, 7, 0, 8, 0, 0, 9, 10, 11, 12, 13, 0]
@@ -43,7 +43,7 @@ def test_documents_may_be_lists_arrays_and_tensors(tmp_path, convert):
 def test_the_vocabulary_chooses_the_width_and_the_largest_id_survives(tmp_path, vocab_size, size):
     file = write(tmp_path / "a", [[vocab_size - 1, 0]], vocab_size=vocab_size)
     assert file.read(0, 3).tolist() == [vocab_size - 1, 0, 0]
-    assert (tmp_path / "a" / "shard_00000.bin").stat().st_size == 32 + 3 * size
+    assert (tmp_path / "a" / "shard_00000.npy").stat().st_size == 128 + 3 * size
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path):
@@ -147,34 +147,31 @@ def edit_index(**changes):
     return edit("index.json", lambda old: json.dumps(json.loads(old) | changes).encode())
 
 
-SHARD = "shard_00000.bin"
+SHARD = "shard_00000.npy"
 DAMAGE = {
-    "truncated": (edit(SHARD, lambda b: b[:-3]), r"55 bytes; expected 32 \+ 2 \* 13 = 58.* trunc"),
-    "longer": (edit(SHARD, lambda b: b + b"0"), "59 bytes; expected"),
-    "stub": (edit(SHARD, lambda b: b[:5]), "is 5 bytes; expected"),
-    "offsets": (edit("offsets.bin", lambda b: b[:-8]), r"offsets.bin is 64 bytes; .* 8 \* 5 = 72"),
-    "foreign": (edit(SHARD, lambda b: b"PK" + b[2:]), r"with \(b'PKRGETOK', 1, 2, 13\) .*foreign"),
+    "truncated": (
+        edit(SHARD, lambda b: b[:-3]),
+        r"shard_00000.npy is damaged \(mmap length is",
+    ),
+    "empty": (edit(SHARD, lambda b: b""), r"shard_00000.npy is damaged \(.* Write the token file"),
+    "foreign": (edit(SHARD, lambda b: b"PK" + b[2:]), "shard_00000.npy is damaged"),
+    "offsets": (edit("offsets.npy", lambda b: b[:-8]), "offsets.npy is damaged"),
     "count": (
-        edit(SHARD, lambda b: b[:16] + b"\7" + b[17:]),
-        r"FORGETOK', 1, 2, 7\) \(magic, version, byt",
+        edit(SHARD, lambda b: b.replace(b"(13,)", b"(12,)")),
+        r"holds uint16 \[12\]; expected uint16 \[13\]\. Write the token file again",
     ),
     "width": (
-        edit(SHARD, lambda b: b[:12] + b"\4" + b[13:]),
-        r"1, 4, 13\) .*; expected \(b'FORGETOK', 1, 2, 13\)\. It is for",
+        edit(SHARD, lambda b: b.replace(b"<u2", b"<i2")),
+        r"holds int16 \[13\]; expected uint16 \[13\]",
     ),
-    "dtype": (edit_index(dtype="uint32"), r"58 bytes; expected 32 \+ 4 \* 13 = 84"),
-    "version": (edit_index(version=2), "has version 2, not 1. Write the token file again"),
-    "type": (
-        edit_index(dtype="float32"),
-        "index.json: dtype 'float32' must be uint16 or uint32",
+    "other offsets": (
+        edit("offsets.npy", lambda b: b.replace(b"(5,)", b"(4,)")),
+        r"has documents of \[7\] tokens and shards of 13",
     ),
-    "no type": (edit_index(dtype=None), 'json has None as "dtype"; it must be of type str'),
-    "shards": (edit_index(shards=[7]), "index.json: 13 tokens and shards of 7 in all"),
-    "magic": (edit_index(magic="cats"), "index.json has magic 'cats', not 'forgekit-tokens'"),
-    "json": (
-        edit("index.json", lambda b: b[:20]),
-        "index.json is not JSON .* Write the token file",
-    ),
+    "version": (edit_index(version=1), r"it is no forgekit-tokens of version 2\). Write the to"),
+    "earlier kind": (edit_index(kind=None), "it is no forgekit-tokens of version 2"),
+    "shards": (edit_index(shards=None), "is no index of a token file that can be read here"),
+    "json": (edit("index.json", lambda b: b[:20]), "is no index of a token file that can be read"),
 }
 
 
@@ -188,14 +185,19 @@ def test_damaged_files_are_refused_with_what_was_read(tmp_path, damage, message)
 
 
 def flip(name, byte):
-    return edit(name, lambda b: b[:byte] + bytes([b[byte] ^ 1]) + b[byte + 1 :])
+    def change(old):
+        changed = bytearray(old)
+        changed[byte] ^= 1
+        return bytes(changed)
+
+    return edit(name, change)
 
 
 CHANGED = {
-    "first": (flip(SHARD, 32), r"shard_00000.bin has crc32 .*; index.json says .*has changed"),
-    "last": (flip("shard_00002.bin", 37), r"shard_00002.bin has crc32 .* restore the file"),
-    "offset": (flip("offsets.bin", 41), r"offsets.bin has crc32 "),
-    "none": (edit_index(checksums={}), r"shard_00000.bin has crc32 .*; index.json says None"),
+    "first": (flip(SHARD, 128), r"shard_00000.npy has another checksum than index.json says"),
+    "last": (flip("shard_00002.npy", -1), r"shard_00002.npy has another .* restore the file"),
+    "offset": (flip("offsets.npy", 128 + 9), r"offsets.npy has another checksum "),
+    "none": (edit_index(checksums={}), r"shard_00000.npy has another checksum than index.json"),
 }
 
 
@@ -215,29 +217,23 @@ def test_a_changed_byte_is_found_and_named_when_a_file_is_verified(tmp_path, dam
     shard_tokens=st.integers(1, 12),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
-def test_a_writer_goes_on_where_another_one_stood_whatever_that_one_wrote_since(
+@settings(max_examples=40, deadline=None)
+def test_parts_that_are_joined_are_the_documents_in_their_order(
     tmp_path_factory, documents, shard_tokens, data
 ):
     folder = tmp_path_factory.mktemp("tokens")
-    write(folder / "whole", documents, shard_tokens=shard_tokens)
-    sizes = (100, 0, shard_tokens)
-    position, at = None, 0
-    for _ in range(3):
-        with TokenWriter(folder / "steps", *sizes, position=position) as writer:
-            stop = data.draw(st.integers(at, len(documents)))
-            for document in documents[at:stop]:
-                writer.append(document)
-            position = json.loads(json.dumps(writer.position()))
-            for document in documents[stop : data.draw(st.integers(stop, len(documents)))]:
-                writer.append(document)
-        at = stop
-    with TokenWriter(folder / "steps", *sizes, position=position) as writer:
-        for document in documents[at:]:
-            writer.append(document)
-    writer.finish({})
-    for file in (folder / "whole").iterdir():
-        assert (folder / "steps" / file.name).read_bytes() == file.read_bytes()
+    whole = write(folder / "whole", documents, shard_tokens=shard_tokens)
+    cuts = data.draw(st.lists(st.integers(0, len(documents)), max_size=3))
+    bounds = sorted({0, *cuts, len(documents)})
+    parts = [folder / f"{a}" for a in bounds[:-1]]
+    for part, (a, b) in zip(parts, itertools.pairwise(bounds), strict=True):
+        write(part, documents[a:b], shard_tokens=shard_tokens)
+    (folder / "joined").mkdir()
+    join_tokens(folder / "joined", parts, {"x": 1})
+    joined = open_tokens(folder / "joined", verify=True)
+    assert joined.read(0, joined.tokens).tolist() == whole.read(0, whole.tokens).tolist()
+    assert joined.offsets.tolist() == whole.offsets.tolist()
+    assert (joined.fingerprint, joined.metadata) == (whole.fingerprint, {"x": 1})
 
 
 def test_missing_files_are_refused(tmp_path):
@@ -246,7 +242,7 @@ def test_missing_files_are_refused(tmp_path):
     write(tmp_path / "a")
     (tmp_path / "a" / SHARD).unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"shard_00000.bin is missing, but index.json names"
+        FileNotFoundError, match=r"shard_00000.npy is missing, but index.json names"
     ):
         open_tokens(tmp_path / "a")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from forgekit.data.corpus.tokenizer import (
+from forgekit.data.text_files import text_documents
+from forgekit.data.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,
     split_long_words,
     train_tokenizer,
 )
-from forgekit.data.documents.text_files import text_documents
 
 CORPUS = Path(__file__).parent / "corpus"
 TEXTS = [text for _, text in text_documents(CORPUS)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import pytest
 import torch
 from torch import nn
 
 import forgekit as fk
-from forgekit.data.fingerprint import facts_of, hash_of
+from forgekit.data.fingerprint import facts_of
 
 pytestmark = pytest.mark.bad_input
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
@@ -92,39 +89,11 @@ def test_other_data_are_refused_by_what_changed(tmp_path, make, change, message)
     assert allowed.step == 2
 
 
-def old_hash(make, out):
-    """What a fingerprint was before it had facts."""
-    dataset = make(out)
-    if make is windows:
-        facts = f"{dataset.file.fingerprint} windows {dataset.seq_len}"
-    elif make is packed:
-        facts = f"{dataset.documents.fingerprint} packed {dataset.bins.fingerprint} []"
-    else:
-        rows = [
-            hashlib.sha256(f"{part.file.fingerprint} windows 4".encode()).hexdigest()
-            for part in dataset.datasets
-        ]
-        facts = json.dumps([dataset.order.fingerprint, rows])
-    return hashlib.sha256(facts.encode()).hexdigest()
-
-
-@pytest.mark.parametrize("make", [windows, packed, mixed])
-def test_a_checkpoint_that_holds_only_a_hash_is_compared_by_it(tmp_path, make):
-    checkpoints, hashed = tmp_path / "checkpoints", old_hash(make, tmp_path)
-    fk.checkpoint_save(build(2), checkpoints, fingerprint=hashed, blocking=True)
-    assert hash_of(make(tmp_path).fingerprint) == hashed
-    state = fk.checkpoint_load(build(), checkpoints, fingerprint=make(tmp_path).fingerprint)
-    assert state.step == 2
-    change = {"capacity": 9} if make is packed else {"seq_len": 5}
-    message = rf"its fingerprint is '{hashed[:40]}.*\.\.\. and today's is '\{{"
-    with pytest.raises(fk.CheckpointError, match=message):
-        fk.checkpoint_load(state, checkpoints, fingerprint=make(tmp_path, **change).fingerprint)
-
-
 def test_a_tokenizer_that_is_gone_changes_no_tokens(tmp_path):
     dataset = windows(tmp_path)
     fk.checkpoint_save(build(2), tmp_path, fingerprint=dataset.fingerprint, blocking=True)
     (dataset.file.path / "tokenizer.json").unlink()
+    dataset = fk.token_dataset(dataset.file, dataset.seq_len)
     assert facts_of(dataset.fingerprint)["tokenizer"] is None
     state = fk.checkpoint_load(build(), tmp_path, fingerprint=dataset.fingerprint)
     assert state.step == 2

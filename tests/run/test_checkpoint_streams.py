@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
-from forgekit.data.corpus.id_documents import random_documents
+from forgekit.data.documents import random_documents
 from forgekit.data.loading.document_stream import stream_documents
 from forgekit.data.loading.groups import groups
 from forgekit.ranks import CheckpointError

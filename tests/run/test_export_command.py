@@ -12,7 +12,7 @@ from run.huggingface_models import logits_of
 
 import forgekit as fk
 from forgekit.cli import main
-from forgekit.data.corpus.tokenizer import train_tokenizer
+from forgekit.data.tokenizer import train_tokenizer
 
 SPEC = fk.TransformerSpec(
     vocab_size=264,

@@ -243,7 +243,7 @@ def test_all_that_a_directory_says_beside_its_weights_is_kept(tmp_path):
 def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
     import transformers
 
-    from forgekit.data.corpus.tokenizer import train_tokenizer
+    from forgekit.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=264)
     size = tokenizer.get_vocab_size()

@@ -11,7 +11,7 @@ from run.huggingface_models import logits_of, save_model, some_ids
 
 import forgekit as fk
 from forgekit.config import to_dict
-from forgekit.data.corpus.tokenizer import train_tokenizer
+from forgekit.data.tokenizer import train_tokenizer
 
 SPEC = fk.TransformerSpec(
     vocab_size=264, dim=128, layers=2, heads=2, kv_heads=1, ffn_dim=128, max_seq_len=32,

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forgekit.data.batches.batch import shift_labels
-from forgekit.data.corpus.encode import encode_texts
-from forgekit.data.documents.protocol import Documents, Record, check_ids
+from forgekit.data.documents import Documents, Record, check_ids
 from forgekit.data.samples import PADDING, apply_transforms
+from forgekit.data.tokenizer import encode_texts
 from forgekit.terminal import printable
 
 BROKEN_NAMED = 10

@@ -15,12 +15,12 @@ import attrs
 from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
-from forgekit.data.corpus.tokenizer import END_OF_TEXT, token_id
-from forgekit.data.documents.protocol import Documents, as_documents
+from forgekit.data.documents import Documents, as_documents
 from forgekit.data.loading.batch_size import count_micro_batches
 from forgekit.data.loading.document_rows import Cursor, DocumentRows
 from forgekit.data.loading.workers import Reader, compute_ahead
 from forgekit.data.samples import MOST_ROWS
+from forgekit.data.tokenizer import END_OF_TEXT, token_id
 from forgekit.inputs import check_integers, check_rank, wrong_type
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.fingerprint import facts_of, hash_of, state_facts
+from forgekit.data.fingerprint import facts_of, state_facts
 from forgekit.data.mixture.order import Order
 from forgekit.data.samples import check_alike, read_rows
 from forgekit.inputs import quoted
@@ -113,8 +111,7 @@ class Mixture:
         return TensorDict({**batch, "source": torch.from_numpy(sources)}, [len(samples)])
 
     def _named(self, order: str) -> str:
-        rows = [getattr(dataset, "fingerprint", None) for dataset in self.datasets]
-        hashed = json.dumps([order, [hash_of(row) for row in rows]]).encode()
+        rows = (getattr(dataset, "fingerprint", None) for dataset in self.datasets)
         sources = zip(self.order.sources, rows, strict=True)
         facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
-        return state_facts(hashlib.sha256(hashed).hexdigest(), order=order, sources=facts)
+        return state_facts(order=order, sources=facts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forgekit.data.fingerprint import compare_facts, facts_of, hash_of
+from forgekit.data.fingerprint import compare_facts, facts_of
 from forgekit.inputs import brief
 from forgekit.ranks import CheckpointError, Ranks, explain, interruption_of
 from forgekit.run.checkpoints.json_trees import decode
@@ -58,8 +58,7 @@ def choose_checkpoint(
 
 def check_data(path: Checkpoint, saved: Any, now: Any) -> None:
     """Refuse a checkpoint of other data, and say which of their facts changed."""
-    # Fingerprints were hashes before they had facts.
-    if saved is None or now is None or saved in (now, hash_of(now)):
+    if saved is None or now is None or saved == now:
         return
     then, today = facts_of(saved), facts_of(now)
     what = f"its fingerprint is {brief(saved)} and today's is {brief(now)}."

@@ -7,7 +7,6 @@ resuming may read it again from its start, which is exact and slow.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,22 +14,11 @@ from typing import Any
 
 import attrs
 
-from forgekit.data.documents.protocol import Errors, Record, check_column, check_reading
+from forgekit.data.documents import Errors, Record, check_column, check_reading
 from forgekit.data.optional_packages import require
 from forgekit.inputs import path_of, quoted, wrong_type
 
 ROWS_AT_ONCE = 256
-
-LARGEST_FOLDER = 10_000
-"""Files and folders in a data set on this disk; ``load_dataset`` walks all of them many times."""
-
-DATA = (
-    ".parquet .arrow .json .jsonl .ndjson .csv .tsv .txt .xml .h5 .hdf5 "
-    ".tar .zip .gz .bz2 .xz .zst .lz4"
-)
-"""Endings of files that ``load_dataset`` finds a text in."""
-
-_DATA = frozenset(DATA.split())
 
 
 def huggingface_documents(
@@ -174,9 +162,13 @@ class HuggingFaceDocuments:
 
 def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
     datasets = require("datasets", extra="hf")
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # the hub has OWNER/NAME
+    if is_path and not os.path.isdir(name):
+        raise ValueError(
+            f"{name} is no folder. Name a folder of data files, or a dataset of the hub as "
+            "OWNER/NAME; files are read without hf:."
+        )
     is_saved = any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
-    if not is_saved:
-        _check_folder(name)
     try:
         if is_saved:
             return datasets.load_from_disk(name)
@@ -189,33 +181,6 @@ def _load(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
             f"{name} cannot be loaded as a Hugging Face dataset ({what}). Save it again with "
             "save_to_disk, or name a folder of data files or a dataset of the hub."
         ) from None
-
-
-def _check_folder(name: str) -> None:
-    """Refuse a folder without data before ``load_dataset`` searches it, for minutes if it is large.
-
-    Raises:
-        ValueError: If a path is no folder, is too large, or holds no data file.
-    """
-    if not os.path.isdir(name):
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:  # on the hub it is OWNER/NAME
-            raise ValueError(
-                f"{name} is no folder. Name a folder of data files, or a dataset of the hub as "
-                "OWNER/NAME; files are read without hf:."
-            )
-        return
-    below = (entry for _, *both in os.walk(name) for entry in itertools.chain(*both))
-    entries = list(itertools.islice(below, LARGEST_FOLDER + 1))
-    if len(entries) > LARGEST_FOLDER:
-        found = f"more than {LARGEST_FOLDER:,} files and folders, which is more than a data set's"
-    elif _DATA.isdisjoint(os.path.splitext(entry)[1].lower() for entry in entries):
-        found = f"no data file among {len(entries):,} files and folders; those end in {DATA}"
-    else:
-        return
-    raise ValueError(
-        f"{name} holds {found}. Name the folder of the data files itself; text and code are read "
-        "without hf:."
-    )
 
 
 def _split_of(dataset: Any, split: str) -> Any:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.inputs import check_choice, quoted, wrong_type
+from forgekit.data.hashing import hash_integers
+from forgekit.inputs import LARGEST, check_choice, check_integers, quoted, wrong_type
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
@@ -108,8 +110,8 @@ class _Collection:
     def fingerprint(self) -> str:
         """Hash of the contents; of a collection without a length, of the first ones."""
         digest = hashlib.sha256()
-        known = None if isinstance(self.items, Sized) else HASHED
-        for record in itertools.islice(self.read(), known):
+        most = None if isinstance(self.items, Sized) else HASHED
+        for record in itertools.islice(self.read(), most):
             content = record.content
             ids = content.encode() if isinstance(content, str) else np.asarray(content).tobytes()
             digest.update(f"{type(content).__name__} {len(ids)} ".encode() + ids)
@@ -126,19 +128,77 @@ class _Collection:
                 yield Record(name, ids, number + 1)
 
 
-def check_reading(text_key: str, errors: str) -> None:
-    """Refuse arguments that no source of texts has."""
-    check_choice("errors", errors, get_args(Errors))
-    if not isinstance(text_key, str):
-        raise wrong_type("text_key", text_key, "text")
+@attrs.frozen
+class NumberedDocuments:
+    """Documents of token ids that are found by their number, which is also a reader's position.
+
+    Attributes:
+        source: Where they come from, for the names of documents.
+        fingerprint: Identifies their tokens.
+        count: How many there are.
+        ids_of: Returns the ids of a number, ``[s]`` int64.
+    """
+
+    source: str
+    fingerprint: str
+    count: int
+    ids_of: Callable[[int], NDArray[np.int64]] = attrs.field(repr=False)
+
+    size = None  # only texts have their progress shown
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        return map(self.ids_of, range(self.count))
+
+    def read(
+        self, position: int | None = None, *, part: int = 0, parts: int = 1
+    ) -> Iterator[Record]:
+        """Yield this part's documents from a number on; see ``Documents``."""
+        for number in range(position or 0, self.count):
+            if number % parts == part:
+                name = f"{self.source}, document {number}"
+                yield Record(name, self.ids_of(number), number + 1)
 
 
-def check_column(data: str, key: str, names: Iterable[str]) -> None:
-    """Refuse a column that some data do not have."""
-    if key not in names:
-        raise ValueError(
-            f'{data} has no column "{key}"; it has {quoted(names)}. Name one with text_key.'
-        )
+def random_documents(
+    vocab_size: int, count: int, *, longest: int = 1024, shortest: int = 1, seed: int = 0
+) -> NumberedDocuments:
+    """Make documents of random tokens, to try a model or a machine without data.
+
+    Args:
+        vocab_size: Ids are uniform over ``range(vocab_size)``.
+        count: Number of documents.
+        longest: Most tokens in a document.
+        shortest: Fewest tokens in a document; lengths are uniform in between.
+        seed: Selects the tokens. The same seed gives the same tokens on every machine.
+
+    Returns:
+        A source for ``stream_documents``. Iterating it gives arrays, for ``write_tokens``.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> [ids.tolist() for ids in random_documents(100, 2, longest=4)]
+        [[38, 26, 65, 59], [14, 28, 98, 53]]
+    """
+    check_integers(
+        vocab_size=(vocab_size, 1),
+        count=(count, 1),
+        shortest=(shortest, 1),
+        longest=(longest, shortest),
+        seed=(seed, -LARGEST),
+    )
+    fingerprint = f"random_documents({vocab_size=}, {count=}, {shortest=}, {longest=}, {seed=})"
+    ids_of = partial(_random_ids, vocab_size, shortest, longest, seed)
+    return NumberedDocuments("random tokens", fingerprint, count, ids_of)
+
+
+def _random_ids(
+    vocab_size: int, shortest: int, longest: int, seed: int, number: int
+) -> NDArray[np.int64]:
+    key = hash_integers(number, seed)
+    length = shortest + int(key) % (longest - shortest + 1)
+    return (hash_integers(np.arange(length), key) % np.uint64(vocab_size)).astype(np.int64)
 
 
 def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArray[Any]:
@@ -165,3 +225,18 @@ def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArra
             "Pass the vocab_size of the tokenizer; mask a loss in labels, not in ids."
         )
     return ids
+
+
+def check_reading(text_key: str, errors: str) -> None:
+    """Refuse arguments that no source of texts has."""
+    check_choice("errors", errors, get_args(Errors))
+    if not isinstance(text_key, str):
+        raise wrong_type("text_key", text_key, "text")
+
+
+def check_column(data: str, key: str, names: Iterable[str]) -> None:
+    """Refuse a column that some data do not have."""
+    if key not in names:
+        raise ValueError(
+            f'{data} has no column "{key}"; it has {quoted(names)}. Name one with text_key.'
+        )

@@ -7,26 +7,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import attrs
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.corpus.chat_template import ChatEncoder, Example, common_messages
-from forgekit.data.corpus.tokenizer import vocabulary_size
-from forgekit.data.documents.file_formats import json_objects
+from forgekit.data.chat_template import ChatEncoder, Example, common_messages
 from forgekit.data.fingerprint import state_facts
 from forgekit.data.optional_packages import require
-from forgekit.data.packing.bins import Bins
-from forgekit.data.packing.pack import pack
-from forgekit.data.packing.packed_dataset import PackedDataset, packed_dataset
+from forgekit.data.packing import Bins, pack
+from forgekit.data.rows import fill_rows, pieces_of
 from forgekit.data.samples import IGNORED
+from forgekit.data.text_files import Paths, json_objects
+from forgekit.data.tokenizer import vocabulary_size
 from forgekit.inputs import brief, check_choice, check_integers, path_of, quoted
 
 LongExamples = Literal["error", "truncate", "drop"]
-Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 
 @attrs.frozen
@@ -82,7 +80,7 @@ def chat_dataset(
     template takes them, or ``{"prompt", "completion"}``, both texts or both lists of messages. Of
     ``messages`` all assistant's turns are trained, up to the token that ends each; of a prompt and
     a completion the latter and its end. Which tokens these are is proved for every conversation:
-    see ``forgekit.data.corpus.chat_template``. Examples are held in memory, 5 bytes per token.
+    see ``forgekit.data.chat_template``. Examples are held in memory, 5 bytes per token.
 
     Args:
         paths: ``.jsonl`` files.
@@ -150,16 +148,16 @@ class ChatDataset:
     """Rows of packed examples; ``chat_dataset`` and ``preference_dataset`` make one.
 
     Attributes:
-        rows: The tokens.
-        flags: The same rows with 1 for each trained token and 0 for the others.
+        examples: The documents, with what is trained of each.
+        bins: The examples of each row.
         vocab_size: Every id is below it.
         eos_id: The id on padding. A loss never sees it: labels are masked by position.
         counts: What became of the lines.
         rest: The held-out examples.
     """
 
-    rows: PackedDataset
-    flags: PackedDataset = attrs.field(repr=False)
+    examples: Sequence[Example] = attrs.field(repr=False)
+    bins: Bins
     vocab_size: int
     eos_id: int
     counts: ChatCounts
@@ -170,32 +168,41 @@ class ChatDataset:
     @property
     def seq_len(self) -> int:
         """Positions in a row."""
-        return self.rows.seq_len
+        return self.bins.capacity
 
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the rows and their masks."""
-        both = f"{self.rows.fingerprint} {self.flags.documents.fingerprint}"
-        hashed = hashlib.sha256(both.encode()).hexdigest()
-        return state_facts(hashed, files=self.rows.documents.fingerprint, seq_len=self.seq_len)
+        digest = hashlib.sha256(self.bins.fingerprint.encode())
+        for example in self.examples:
+            digest.update(np.ascontiguousarray(example.ids).data)
+            digest.update(np.ascontiguousarray(example.trained).data)
+        return state_facts(files=digest.hexdigest(), seq_len=self.seq_len)
 
     def held_out(self) -> ChatDataset | None:
         """Return the rows of the held-out lines; None without ``held_out_every``."""
         return self.rest
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.bins)
 
     def __getitem__(self, row: int) -> TensorDict:
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
         """Build the batch of these rows in one go, ``batch_size=[b]``."""
-        batch = self.rows.__getitems__(rows)
+        examples = [
+            [self.examples[document] for document, *_ in pieces_of(self.bins, int(row))]
+            for row in rows
+        ]
+        ids, flags = (
+            [[(getattr(one, name), len(one.ids)) for one in row] for row in examples]
+            for name in ("ids", "trained")
+        )
+        batch = fill_rows(ids, self.seq_len, self.eos_id)
         # The label of a flag is the flag of the label: 1 where the next token is trained.
-        is_trained = self.flags.__getitems__(rows)["labels"] == 1
+        is_trained = fill_rows(flags, self.seq_len, 0)["labels"] == 1
         batch["labels"] = torch.where(is_trained, batch["labels"], IGNORED)
-        batch["input_ids"] = torch.where(batch["doc_ids"] < 0, self.eos_id, batch["input_ids"])
         return batch
 
 
@@ -334,11 +341,10 @@ class _Part:
             raise ValueError(
                 f"nothing is supervised: {counts}. Pass a larger seq_len, or look at the lines."
             )
-        bins = _bins(self.kept, self.seq_len)
         tokenizer = encoder.tokenizer
         return ChatDataset(
-            packed_dataset([example.ids for example in examples], bins),
-            packed_dataset([example.trained.astype(np.uint8) for example in examples], bins),
+            examples,
+            _bins(self.kept, self.seq_len),
             vocabulary_size(tokenizer),
             0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
             counts,

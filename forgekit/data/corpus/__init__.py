@@ -1,1 +1,0 @@
-"""Documents become token files: tokenizer, prepare, binary shards and their index."""

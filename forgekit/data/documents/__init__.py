@@ -1,1 +1,0 @@
-"""Text, JSON lines, parquet files and Hugging Face datasets become documents."""

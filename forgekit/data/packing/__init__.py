@@ -1,1 +1,0 @@
-"""Token files become rows of one length: packed documents, or windows."""

@@ -1,0 +1,447 @@
+"""From documents to what a training run reads: token files and their tokenizer, in one call.
+
+The result appears whole, under its name, or not at all::
+
+    OUT/                 a token file: the training documents
+    OUT/heldout/         a token file: every 20th document, never trained on
+    OUT/tokenizer.json   trained on the training documents only
+
+Until then it grows in a hidden folder beside ``OUT``, in parts of 64 MB of text. Processes write
+several at a time. A part that is finished is kept: a call after a kill goes on with the others, and
+ends with the same bytes. Memory does not depend on the amount of text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import attrs
+
+from forgekit.data.documents import Documents, as_documents
+from forgekit.data.hashing import hash_integers
+from forgekit.data.text_files import Paths, stdlib_documents, text_documents
+from forgekit.data.token_files import (
+    HELD_OUT,
+    SHARD_TOKENS,
+    TokenFile,
+    TokenWriter,
+    is_token_file,
+    join_tokens,
+    open_tokens,
+)
+from forgekit.data.tokenizer import (
+    END_OF_TEXT,
+    LARGEST_VOCAB,
+    SMALLEST_VOCAB,
+    encode_texts,
+    load_tokenizer,
+    token_id,
+    train_tokenizer,
+    vocabulary_size,
+)
+from forgekit.files import atomic_directory, sync
+from forgekit.inputs import brief, check_integers, path_of
+from forgekit.terminal import printable
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+Labelled: TypeAlias = "list[tuple[bool, str]]"
+"""Texts, and whether each is held out."""
+
+TOKENIZER = "tokenizer.json"
+PARTS = "parts"
+PART = "part.json"
+
+PART_BYTES = 2**26
+"""Text of one part, at least: in memory while it is written, and the most that a kill costs."""
+
+REPORT_BYTES = 2**18
+"""Bytes that are read between two reports of progress."""
+
+BROKEN_NAMED = 10
+
+log = logging.getLogger("forgekit")
+
+
+@attrs.frozen
+class Prepared:
+    """The token files that ``prepare`` made or found.
+
+    Attributes:
+        path: The token file of the training documents.
+        train: The training documents.
+        held_out: The held-out documents.
+        is_new: False if it existed, made from the same documents with the same settings.
+    """
+
+    path: Path
+    train: TokenFile = attrs.field(repr=False)
+    held_out: TokenFile = attrs.field(repr=False)
+    is_new: bool
+
+    @property
+    def broken(self) -> int:
+        """Documents that were left out because they could not be read."""
+        return self.train.metadata["broken"]
+
+
+def prepare(
+    source: Literal["stdlib"] | Paths | Documents | Iterable[tuple[str, str]],
+    out: str | os.PathLike[str],
+    *,
+    vocab_size: int = 4096,
+    held_out_every: int = 20,
+    progress: Progress | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    eos_token: str = END_OF_TEXT,
+    sample_bytes: int = 2**28,
+    shard_tokens: int = SHARD_TOKENS,
+    workers: int = 0,
+) -> Prepared:
+    """Train a tokenizer on documents and write them as token files.
+
+    Documents are read twice, one at a time: for the tokenizer and for the tokens. If there are
+    fewer than ``held_out_every``, the end of each, from a line break on, is held out instead.
+
+    Text is kept unchanged, line ends included; a byte order mark at the start of a file or line is
+    removed. Text that is not UTF-8, and a text file with a NUL byte, is broken. Special tokens in a
+    text are read as plain characters.
+
+    Args:
+        source: ``"stdlib"`` for the sources of Python's standard library; files and folders as for
+            ``text_documents``; documents, such as ``text_documents`` with options or
+            ``huggingface_documents`` returns; or a list of pairs of a name and a text, such as a
+            comprehension over documents that leaves some out.
+        out: The directory to make. If it was made from the same documents (files: names, sizes,
+            modification times) with the same settings, it stays unchanged; else it is replaced when
+            the new one is complete. A killed call's finished parts are used.
+        vocab_size: Number of tokens, the end of text included, of a tokenizer that is trained here.
+        held_out_every: One document in so many is held out.
+        progress: Called as ``progress(task, done, total)``, in bytes of the source; a total of 0 is
+            unknown. The task is ``"tokenizer"``, then ``"tokens"``.
+        tokenizer: Use this ``tokenizer.json`` instead of training one; its truncation and padding
+            are switched off.
+        eos_token: The token that closes each document.
+        sample_bytes: Text to train the tokenizer on. A larger source is sampled at random over its
+            whole length.
+        shard_tokens: Most tokens per file.
+        workers: Processes that encode and write parts; 0 does so in this one. The result is the
+            same. A script that passes any needs its ``if __name__ == "__main__"``.
+
+    Returns:
+        ``Prepared(path, train, held_out, is_new)``. Both token files keep ``text_bytes`` in their
+        metadata, for losses in bits per byte; closing tokens count no bytes. ``broken`` counts the
+        documents that were left out, and the metadata names the first.
+
+    Raises:
+        FileNotFoundError: If a path does not exist or holds nothing to read.
+        FileExistsError: If ``out`` holds files that were not made here, or another process is
+            making it.
+        ValueError: If a text cannot be read, a number is out of range, or there is too little text.
+    """
+    check_integers(
+        held_out_every=(held_out_every, 2),
+        sample_bytes=(sample_bytes, 1),
+        shard_tokens=(shard_tokens, 1),
+        workers=(workers, 0),
+    )
+    if tokenizer is None:
+        _check_training(vocab_size, eos_token)
+    out, documents = path_of("out", out), _documents(source)
+    if re.search("[\ud800-\udfff]", str(out)):  # the tokenizers package writes no such name
+        raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    settings = [vocab_size, held_out_every, eos_token, sample_bytes, shard_tokens, PART_BYTES]
+    facts = [*settings, given and given.to_str(), documents.fingerprint]
+    made_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
+    prepared = _find(out, made_from)
+    if prepared is None or (prepared.broken and not texts.may_skip):
+        with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
+            learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
+            sizes = vocabulary_size(learnt), token_id(learnt, eos_token), shard_tokens
+            parts = _write_parts(folder, texts, learnt, sizes, workers)
+            asked = vocab_size if given is None else None
+            _join(folder, parts, {"made_from": made_from, "vocab_size_asked": asked})
+        prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
+    _warn_of_few(prepared)
+    return prepared
+
+
+@attrs.frozen
+class _Position:
+    """Where a part begins: the source's position, and what was read before.
+
+    Attributes:
+        after: The position in the source.
+        documents: Documents with a text up to there.
+        broken: Documents left out up to there.
+        problems: The problems of the first ten.
+    """
+
+    after: Any = None
+    documents: int = 0
+    broken: int = 0
+    problems: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class TextReader:
+    """Texts, and which of them are held out."""
+
+    documents: Documents
+    held_out_every: int
+    report: Progress
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether broken documents may be left out, or are fatal."""
+        return getattr(self.documents, "errors", "raise") == "skip"
+
+    def read(self, task: str, start: _Position) -> Iterator[tuple[_Position, Labelled]]:
+        """Yield the position after each document, and its texts."""
+        are_few = self._are_few()
+        at, total, reported = start, self.documents.size or 0, -REPORT_BYTES
+        read = 0
+        for record in self.documents.read(start.after):
+            text = record.content
+            if record.problem is not None:
+                problems = (*at.problems, record.problem)[:BROKEN_NAMED]
+                at = attrs.evolve(at, broken=at.broken + 1, problems=problems)
+            elif not isinstance(text, str):
+                raise TypeError(
+                    f"{record.name} is token ids, not text. forgekit.write_tokens writes a token "
+                    "file of ids."
+                )
+            else:
+                at, read = attrs.evolve(at, documents=at.documents + 1), read + len(text)
+            at = attrs.evolve(at, after=record.after)
+            done = record.done if total else read
+            if done - reported >= REPORT_BYTES:
+                self.report(task, done, total)
+                reported = done
+            yield at, self._split(text, at.documents, are_few) if isinstance(text, str) else []
+        if not at.documents:
+            first = f" (first: {at.problems[0]})" if at.broken else ""
+            raise ValueError(
+                f"there is no text to prepare: {at.broken} documents are broken{first}. "
+                "Name files with at least one character that is not white space."
+            )
+        self.report(task, total or read, total)
+
+    def sample(self, limit: int) -> Iterator[str]:
+        """Yield training texts of ``limit`` characters in all, from all over a larger source."""
+        size = self.documents.size or 0
+        # Each document is drawn by a hash of its number, with probability limit / size.
+        threshold = 2**64 * limit // max(size, limit)
+        for position, texts in self.read("tokenizer", _Position()):
+            is_drawn = size <= limit or int(hash_integers(position.documents)) < threshold
+            for text in (text for is_held_out, text in texts if is_drawn and not is_held_out):
+                yield text[:limit]
+                limit -= len(text)
+                if limit <= 0:
+                    return
+
+    def _split(self, text: str, number: int, are_few: bool) -> Labelled:
+        if not are_few:
+            return [(number % self.held_out_every == 0, text)]
+        # At the last line break that leaves at least this share of the text behind it.
+        latest = len(text) - max(1, len(text) // self.held_out_every)
+        split = text.rfind("\n", 0, latest) + 1 or latest
+        parts = (False, text[:split]), (True, text[split:])
+        return [part for part in parts if part[1]]
+
+    def _are_few(self) -> bool:
+        texts = (record for record in self.documents.read() if record.problem is None)
+        return sum(1 for _ in islice(texts, self.held_out_every)) < self.held_out_every
+
+
+def _write_parts(
+    folder: Path, texts: TextReader, tokenizer: Any, sizes: tuple[int, int, int], workers: int
+) -> list[Path]:
+    """Write all parts that are not there yet, several at a time; return the folders of all."""
+    parts: list[Path] = []
+    pool = _start_pool(workers) if workers else None
+    running: deque[Future[None]] = deque()
+    try:
+        for part in _unwritten(folder, texts, parts):
+            if pool is None:
+                _write_part(part, tokenizer, sizes)
+                continue
+            running.append(pool.submit(_load_and_write_part, part, folder, sizes))
+            if len(running) > workers:
+                running.popleft().result()
+        for each in running:
+            each.result()
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+    return parts
+
+
+@attrs.frozen
+class _Part:
+    """The texts of one part, and the position after them."""
+
+    folder: Path
+    end: _Position
+    is_last: bool
+    texts: Labelled
+
+
+def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_Part]:
+    """Read the parts that are not finished; add the folders of all to ``parts``."""
+    position, is_last, reader = _Position(), False, None
+    while not is_last:
+        parts.append(folder / PARTS / f"{len(parts):05d}")
+        if (facts := _facts_of(parts[-1])) and (texts.may_skip or not facts["end"]["broken"]):
+            position, is_last = _Position(**facts["end"]), facts["is_last"]
+            reader = None  # the next one begins behind this part
+            continue
+        reader = reader or texts.read("tokens", position)
+        content: Labelled = []
+        size, is_last = 0, True
+        for after, of_document in reader:
+            position = after
+            content += of_document
+            size += sum(len(text) for _, text in of_document)
+            if size >= PART_BYTES:
+                is_last = False
+                break
+        yield _Part(parts[-1], position, is_last, content)
+
+
+def _facts_of(part: Path) -> dict[str, Any] | None:
+    """What a finished part says of itself; None if it is not finished."""
+    file = part / PART
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _load_and_write_part(part: _Part, tokenizer: Path, sizes: tuple[int, int, int]) -> None:
+    _write_part(part, load_tokenizer(tokenizer), sizes)
+
+
+def _write_part(part: _Part, tokenizer: Any, sizes: tuple[int, int, int]) -> None:
+    labelled = (((is_held_out, len(text.encode())), text) for is_held_out, text in part.texts)
+    writers: dict[bool, TokenWriter] = {}
+    text_bytes = [0, 0]
+    with atomic_directory(part.folder, is_replaceable=lambda _: True) as folder:
+        for (is_held_out, size), ids in encode_texts(tokenizer, labelled):
+            if is_held_out not in writers:
+                (own := folder / _NAMES[is_held_out]).mkdir()
+                writers[is_held_out] = TokenWriter(own, *sizes)
+            writers[is_held_out].append(ids)
+            text_bytes[is_held_out] += size
+        for writer in writers.values():
+            writer.finish({})
+        facts = {"end": attrs.asdict(part.end), "is_last": part.is_last, "text_bytes": text_bytes}
+        (folder / PART).write_text(json.dumps(facts))
+
+
+_NAMES = ("train", HELD_OUT)
+
+
+def _join(folder: Path, parts: list[Path], metadata: dict[str, Any]) -> None:
+    """Make the two token files of their parts, which are deleted at the end."""
+    for left in folder.iterdir():  # by a call that was killed here
+        if left.name not in (TOKENIZER, PARTS):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    facts = [_facts_of(part) or {} for part in parts]
+    end = facts[-1]["end"]
+    for problem in end["problems"]:
+        log.warning("left out: %s", printable(problem))
+    metadata |= {"broken": end["broken"], "first_broken": end["problems"]}
+    (folder / HELD_OUT).mkdir()
+    for is_held_out, target in ((1, folder / HELD_OUT), (0, folder)):
+        files = [part / _NAMES[is_held_out] for part in parts]
+        text_bytes = sum(each["text_bytes"][is_held_out] for each in facts)
+        there = [file for file in files if file.is_dir()]
+        join_tokens(target, there, {"text_bytes": text_bytes, **metadata})
+    shutil.rmtree(folder / PARTS)
+
+
+def _start_pool(workers: int) -> ProcessPoolExecutor:
+    # Not forks of this process, whose threads may hold locks.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(workers, context, initializer=_start_process)
+
+
+def _start_process() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
+
+
+def _tokenizer(
+    folder: Path, texts: TextReader, given: Any, vocab_size: int, sample_bytes: int
+) -> Any:
+    """Load the tokenizer that a killed call had saved, or save one."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        made = train_tokenizer(texts.sample(sample_bytes), vocab_size) if given is None else given
+        temporary = file.with_suffix(".new")
+        made.save(str(temporary))
+        sync(temporary)
+        temporary.rename(file)
+    return load_tokenizer(file)
+
+
+def _find(out: Path, made_from: str) -> Prepared | None:
+    """Open an existing folder if it is complete and was made from exactly this, else None."""
+    if not _is_prepared(out):
+        return None
+    try:
+        prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=False)
+        return prepared if prepared.train.metadata["made_from"] == made_from else None
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def _is_prepared(out: Path) -> bool:
+    """Whether a directory is what ``prepare`` makes and holds nothing else."""
+    return (
+        (out / TOKENIZER).is_file()
+        and is_token_file(out / HELD_OUT)
+        and is_token_file(out, besides={HELD_OUT, TOKENIZER})
+    )
+
+
+def _check_training(vocab_size: int, eos_token: str) -> None:
+    check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
+    if eos_token != END_OF_TEXT:
+        raise ValueError(
+            f"eos_token is {brief(eos_token)}; a tokenizer that is trained here closes "
+            f'documents with "{END_OF_TEXT}" alone. Leave eos_token out, or pass a tokenizer.'
+        )
+
+
+def _warn_of_few(prepared: Prepared) -> None:
+    """Warn that a trained tokenizer is smaller than requested: the model must fit it."""
+    file = prepared.train
+    if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):
+        log.warning(
+            "the tokenizer has %s tokens instead of %s: the %s bytes of training text hold no more "
+            "pairs of tokens to join. Prepare more text, or ask for a vocabulary of %s",
+            *map("{:,}".format, (file.vocab_size, asked)),
+            *map("{:,}".format, (file.metadata["text_bytes"], file.vocab_size)),
+        )
+
+
+def _documents(source: Any) -> Documents:
+    if isinstance(source, str) and source == "stdlib":
+        return stdlib_documents()
+    if hasattr(source, "fingerprint"):
+        return cast(Documents, source)
+    if isinstance(source, list) and source and isinstance(source[0], tuple):
+        return as_documents(source)
+    return text_documents(cast(Paths, source))

@@ -1,0 +1,411 @@
+"""Rows for training: windows over a token file, and packed documents. One builder makes both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from tensordict import TensorDict
+
+from forgekit.data.documents import check_ids
+from forgekit.data.fingerprint import state_facts, tokenizer_of
+from forgekit.data.packing import Bins, pack, pad_lengths
+from forgekit.data.samples import IGNORED, MOST_ROWS, PADDING, apply_transforms, collate
+from forgekit.data.token_files import TokenFile, open_tokens
+from forgekit.inputs import check_integers
+
+Ints = NDArray[np.int64]
+Transform: TypeAlias = Callable[[TensorDict], TensorDict]
+
+Piece: TypeAlias = "tuple[NDArray[Any], int]"
+"""Tokens of a document, and how many of them are inputs; one more is the label of the last."""
+
+AT_ONCE = 2**20
+"""Pieces that are checked at once, to bound the memory of the check."""
+
+
+def fill_rows(
+    rows: Sequence[Iterable[Piece]], seq_len: int, padding: int, align: int = 1
+) -> TensorDict:
+    """Build the rows of a micro-batch of pieces of documents.
+
+    Args:
+        rows: The pieces of each row. A piece without a following token ends without a label.
+        seq_len: Positions in a row.
+        padding: The token id on padding.
+        align: Pieces are padded to multiples of it.
+
+    Returns:
+        ``[b s]`` int64 tensors ``input_ids``; ``labels``, -100 where there is none; ``doc_ids``,
+        the number of the piece within its row, -1 on padding; and ``position_ids``.
+    """
+    shape = len(rows), seq_len
+    ids, labels = np.full(shape, padding, np.int64), np.full(shape, IGNORED)
+    doc_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    for row, pieces in enumerate(rows):
+        at = 0
+        for number, (tokens, length) in enumerate(pieces):
+            here = slice(at, at + length)
+            ids[row, here] = tokens[:length]
+            labels[row, at : at + len(tokens) - 1] = tokens[1:]
+            doc_ids[row, here] = number
+            position_ids[row, here] = np.arange(length)
+            at += -(-length // align) * align
+    columns = {"input_ids": ids, "labels": labels, "doc_ids": doc_ids, "position_ids": position_ids}
+    tensors = {key: torch.from_numpy(column) for key, column in columns.items()}
+    return TensorDict(tensors, batch_size=[len(rows)])
+
+
+def token_dataset(
+    path: str | os.PathLike[str] | TokenFile, seq_len: int = 1024, *, doc_ids: bool = False
+) -> TokenDataset:
+    """Divide a token file into windows of ``seq_len`` targets that overlap by one token.
+
+    So every token but the very first is a target exactly once. The first token of a document is the
+    target of the token that closes the document before. The last window may be short; it is padded
+    with the closing token and labels of -100.
+
+    Args:
+        path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
+        seq_len: Positions in a row.
+        doc_ids: Add ``doc_ids``, the number of the document within its row (-1 on padding), and
+            ``position_ids``, which restart where a document starts and at the start of the row.
+
+    Returns:
+        A map-style dataset: ``[i]`` is a TensorDict of ``[s]`` int64 tensors ``input_ids`` and
+        ``labels``; ``labels[t]`` is the token after ``input_ids[t]``.
+
+    Raises:
+        ValueError: If ``seq_len`` is not positive or the file holds fewer than two tokens.
+
+    Examples:
+        >>> import tempfile
+        >>> from forgekit.data.token_files import write_tokens
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = write_tokens(f"{folder}/a", [[1, 2], [3]], vocab_size=4, eos_id=0)
+        ...     rows = token_dataset(file, seq_len=3)
+        ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
+        [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
+    """
+    check_integers(seq_len=(seq_len, 1, MOST_ROWS))
+    file = path if isinstance(path, TokenFile) else open_tokens(path)
+    if file.tokens < 2:
+        raise ValueError(
+            f"{file.path} holds {file.tokens} token; a row needs one to read and one to predict."
+        )
+    return TokenDataset(file, seq_len, doc_ids)
+
+
+@attrs.frozen(eq=False)
+class TokenDataset:
+    """Windows over a token file; ``token_dataset`` makes one.
+
+    Attributes:
+        file: The token file.
+        seq_len: Positions in a row.
+        doc_ids: Whether rows carry ``doc_ids`` and ``position_ids``.
+    """
+
+    file: TokenFile
+    seq_len: int
+    doc_ids: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        return self.file.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The id that closes each document."""
+        return self.file.eos_id
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
+        return self.file.bytes_per_token
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the rows: equal strings mean the same row at each index."""
+        return state_facts(
+            files=self.file.fingerprint,
+            tokenizer=tokenizer_of(self.file.path),
+            seq_len=self.seq_len,
+            doc_ids=self.doc_ids,
+        )
+
+    def held_out(self) -> TokenDataset | None:
+        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
+
+        Returns:
+            Their windows, of the same length; None if the token file has no ``heldout`` folder.
+        """
+        file = self.file.held_out()
+        return None if file is None else attrs.evolve(self, file=file)
+
+    def __len__(self) -> int:
+        return -(-(self.file.tokens - 1) // self.seq_len)
+
+    def __getitem__(self, row: int) -> TensorDict:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
+        """Build the batch of these rows in one go, ``batch_size=[b]``."""
+        batch = fill_rows([self._pieces(int(row)) for row in rows], self.seq_len, self.eos_id)
+        return batch if self.doc_ids else batch.select("input_ids", "labels")
+
+    def _pieces(self, row: int) -> list[Piece]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} must lie in range({len(self)}) of {self.file.path}.")
+        start = row * self.seq_len
+        stop = min(start + self.seq_len, self.file.tokens - 1)  # each has a label, the next token
+        tokens = self.file.read(start, stop + 1)
+        if not self.doc_ids:
+            return [(tokens, stop - start)]
+        offsets = self.file.offsets
+        first, last = np.searchsorted(offsets, [start, stop], side="right")
+        begins = [0, *(offsets[first:last] - start).tolist()]
+        ends = [*begins[1:], stop - start]
+        spans = zip(begins, ends, strict=True)
+        return [(tokens[a : b + 1], b - a) for a, b in spans if b > a]
+
+
+def packed_dataset(
+    documents: str | os.PathLike[str] | TokenFile | Sequence[ArrayLike],
+    bins: Bins,
+    *,
+    transforms: Sequence[Transform] = (),
+) -> PackedDataset:
+    """Make a row of each bin.
+
+    Labels are made inside documents: the label of a token is the next one of its document, even if
+    a split put that into another row. So every token is an input once, and every token but the
+    first of its document is a target once; the last token of a document, and padding, have the
+    label -100.
+
+    Args:
+        documents: A token file, its path, or 1-D arrays (or lists, or CPU tensors) of token ids.
+        bins: What ``pack`` or ``cached_bins`` made of their lengths. The rows have its capacity.
+        transforms: Functions of a row, a TensorDict of ``[s]`` tensors, that return one; applied
+            in order. Without any, whole micro-batches are built at once, which is faster.
+
+    Returns:
+        A map-style dataset: ``[i]`` is a TensorDict of ``[s]`` int64 tensors ``input_ids``,
+        ``labels``, ``doc_ids``, the number of the piece within its row (-1 on padding), and
+        ``position_ids``, which restart at 0 with each piece, also with the later pieces of a split
+        document: the tokens before are not in the row, so attention cannot reach them.
+
+    Raises:
+        ValueError: If the bins were made for other documents.
+
+    Examples:
+        >>> documents = [[11, 12, 13], [21, 22], [31, 32, 33, 34, 35]]
+        >>> rows = packed_dataset(documents, pack([3, 2, 5], capacity=4))
+        >>> for row in rows:
+        ...     print(*(row[key].tolist() for key in ("input_ids", "labels", "doc_ids")))
+        [31, 32, 33, 34] [32, 33, 34, 35] [0, 0, 0, 0]
+        [11, 12, 13, 35] [12, 13, -100, -100] [0, 0, 0, 1]
+        [21, 22, 0, 0] [22, -100, -100, -100] [0, 0, -1, -1]
+    """
+    if isinstance(documents, str | os.PathLike):
+        documents = open_tokens(documents)
+    tokens = documents if isinstance(documents, TokenFile) else _InMemory.of(documents)
+    _check_bins(bins, tokens.offsets)
+    return PackedDataset(tokens, bins, tuple(transforms))
+
+
+@attrs.frozen(eq=False)
+class _InMemory:
+    """Documents in memory, with what is read of a token file."""
+
+    ids: Ints = attrs.field(repr=False)
+    offsets: Ints = attrs.field(repr=False)
+
+    path = bytes_per_token = None
+    eos_id = 0
+
+    @classmethod
+    def of(cls, documents: Sequence[ArrayLike]) -> _InMemory:
+        arrays = [check_ids(f"document {number}", ids) for number, ids in enumerate(documents)]
+        ids = np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
+        return cls(ids, np.cumsum([0, *map(len, arrays)]))
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + int(self.ids.max(initial=0))
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.offsets.data)
+        digest.update(self.ids.data)
+        return digest.hexdigest()
+
+    def read(self, start: int, stop: int) -> Ints:
+        return self.ids[start:stop]
+
+
+@attrs.frozen(eq=False)
+class PackedDataset:
+    """Rows of packed documents; ``packed_dataset`` makes one.
+
+    Attributes:
+        documents: The documents: a token file, or arrays.
+        bins: The pieces of each row.
+        transforms: Applied to each row, in order.
+    """
+
+    documents: TokenFile | _InMemory
+    bins: Bins
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def seq_len(self) -> int:
+        """Positions in a row."""
+        return self.bins.capacity
+
+    @property
+    def file(self) -> TokenFile | None:
+        """The token file; None if the documents are arrays."""
+        return self.documents if isinstance(self.documents, TokenFile) else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it; of documents in memory one more than the highest id."""
+        return self.documents.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The id on padding: the one that closes each document of a token file, else 0."""
+        return self.documents.eos_id
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
+        return self.documents.bytes_per_token
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the rows: equal strings mean the same row at each index.
+
+        It covers the tokens, the bins, and the names of the transforms with the plain arguments
+        of partial ones, but not what the transforms do.
+        """
+        return state_facts(
+            files=self.documents.fingerprint,
+            tokenizer=tokenizer_of(self.documents.path),
+            seq_len=self.seq_len,
+            packing=self.bins.fingerprint,
+            transforms=[_name(transform) for transform in self.transforms],
+        )
+
+    def held_out(self) -> PackedDataset | None:
+        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
+
+        Returns:
+            Their rows, packed by best fit with this capacity and alignment; None if the token file
+            has no ``heldout`` folder, or the documents are arrays.
+        """
+        file = None if self.file is None else self.file.held_out()
+        if file is None:
+            return None
+        bins = pack(np.diff(file.offsets), self.seq_len, align=self.bins.align)
+        return packed_dataset(file, bins, transforms=self.transforms)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, row: int) -> TensorDict:
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
+        """Build the batch of these rows in one go, ``batch_size=[b]``."""
+        pieces = [self._pieces(int(row)) for row in rows]
+        batch = fill_rows(pieces, self.seq_len, self.eos_id, self.bins.align)
+        if not self.transforms:
+            return batch
+        return collate([apply_transforms(row, self.transforms) for row in batch])
+
+    def _pieces(self, row: int) -> Iterator[Piece]:
+        bins, offsets = self.bins, self.documents.offsets
+        for document, start, length in pieces_of(bins, row):
+            first, end = offsets[document : document + 2].tolist()
+            # The label of the last token is the document's next one; at its end there is none.
+            yield self.documents.read(first + start, min(first + start + length + 1, end)), length
+
+
+def pieces_of(bins: Bins, row: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the document, its first token and the length of each piece of a row.
+
+    Raises:
+        IndexError: If there is no such row.
+    """
+    if not 0 <= row < len(bins):
+        raise IndexError(f"row {row} must lie in range({len(bins)}) of the packed documents.")
+    here = slice(*bins.offsets[row : row + 2].tolist())
+    columns = bins.documents, bins.starts, bins.lengths
+    yield from zip(*(column[here].tolist() for column in columns), strict=True)
+
+
+def check_vocabulary(dataset: Any, vocab_size: int) -> None:
+    """Refuse a model whose vocabulary is too small for a dataset.
+
+    Args:
+        dataset: Has a ``vocab_size``, or as a mixture several ``datasets`` that do.
+        vocab_size: The model's number of token ids.
+
+    Raises:
+        ValueError: If the dataset may hold larger ids: an embedding would fail on the first one.
+    """
+    check_integers(vocab_size=(vocab_size, 1))
+    for part in getattr(dataset, "datasets", (dataset,)):
+        if vocab_size < part.vocab_size:
+            file = getattr(part, "file", None)
+            raise ValueError(
+                f"vocab_size {vocab_size} of the model is below the {part.vocab_size} of "
+                f"{'its documents' if file is None else file.path}; set "
+                f"model.vocab_size={part.vocab_size} or more."
+            )
+
+
+def _name(transform: Transform) -> str:
+    """Name a function by its module and, if it is partial, by its plain arguments too."""
+    if isinstance(transform, partial):
+        given = [*enumerate(transform.args), *sorted(transform.keywords.items())]
+        plain = [(key, value) for key, value in given if isinstance(value, str | int | float)]
+        return f"{_name(transform.func)} {plain}"
+    named = transform if hasattr(transform, "__qualname__") else type(transform)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_bins(bins: Bins, offsets: Ints) -> None:
+    """Read all bins once, some at a time: those of other documents would train on wrong tokens."""
+    tokens = np.diff(offsets)
+    for first in range(0, len(bins), AT_ONCE):
+        begins = bins.offsets[first : first + AT_ONCE + 1]
+        here = slice(int(begins[0]), int(begins[-1]))
+        documents, starts, lengths = bins.documents[here], bins.starts[here], bins.lengths[here]
+        fits = (documents >= 0) & (documents < len(tokens)) & (starts >= 0) & (lengths > 0)
+        fits[fits] = (starts + lengths)[fits] <= tokens[documents[fits]]
+        if not fits.all():
+            wrong = int(fits.argmin())
+            raise ValueError(
+                f"the bins name {lengths[wrong]} tokens from token {starts[wrong]} of document "
+                f"{documents[wrong]}, and of the {len(tokens)} documents none has such a piece. "
+                "The bins were made for other documents: pack these."
+            )
+        if (np.diff(begins) < 1).any():
+            raise ValueError(f"bin {first + int(np.diff(begins).argmin())} holds no piece.")
+        taken = np.add.reduceat(pad_lengths(lengths, bins.align), begins[:-1] - begins[0])
+        if (taken > bins.capacity).any():
+            raise ValueError(
+                f"bin {first + int(taken.argmax())} takes {taken.max()} positions with pieces "
+                f"padded to multiples of {bins.align}; the capacity is {bins.capacity}."
+            )

@@ -1,0 +1,371 @@
+"""Documents from files: text and code, folders, JSON lines, parquet, Python's own library.
+
+Files are listed first, sorted, so the same folder gives the same documents on every machine; texts
+are then read one at a time. A document is named by its file and its line or row, also in errors.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import attrs
+
+from forgekit.data.documents import Errors, Record, check_column, check_reading
+from forgekit.data.optional_packages import require
+from forgekit.inputs import brief, parse_json, path_of
+
+Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+SUFFIXES = (
+    ".txt .md .rst .tex .jsonl .parquet .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jl "
+    ".r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs .ml .lisp .html .css"
+)
+"""Read from a folder, also with .gz or .zst. A file passed by name is read whatever its suffix."""
+
+ROWS_AT_ONCE = 256
+"""Rows of parquet in memory; a larger row group is read in pieces."""
+
+# lib2to3 left the standard library in 3.13
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
+
+
+def text_documents(
+    paths: Paths, *, text_key: str = "text", errors: Errors = "raise"
+) -> TextDocuments:
+    """List documents in files and folders, in a fixed order.
+
+    Args:
+        paths: Files and folders, or one of them. A ``.jsonl`` file gives a document per line, a
+            ``.parquet`` file one per row; every other file is one document. Files that end in
+            ``.gz`` or (with pyarrow) ``.zst`` are decompressed. Folders are searched for the usual
+            suffixes of text and code, hidden files excepted. A file found twice counts once.
+        text_key: Key of the text in a line of JSON, or its column in parquet.
+        errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out; ``prepare`` and
+            ``stream_documents`` count and name what was left out.
+
+    Returns:
+        The documents; iterating reads pairs of name and text, one at a time, each time again.
+        Documents without text are left out.
+
+    Raises:
+        FileNotFoundError: If a path does not exist, or a folder holds nothing to read.
+        ValueError: If ``errors`` is neither of the two. On reading, if a file or line is not UTF-8,
+            a line is not a JSON object with a string under ``text_key``, or no document has text.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "a.txt").write_text("once upon a time")
+        ...     [text for name, text in text_documents(folder)]
+        ['once upon a time']
+    """
+    check_reading(text_key, errors)
+    return TextDocuments(tuple(_text_files(paths)), text_key, errors)
+
+
+def stdlib_documents() -> TextDocuments:
+    """List the sources of Python's standard library: 661 files, 11.8 MB, in Python 3.11.
+
+    Every machine with Python has them, so a first run needs no download. Tests and installed
+    packages are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    return TextDocuments(
+        tuple(root / file for file in files if _NOT_LIBRARY.isdisjoint(file.parts))
+    )
+
+
+@attrs.frozen
+class TextDocuments:
+    """Documents in files; ``text_documents`` makes one.
+
+    A position is ``[file, within, number, seen]``: the file's number; the bytes or rows of it that
+    were read; its lines or rows so far; and the documents of all readers so far.
+
+    Attributes:
+        files: The files, in reading order.
+        text_key: Key of the text in JSON and parquet.
+        errors: Whether broken documents raise or are skipped.
+    """
+
+    files: tuple[Path, ...] = attrs.field(repr=lambda files: f"<{len(files)} files>")
+    text_key: str = "text"
+    errors: Errors = "raise"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the files' names, sizes and modification times, and of the key."""
+        facts = [self.text_key]
+        for file in self.files:
+            status = file.stat()
+            facts.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}")
+        return hashlib.sha256(os.fsencode("\n".join(facts))).hexdigest()
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        is_empty, broken = True, ""
+        for record in self.read():
+            if isinstance(record.content, str):
+                is_empty = False
+                yield record.name, record.content
+            elif record.problem and not broken:
+                broken = f" {record.problem}"
+        if is_empty:
+            raise ValueError(
+                f"{len(self.files)} files hold no text (first: {next(iter(self.files), None)})."
+                f"{broken} Name files with at least one character that is not white space."
+            )
+
+    def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
+        """Yield this part's documents from a position on; see ``Documents``."""
+        first, within, number, seen = position or (0, 0, 0, 0)
+        begins = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
+        for index, file in enumerate(self.files[first:], start=first):
+            find, text_of = _format_of(file)
+            found = _until_damage(find(file, within, number, self.text_key), file)
+            for after, done, name, raw in found:
+                is_mine, seen = seen % parts == part, seen + 1
+                if not is_mine:
+                    continue  # found and not parsed, which is cheap
+                try:
+                    text, problem = text_of(raw, name, self.text_key), None
+                except ValueError as error:
+                    if self.errors == "raise":
+                        raise
+                    text, problem = None, str(error)
+                if problem or (text and not text.isspace()):
+                    bytes_read = min(begins[index] + done, begins[index + 1])
+                    yield Record(name, text, [index, *after, seen], bytes_read, problem)
+            within, number = 0, 0
+
+
+# Formats. `find` yields the position after each document in its file, the bytes up to there, its
+# name, and what it is made of; `text_of` parses that. Only the reader of a document parses it.
+Found: TypeAlias = "Iterator[tuple[tuple[int, int], int, str, Any]]"
+Find: TypeAlias = Callable[[Path, int, int, str], Found]
+TextOf: TypeAlias = Callable[[Any, str, str], str]
+
+
+def _format_of(file: Path) -> tuple[Find, TextOf]:
+    suffix = _plain_suffix(file)
+    if suffix == ".jsonl":
+        return _find_lines, _text_of_line
+    return (_find_rows, _text_of_row) if suffix == ".parquet" else (_find_whole, _text_of_file)
+
+
+def _plain_suffix(file: Path) -> str:
+    """The suffix in lower case, below that of a compressed file."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
+
+
+def _opened(file: Path) -> BinaryIO:
+    """Open a file for reading its bytes, decompressed."""
+    if file.suffix.lower() == ".gz":
+        return cast(BinaryIO, gzip.open(file))
+    if file.suffix.lower() == ".zst":
+        stream = require("pyarrow", extra="hf").input_stream(str(file), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
+    return file.open("rb", buffering=2**20)
+
+
+class _DamageError(ValueError):
+    """A compressed file or a table of which the rest cannot be read."""
+
+
+def _damage_of(file: Path, error: Exception) -> _DamageError:
+    """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
+    pyarrow = sys.modules.get("pyarrow")
+    kinds = (EOFError, zlib.error, OSError, *([pyarrow.ArrowException] if pyarrow else []))
+    if not isinstance(error, kinds) or getattr(error, "errno", None):
+        raise error
+    problem = " ".join(str(error).split()).rstrip(".")
+    return _DamageError(f"{file} cannot be read: {problem}. Write it again.")
+
+
+def _until_damage(found: Found, file: Path) -> Found:
+    """Yield what was found; damage is one more document, which cannot be parsed."""
+    try:
+        yield from found
+    except Exception as error:
+        yield (2**62, 0), file.stat().st_size, str(file), _damage_of(file, error)
+
+
+def _find_whole(file: Path, position: int, number: int, key: str) -> Found:  # noqa: ARG001
+    if not position and (size := file.stat().st_size):  # /proc/kmsg has none, and never ends
+        yield (1, 1), size, str(file), file
+
+
+def _text_of_file(found: Any, name: str, key: str) -> str:  # noqa: ARG001
+    file: Path = _undamaged(found)
+    try:
+        with _opened(file) as opened:
+            content = opened.read()
+    except Exception as error:
+        raise _damage_of(file, error) from None
+    if (position := content.find(0)) >= 0:
+        raise ValueError(
+            f"{file} holds a NUL byte at position {position}: it is binary, or text in UTF-16. "
+            "Convert it (iconv -t UTF-8) or leave it out."
+        )
+    return _utf8(content, name)
+
+
+def _find_lines(file: Path, position: int, number: int, key: str = "") -> Found:  # noqa: ARG001
+    if not file.stat().st_size:
+        return
+    with _opened(file) as lines:
+        if lines.seekable():
+            lines.seek(position)
+        else:
+            for _ in itertools.repeat(None, position // 2**20):
+                lines.read(2**20)
+            lines.read(position % 2**20)
+        for line in lines:
+            position += len(line)
+            number += 1
+            if not line.isspace():
+                yield (position, number), position, f"{file}:{number}", line
+
+
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the object of each line of a ``.jsonl`` file.
+
+    Raises:
+        ValueError: If a line is not UTF-8, or not one JSON object.
+    """
+    for _, _, name, line in _until_damage(_find_lines(file, 0, 0), file):
+        record = _parse_line(line, name)
+        if not isinstance(record, dict):
+            raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
+        yield name, record
+
+
+def _text_of_line(line: bytes, name: str, key: str) -> str:
+    record = _parse_line(line, name)
+    if isinstance(record, dict) and isinstance(record.get(key), str):
+        return record[key]
+    named = json.dumps(key, ensure_ascii=False)
+    raise ValueError(
+        f"{name} has no string {named}; it is {brief(record)}. "
+        f'Each line must look like {{{named}: "..."}}.'
+    )
+
+
+def _parse_line(line: bytes | _DamageError, name: str) -> Any:
+    text = _utf8(_undamaged(line).rstrip(), name)
+    try:
+        record = parse_json(text)
+        if "\\u" in text:  # half a surrogate pair is valid JSON but no text
+            json.dumps(record, ensure_ascii=False).encode()
+    except ValueError as error:
+        problem = str(error)
+        if isinstance(error, json.JSONDecodeError):  # its own text would say "line 1"
+            problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise ValueError(
+            f"{name} cannot be read as JSON: {problem}. "
+            "Each line must be one JSON object; mend the line or remove it."
+        ) from None
+    return record
+
+
+def _find_rows(file: Path, position: int, number: int, key: str) -> Found:  # noqa: ARG001
+    parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
+    with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
+        _check_strings(opened.schema_arrow, file, key)
+        first, rows = 0, opened.metadata.num_rows
+        for group in range(opened.num_row_groups):
+            last = first + opened.metadata.row_group(group).num_rows
+            if position < last:
+                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[key]):
+                    for row in range(max(position, first), first + batch.num_rows):
+                        done = size * (row + 1) // rows
+                        yield (row + 1, row + 1), done, f"{file}[{row}]", batch[0][row - first]
+                    first += batch.num_rows
+            first = last
+
+
+def _check_strings(schema: Any, file: Path, key: str) -> None:
+    check_column(str(file), key, schema.names)
+    kind = schema.field(key).type
+    values = kind.value_type if str(kind).startswith("dictionary") else kind
+    if str(values) not in ("string", "large_string", "string_view"):
+        raise ValueError(
+            f'{file} has {kind} in column "{key}"; it must be strings. Name another with text_key.'
+        )
+
+
+def _text_of_row(value: Any, name: str, key: str) -> str:
+    try:
+        text = _undamaged(value).as_py()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}. Mend the row or remove it.") from None
+    if text is None:
+        raise ValueError(f'{name} has null in column "{key}". Fill the row or remove it.')
+    return text
+
+
+def _undamaged(value: Any) -> Any:
+    if isinstance(value, _DamageError):
+        raise value
+    return value
+
+
+def _utf8(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at position {error.start}. "
+            "Convert it (iconv -t UTF-8) or leave it out."
+        ) from None
+
+
+def _text_files(paths: Paths) -> list[Path]:
+    """List the files to read, each once, in a fixed order."""
+    named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not named:
+        raise ValueError("no paths were given; name at least one file or folder.")
+    unique: dict[Path, Path] = {}
+    for path in named:
+        for file in _files_of(path_of("a path", path)):
+            unique.setdefault(file.resolve(), file)
+    return list(unique.values())
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; name an existing file or folder.")
+    if not path.is_dir():
+        raise ValueError(f"{path} is neither a file nor a folder, but a pipe or a device; save it.")
+    entries = sorted(file.relative_to(path) for file in path.rglob("*"))
+    files = [path / file for file in entries if _is_wanted(path / file, file)]
+    if not files:
+        raise FileNotFoundError(
+            f"{path} holds no file to read among {len(entries)} entries. Folders are searched for "
+            f"{SUFFIXES}; name other files themselves."
+        )
+    return files
+
+
+def _is_wanted(path: Path, relative: Path) -> bool:
+    hidden = any(part.startswith(".") for part in relative.parts)
+    return not hidden and _plain_suffix(relative) in SUFFIXES.split() and path.is_file()

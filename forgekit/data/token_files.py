@@ -1,0 +1,374 @@
+"""Token files: a directory of numpy arrays with an index, written whole and read by memory map.
+
+::
+
+    PATH/index.json         vocabulary, tokens of each shard, checksums, the writer's metadata
+    PATH/shard_00000.npy    [tokens] token ids: uint16 or uint32
+    PATH/offsets.npy        [documents + 1] int64: where each document starts
+
+Each array records its type and its length, so a truncated or foreign file is refused instead of
+trained on. The index is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forgekit.data.documents import NumberedDocuments, check_ids
+from forgekit.files import atomic_directory, restore_replaced
+from forgekit.inputs import check_integers, parse_json, path_of
+
+INDEX = "index.json"
+OFFSETS = "offsets.npy"
+KIND = {"kind": "forgekit-tokens", "version": 2}
+
+HELD_OUT = "heldout"
+"""The folder of held-out documents inside the token file that ``prepare`` writes."""
+
+SHARD_TOKENS = 2**25
+"""Tokens of a shard, which is in memory while it is written."""
+
+
+def write_tokens(
+    path: str | os.PathLike[str],
+    documents: Iterable[ArrayLike],
+    *,
+    vocab_size: int,
+    eos_id: int,
+    metadata: Mapping[str, Any] | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> TokenFile:
+    """Write documents as a token file, each closed by ``eos_id``.
+
+    Documents are pulled one at a time. The directory appears under its name only when it is
+    complete; until that moment an older token file stays.
+
+    Args:
+        path: The directory to write.
+        documents: 1-D arrays (or lists, or CPU tensors) of token ids.
+        vocab_size: Ids must be below it; up to 65,536 they are stored in two bytes, else in four.
+        eos_id: The id put after each document.
+        metadata: More entries for the index, JSON values. Read after the last document, so it can
+            hold counts that the documents add up, such as ``text_bytes``.
+        shard_tokens: Tokens per shard; a document may cross from one shard into the next.
+
+    Returns:
+        The token file, open for reading.
+
+    Raises:
+        ValueError: If a size or id is out of range, a document is not a 1-D array of integers, or
+            there is no document.
+        FileExistsError: If ``path`` holds anything but a token file.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = write_tokens(f"{folder}/a", [[1, 2], [3]], vocab_size=4, eos_id=0)
+        ...     file.read(0, 5).tolist(), file.offsets.tolist()
+        ([1, 2, 0, 3, 0], [0, 3, 5])
+    """
+    with atomic_directory(path, is_replaceable=is_token_file) as folder:
+        writer = TokenWriter(folder, vocab_size, eos_id, shard_tokens)
+        for document in documents:
+            writer.append(document)
+        writer.finish(metadata or {})
+    return open_tokens(path)
+
+
+class TokenWriter:
+    """Fills a folder with a token file, document by document; ``write_tokens`` in steps.
+
+    Args:
+        folder: An empty folder.
+        vocab_size: As for ``write_tokens``.
+        eos_id: As for ``write_tokens``.
+        shard_tokens: As for ``write_tokens``; so many tokens are held in memory.
+
+    Raises:
+        ValueError: If a size or id is out of range.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_id: int, shard_tokens: int) -> None:
+        check_integers(vocab_size=(vocab_size, 1, 2**32), shard_tokens=(shard_tokens, 1))
+        check_integers(eos_id=(eos_id, 0, vocab_size - 1))
+        self._folder, self._shard_tokens = folder, shard_tokens
+        self._vocab_size, self._eos_id = vocab_size, eos_id
+        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self._waiting: list[NDArray[Any]] = []  # documents that no shard holds yet
+        self._tokens = 0  # of these
+        self._lengths: list[int] = []
+        self._shards: list[int] = []
+
+    def append(self, document: ArrayLike) -> None:
+        """Add a document and the id that closes it, over as many shards as it takes."""
+        ids = check_ids(f"document {len(self._lengths)}", document, self._vocab_size)
+        self._waiting.append(np.append(ids, self._eos_id).astype(self._dtype))
+        self._lengths.append(len(ids) + 1)
+        self._tokens += len(ids) + 1
+        if self._tokens >= self._shard_tokens:
+            self._save(least=self._shard_tokens)
+
+    def finish(self, metadata: Mapping[str, Any]) -> None:
+        """Write what is left and the index: only now is the folder a token file."""
+        if not self._lengths:
+            raise ValueError("there are no documents; a token file needs at least one.")
+        self._save(least=1)
+        np.save(self._folder / OFFSETS, np.cumsum([0, *self._lengths]))
+        write_index(self._folder, self._vocab_size, self._eos_id, self._shards, metadata)
+
+    def _save(self, least: int) -> None:
+        """Write shards while at least so many tokens are waiting."""
+        ids = np.concatenate(self._waiting)
+        while len(ids) >= least:
+            shard, ids = ids[: self._shard_tokens], ids[self._shard_tokens :]
+            np.save(self._folder / _shard_name(len(self._shards)), shard)
+            self._shards.append(len(shard))
+        self._waiting, self._tokens = [ids], len(ids)
+
+
+def join_tokens(folder: Path, parts: Sequence[Path], metadata: Mapping[str, Any]) -> None:
+    """Make one token file of several, whose shards it takes as they are.
+
+    Args:
+        folder: An existing folder for it, on the file system of the parts.
+        parts: Folders of token files of one vocabulary, in order. They stay.
+        metadata: As for ``write_tokens``.
+    """
+    if not parts:
+        raise ValueError("there are no documents; a token file needs at least one.")
+    files = [open_tokens(part) for part in parts]
+    counts = [len(shard) for file in files for shard in file.shards]
+    names = [file.path / _shard_name(n) for file in files for n in range(len(file.shards))]
+    for number, name in enumerate(names):
+        try:
+            os.link(name, folder / _shard_name(number))
+        except OSError:  # a file system without links
+            shutil.copyfile(name, folder / _shard_name(number))
+    ends = np.cumsum([0, *(file.tokens for file in files)])
+    offsets = [file.offsets[:-1] + start for file, start in zip(files, ends, strict=False)]
+    np.save(folder / OFFSETS, np.concatenate([*offsets, ends[-1:]]))
+    write_index(folder, files[0].vocab_size, files[0].eos_id, counts, metadata)
+
+
+def write_index(
+    folder: Path, vocab_size: int, eos_id: int, shards: Sequence[int], metadata: Mapping[str, Any]
+) -> None:
+    """Write the index of a token file whose arrays are complete."""
+    digest, checksums = hashlib.sha256(f"{vocab_size} {eos_id}".encode()), {}
+    for name in (*map(_shard_name, range(len(shards))), OFFSETS):
+        array = np.load(folder / name)
+        checksums[name] = hashlib.sha256(array).hexdigest()
+        digest.update(array)  # of the tokens alone, whatever the shards
+    index = {
+        **KIND,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "shards": list(shards),
+        "checksums": checksums,
+        "fingerprint": digest.hexdigest(),
+        "metadata": dict(metadata),
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@attrs.frozen(eq=False)
+class TokenFile:
+    """A token file, memory-mapped; ``open_tokens`` makes one.
+
+    Attributes:
+        path: Its directory.
+        vocab_size: Every id is below it.
+        eos_id: The id that closes each document.
+        fingerprint: Hash of tokens, documents, vocabulary size and closing id.
+        metadata: The writer's own entries.
+        offsets: ``[documents + 1]`` int64: where each document starts, and the end of the last.
+        shards: The tokens, one memory-mapped array per file.
+        starts: The number of each shard's first token.
+    """
+
+    path: Path
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+    metadata: dict[str, Any] = attrs.field(repr=False)
+    offsets: NDArray[np.int64] = attrs.field(repr=False)
+    shards: list[NDArray[Any]] = attrs.field(repr=False)
+    starts: list[int] = attrs.field(repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle would copy all that a memory map holds
+        return open_tokens, (self.path,)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, the closing ones included."""
+        return int(self.offsets[-1])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
+        text_bytes = self.metadata.get("text_bytes")
+        return None if text_bytes is None else text_bytes / self.tokens
+
+    def held_out(self) -> TokenFile | None:
+        """Open the held-out documents that ``forgekit prepare`` wrote; None if there are none."""
+        path = self.path / HELD_OUT
+        return open_tokens(path) if path.is_dir() else None
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Copy tokens ``start`` to ``stop`` out of the shards."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(
+                f"tokens {start}:{stop} must lie within 0:{self.tokens} of {self.path}."
+            )
+        out = np.empty(stop - start, dtype=np.int64)
+        shard = bisect_right(self.starts, start) - 1
+        done, within = 0, start - self.starts[shard]
+        while done < len(out):
+            piece = self.shards[shard][within : within + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done, within, shard = done + len(piece), 0, shard + 1
+        return out
+
+
+def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenFile:
+    """Open a token file for reading, after checking the header and size of each of its files.
+
+    Args:
+        path: The directory.
+        verify: Read all bytes and compare them with the checksums in the index: a second or two
+            per gigabyte, and the only way to find a byte that a disk or a copy has changed.
+
+    Returns:
+        The token file; tokens are read from disk on use.
+
+    Raises:
+        FileNotFoundError: If there is no token file, or one of its files is missing.
+        ValueError: If a file is truncated, foreign, changed or of another version; names it.
+    """
+    folder = restore_replaced(path_of("the token file", path))
+    index = _read_index(folder)
+    counts, vocab_size = index["shards"], index["vocab_size"]
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    shards = [_map(folder / _shard_name(n), dtype, count) for n, count in enumerate(counts)]
+    offsets = _map(folder / OFFSETS, "int64")
+    if not len(offsets) or offsets[-1] != sum(counts):
+        raise ValueError(
+            f"{folder} has documents of {offsets[-1:]} tokens and shards of {sum(counts)}. Write "
+            "the token file again."
+        )
+    names = [*map(_shard_name, range(len(counts))), OFFSETS]
+    for name, array in zip(names, [*shards, offsets], strict=True) if verify else ():
+        if hashlib.sha256(array.data).hexdigest() != index["checksums"].get(name):
+            raise ValueError(
+                f"{folder / name} has another checksum than {INDEX} says: its content has changed "
+                "since it was written. Write the token file again, or restore the file."
+            )
+    return TokenFile(
+        path=folder,
+        vocab_size=vocab_size,
+        eos_id=index["eos_id"],
+        fingerprint=index["fingerprint"],
+        metadata=index["metadata"],
+        offsets=offsets,
+        shards=shards,
+        starts=[0, *np.cumsum(counts).tolist()[:-1]],
+    )
+
+
+def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
+    """Whether a directory is a token file and holds nothing else, names in ``besides`` excepted.
+
+    Then it may be replaced without losing anybody's files.
+    """
+    folder = Path(path)
+    try:
+        index = _read_index(folder)
+    except (OSError, ValueError):
+        return False
+    names = {INDEX, OFFSETS, *besides, *map(_shard_name, range(len(index["shards"])))}
+    return names >= {entry.name for entry in folder.iterdir()}
+
+
+def token_documents(path: str | os.PathLike[str] | TokenFile) -> NumberedDocuments:
+    """Read the documents of a token file, without the ids that close them.
+
+    Args:
+        path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
+
+    Returns:
+        A source for ``stream_documents``. Iterating it gives arrays.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = write_tokens(f"{folder}/a", [[1, 2], [3]], vocab_size=4, eos_id=0)
+        ...     [ids.tolist() for ids in token_documents(f"{folder}/a")]
+        [[1, 2], [3]]
+    """
+    file = path if isinstance(path, TokenFile) else open_tokens(path)
+    ids_of = partial(_ids_in_file, file)
+    return NumberedDocuments(str(file.path), file.fingerprint, file.documents, ids_of)
+
+
+def _ids_in_file(file: TokenFile, number: int) -> NDArray[np.int64]:
+    start, stop = file.offsets[number : number + 2].tolist()
+    return file.read(start, stop - 1)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    file = folder / INDEX
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a token file: it has no {INDEX}. "
+            "forgekit.write_tokens and `forgekit prepare` make one."
+        )
+    try:
+        index = parse_json(file.read_bytes())
+        if any(index.get(key) != value for key, value in KIND.items()):
+            raise ValueError(f"it is no {KIND['kind']} of version {KIND['version']}")
+        _ = sum(index["shards"]), dict(index["checksums"]), dict(index["metadata"])
+        _ = index["fingerprint"] + "", index["vocab_size"] - index["eos_id"]
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is no index of a token file that can be read here ({error}). Write the token "
+            "file again, or name another directory."
+        ) from None
+    return index
+
+
+def _map(file: Path, dtype: str, count: int | None = None) -> NDArray[Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, but {INDEX} names it. Write the file again.")
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # a damaged header can raise anything
+        raise ValueError(f"{file} is damaged ({error}). Write the token file again.") from None
+    shape = (len(array) if count is None else count,)
+    if array.dtype != np.dtype(dtype) or array.shape != shape:
+        raise ValueError(
+            f"{file} holds {array.dtype} {list(array.shape)}; expected {dtype} {list(shape)}. "
+            "Write the token file again."
+        )
+    return array.view(np.ndarray)
+
+
+def _shard_name(number: int) -> str:
+    return f"shard_{number:05d}.npy"
