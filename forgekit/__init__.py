@@ -20,12 +20,12 @@ if _TYPE_CHECKING:
         shutdown as shutdown,
     )
     from forgekit.data.token_files import write_tokens as write_tokens
+    from forgekit.data.packing import pack as pack
     from forgekit.data.rows import (
         check_vocabulary as check_vocabulary,
+        packed_dataset as packed_dataset,
         token_dataset as token_dataset,
     )
-    from forgekit.data.packing import pack as pack
-    from forgekit.data.rows import packed_dataset as packed_dataset
     from forgekit.data.mixture.phases import Phase as Phase
     from forgekit.data.mixture.order import make_order as make_order
     from forgekit.data.mixture.mixture_dataset import mixture_dataset as mixture_dataset
