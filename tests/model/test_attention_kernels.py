@@ -10,9 +10,8 @@ from functools import partial
 import pytest
 import torch
 from flash_kernels import flash_kernels
+from lab import Watch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forgekit.model import attention, attention_kernels
 from forgekit.model.attention import Documents, attend_causal
@@ -174,24 +173,12 @@ def test_nothing_of_all_pairs_is_allocated_for_a_long_row():
     leaves = [torch.empty(1, s, n, 64, device="meta", dtype=torch.bfloat16) for n in (4, 2, 2)]
     leaves = [x.requires_grad_() for x in leaves]
     bounds = attention.Bounds(torch.empty(9, dtype=torch.int32, device="meta"), s // 4)
-    with Largest() as largest:
+    with Watch() as largest:
         out = attention._flash(*leaves, bounds)
         gradients = torch.autograd.grad(out.sum(), leaves)
     assert out.shape == leaves[0].shape
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
-    assert largest.elements == leaves[0].numel()
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most elements that an operation gave back."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = (x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
-        self.elements = max(self.elements, *sizes, 0)
-        return result
+    assert largest.largest == leaves[0].numel()
 
 
 def test_a_block_mask_is_made_once_and_does_not_keep_its_ids(monkeypatch):
@@ -221,10 +208,10 @@ def test_under_autocast_a_kernel_gets_what_torchs_own_attention_would():
 def test_the_kernels_of_a_ring_hold_nothing_of_all_pairs_at_128_k():
     """A chunk of a slice of 16 k positions, forward and backward, on shapes alone."""
     q, k, v = (torch.empty(1, n, 2**13, 64, device="meta", dtype=HALF) for n in (4, 2, 2))
-    with Largest() as largest:
+    with Watch() as largest:
         out, lse = attend_block(q, k, v, offset=0, kernel="flash")
         shares = attend_block_backward(out, q, k, v, out, lse, offset=0, kernel="flash")
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert [x.shape for x in shares] == [x.shape for x in (q, k, v)]
-    assert largest.elements == q.numel()
+    assert largest.largest == q.numel()

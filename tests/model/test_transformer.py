@@ -8,9 +8,9 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import Watch
 from oracle import SPEC
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.model import attention
@@ -104,30 +104,15 @@ def test_the_model_equals_its_second_writing(monkeypatch, changes, doc_ids, call
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
 
 
-class _Dtypes(TorchDispatchMode):
-    """The floating dtypes of everything that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.found.add(tensor.dtype)
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["no documents", "documents"])
 def test_a_float64_model_computes_nothing_in_less(dtype, doc_ids):
     model = build().to(dtype)
-    with _Dtypes() as seen:
+    with Watch() as seen:
         loss = fk.cross_entropy(model(IDS, doc_ids=doc_ids), IDS, z_loss=0.1)
         loss.sum.backward()
     wanted = {torch.float64} if dtype == torch.float64 else {torch.float32, torch.float64}
-    assert seen.found == wanted  # a float32 model has its rotary angles in float64
+    assert seen.dtypes == wanted  # a float32 model has its rotary angles in float64
 
 
 # Order, documents, positions

@@ -8,26 +8,14 @@ from itertools import chain
 
 import pytest
 import torch
+from lab import Watch
 from tensordict import TensorDict
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Muon
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.ranks import CheckpointError
 from forgekit.steps.update import skips_on_device
-
-
-class HostReads(TorchDispatchMode):
-    """Counts values that go from the device to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func == torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def build_model(dtype=torch.float64):
@@ -232,9 +220,9 @@ def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pai
     step = fk.make_step(loss_fn, schedule=schedule)
     batch = batch_of(0).float()
     state, _ = step(state, [batch])
-    with HostReads() as mode:
+    with Watch() as mode:
         state, _ = step(state, [batch])
-    assert (mode.count > 0) == (reads > 0)
+    assert (len(mode.host_reads) > 0) == (reads > 0)
     assert skips_on_device(state.optimizer) == (reads == 0)
     leftovers = [vars(member).get("found_inf") for member in state.optimizer.members]
     assert leftovers == [None, None]

@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from covering import first_of
+from lab import Watch
 from oracle import (
     SPEC,
     full_tensors,
@@ -17,7 +18,6 @@ from oracle import (
 from ranks import run_again
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.parallel.fsdp import _groups, _modules, fsdp_modules, shard
@@ -44,23 +44,6 @@ OPTIONS = {
 def mesh():
     yield fk.build_mesh(device="cpu")
     fk.shutdown()
-
-
-class _Gathers(TorchDispatchMode):
-    """Counts all-gathers, also those that backward issues."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    @property
-    def count(self):
-        return sum("allgather" in name for name in self.found)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace:
-            self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def _sharded(sizes, dtype=torch.float32, **options):
@@ -102,13 +85,18 @@ def test_no_option_changes_the_gradient(layout, sync, option):
 def _gathered(rank, world, options):
     model, _ = _sharded({}, **options)
     weight = model.layers[1].attention.query
-    with _Gathers() as forward:
+    with Watch() as forward:
         logits = model(IDS)
     kept = weight.weight
-    with _Gathers() as backward:
+    with Watch() as backward:
         logits.sum().backward()
     local = kept.to_local() if isinstance(kept, DTensor) else kept
-    return local.numel() / kept.numel(), forward.count, backward.count, len(backward.found)
+    return (
+        local.numel() / kept.numel(),
+        forward.count("allgather"),
+        backward.count("allgather"),
+        len(backward.collectives),
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,14 +117,13 @@ def _ahead(rank, world, prefetch):
     model, _ = _sharded({}, prefetch=prefetch)
     model(IDS).sum().backward()  # FSDP learns the order in which modules run
     forward, backward = [], []
+    note = lambda _: backward.append(gathers.count("allgather"))  # noqa: E731
     for block in model.layers:
-        block.register_forward_pre_hook(lambda *_: forward.append(gathers.count))
-        block.register_forward_hook(
-            lambda _m, _a, out: out.register_hook(lambda _: backward.append(gathers.count)) and None
-        )
-    with _Gathers() as gathers:
+        block.register_forward_pre_hook(lambda *_: forward.append(gathers.count("allgather")))
+        block.register_forward_hook(lambda _m, _a, out: out.register_hook(note) and None)
+    with Watch() as gathers:
         logits = model(IDS)
-    with _Gathers() as gathers:
+    with Watch() as gathers:
         logits.sum().backward()
     return forward, backward
 
@@ -187,11 +174,11 @@ def _collectives(rank, world, sync):
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     batches = [row[rank] for row in global_batch(world)]
     fk.accumulate(state, batches, logits_loss, sync=sync)
-    with _Gathers() as calls:
+    with Watch() as calls:
         fk.accumulate(state, batches, logits_loss, sync=sync)
     modules = len(fsdp_modules(model))
-    scatters = sum("reduce_scatter" in name for name in calls.found)
-    reduces = sum("allreduce" in name for name in calls.found)
+    scatters = calls.count("reduce_scatter")
+    reduces = calls.count("allreduce")
     return scatters / modules, reduces / modules
 
 

@@ -10,10 +10,10 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import Watch
 from oracle import full, full_tensors, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.evaluation.replay import replay_step
@@ -536,28 +536,16 @@ def test_metrics_of_other_layers_than_the_model_has_are_refused():
         expert_metrics(sums_by_hand(), ["layers.3.feed_forward"])
 
 
-class HostReads(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def test_nothing_is_read_by_the_host():
     model = build(torch.float32, capacity=1.1)
     state = fk.TrainState.create(model, fk.adamw(model))
     step = fk.make_step(loss_fn, schedule=SCHEDULE)
     state, _ = step(state, [rows()])
-    with HostReads() as reads:
+    with Watch() as reads:
         state, _ = step(state, [rows(1)])
         totals = fk.reduce_totals(fk.accumulate(state, [rows(2)], loss_fn), state)
         expert_metrics(totals.sums, list(SPEC.routed.values()))
-    assert reads.names == []
+    assert reads.host_reads == []
 
 
 # Ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import Watch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.steps import linear_cross_entropy
@@ -119,31 +119,16 @@ def test_without_gradients_the_value_is_the_same(loss_of):
     assert torch.equal(quiet.sum, loud.sum)
 
 
-class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.found = max(self.found, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize(("rows", "vocab", "chunk"), [(200, 90, 10), (50, 2**19, None)])
 def test_all_logits_are_never_held(monkeypatch, rows, vocab, chunk):
     """By itself it takes 16 rows of half a million logits at a time."""
     if chunk is not None:
         monkeypatch.setattr(linear_cross_entropy, "_chunk_rows", lambda weight: chunk)
     hidden, weight = torch.ones(rows, 1), torch.ones(vocab, 1)
-    with _Largest() as seen:
+    with Watch() as seen:
         labels = torch.arange(rows) % vocab
         fk.linear_cross_entropy(hidden.requires_grad_(), weight, labels, z_loss=0.1).sum.backward()
-    assert seen.found == (chunk or 16) * vocab
+    assert seen.largest == (chunk or 16) * vocab
 
 
 # Masked places

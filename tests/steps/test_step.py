@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from covering import covering, in_turn, some_of
+from lab import Watch
 from oracle import (
     SPEC,
     build_state,
@@ -18,7 +19,6 @@ from oracle import (
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 
@@ -112,21 +112,6 @@ def test_batches_are_pulled_one_at_a_time(sized):
 # Collectives and host reads
 
 
-class _Calls(TorchDispatchMode):
-    """Counts operations that make the host wait for a device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.NAMES:
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def _with_sources(batches):
     for batch in batches:
         batch["source"] = torch.arange(batch.shape[0]) % 2
@@ -134,6 +119,7 @@ def _with_sources(batches):
 
 
 def _count_reads(state, monkeypatch, loss_fn=logits_loss, spikes=None):
+    read: list[str] = []
     step = fk.make_step(loss_fn, schedule=CONSTANT, spikes=spikes)
     state, _ = step(state, _with_sources(_batches()))
     for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
@@ -141,13 +127,13 @@ def _count_reads(state, monkeypatch, loss_fn=logits_loss, spikes=None):
         monkeypatch.setattr(
             torch.Tensor,
             name,
-            lambda t, *a, n=name, o=original: (calls.found.append(n), o(t, *a))[1],
+            lambda t, *a, n=name, o=original: (read.append(n), o(t, *a))[1],
         )
     batches = _with_sources(_batches(seed=1))
-    with _Calls() as calls:
+    with Watch() as calls:
         step(state, batches)
     monkeypatch.undo()
-    return calls.found
+    return read + calls.host_reads
 
 
 def test_a_step_with_a_fused_optimizer_reads_nothing_on_the_host(monkeypatch):
@@ -170,29 +156,16 @@ def test_other_optimizers_cost_one_host_read(monkeypatch):
     assert _count_reads(state, monkeypatch)[0] == "__bool__"
 
 
-class _Collectives(TorchDispatchMode):
-    """Lists the collectives that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace:
-            self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _count_collectives(rank, world, layout, sync, sources=(), spikes=None):
     state = build_state(layout, world)
     loss_fn = fk.losses_by_source(logits_loss, sources) if sources else logits_loss
     step = fk.make_step(loss_fn, schedule=CONSTANT, sync=sync, spikes=spikes)
     state, _ = step(state, _with_sources(_batches(world, rank)))
-    with _Collectives() as whole:
+    with Watch() as whole:
         state, _ = step(state, _with_sources(_batches(world, rank, seed=1)))
-    with _Collectives() as backward:
+    with Watch() as backward:
         fk.accumulate(state, _batches(world, rank, seed=2), logits_loss, sync=sync)
-    return whole.found, backward.found
+    return whole.collectives, backward.collectives
 
 
 COUNTED = {

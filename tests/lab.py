@@ -1,0 +1,190 @@
+"""What tests build and compare with: a model, batches by kind, states in a layout, the reference.
+
+The reference that every layout is held to is one process, float64, one plain backward. Nothing of
+the step is used there: the loss is torch's cross-entropy, summed over the whole global batch and
+divided by its number of targets; clipping and updates are torch's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import forgekit as fk
+
+SPEC = fk.TransformerSpec(
+    vocab_size=37,
+    dim=24,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    ffn_dim=40,
+    max_seq_len=16,
+    qk_norm=True,
+)
+MICRO_BATCHES = 3
+ROWS = 2
+KINDS = ("ragged", "rank_without_targets", "empty_micro_batches", "no_targets")
+
+
+def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[TensorDict]]:
+    """``[micro-batch][rank]`` of batches with ragged lengths and ragged numbers of targets."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, generator=generator)
+    batches = []
+    for micro, places in enumerate([9, 16, 5][:MICRO_BATCHES]):
+        row = []
+        for rank in range(world):
+            ids = draw(0, SPEC.vocab_size, (ROWS, places + 1))
+            labels = ids[:, 1:].clone()
+            labels[draw(0, 10, labels.shape) < 3 + 2 * rank] = -100
+            is_empty = {
+                "ragged": False,
+                "rank_without_targets": rank == world - 1,
+                "empty_micro_batches": micro != 1,
+                "no_targets": True,
+            }[kind]
+            if is_empty and (world > 1 or kind != "rank_without_targets"):
+                labels[:] = -100
+            row.append(TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [ROWS]))
+        batches.append(row)
+    return batches
+
+
+def reference_gradients(
+    model: nn.Module, batches: list[list[TensorDict]]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the token-mean loss of the global batch, and the loss, in float64."""
+    model = model.double()
+    flat = [batch for row in batches for batch in row]
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in flat)
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in flat:
+        places = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}
+        logits = model(batch["input_ids"], **places).flatten(0, 1)
+        total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+    model.zero_grad()
+    loss = total / max(targets, 1)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients, loss.detach()
+
+
+def reference_training(
+    build: Callable[[nn.Module], torch.optim.Optimizer],
+    world: int,
+    steps: int,
+    schedule: Callable[[int], float],
+    max_norm: float,
+) -> dict[str, Tensor]:
+    """Parameters after some steps of plain torch on the global batch, in float64."""
+    model = fk.Transformer(SPEC).double()
+    optimizer = build(model)
+    for step in range(steps):
+        reference_gradients(model, global_batch(world, seed=step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def logits_loss(model: nn.Module, batch: Any) -> fk.Loss:
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def head_loss(model: nn.Module, batch: Any) -> fk.Loss:
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], head=head)
+
+
+LOSSES = {"logits": logits_loss, "head": head_loss}
+
+
+def build_state(
+    layout: dict[str, int],
+    world: int,
+    build: Callable[[nn.Module], torch.optim.Optimizer] = fk.adamw,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> fk.TrainState:
+    """A state in a layout; one process without a mesh if ``world`` is 1."""
+    model: nn.Module = fk.Transformer(SPEC).to(dtype)
+    mesh = None
+    if world > 1:
+        mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+        model = fk.parallelize(model, mesh, **options)
+    return fk.TrainState.create(model, build(model), mesh=mesh)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensors(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Full parameters, or full gradients, by name."""
+    named = model.named_parameters()
+    if gradients:
+        return {n: full(p.grad).detach().clone() for n, p in named if p.grad is not None}
+    return {n: full(p).detach().clone() for n, p in named}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference over the largest expected value; NaN does not pass a comparison."""
+    assert found.keys() == expected.keys()
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    worst = [float((found[n].double() - expected[n].double()).abs().max()) for n in expected]
+    assert all(error == error for error in worst), "NaN"
+    return max(worst) / scale if scale else max(worst)
+
+
+class Watch(TorchDispatchMode):
+    """What torch dispatches inside ``with``: the one counter of tests.
+
+    Attributes:
+        operations: Names in order, such as ``mm``.
+        largest: Elements of the largest plain tensor that was computed.
+        dtypes: Floating dtypes of what was computed.
+    """
+
+    HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+        self.collectives: list[str] = []
+        self.largest = 0
+        self.dtypes: set[torch.dtype] = set()
+
+    @property
+    def host_reads(self) -> list[str]:
+        """Operations for which the host waits."""
+        return [name for name in self.operations if name in self.HOST]
+
+    def count(self, word: str) -> int:
+        """How many collectives have a word in their name."""
+        return sum(word in name for name in self.collectives)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        self.operations.append(name)
+        if "c10d" in func.namespace:
+            self.collectives.append(name)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+                self.largest = max(self.largest, tensor.numel())
+                if tensor.is_floating_point():
+                    self.dtypes.add(tensor.dtype)
+        return out
