@@ -30,7 +30,7 @@ def _export(options: argparse.Namespace) -> int:
 
     from forgekit.huggingface.save import save_huggingface
     from forgekit.lora.adapters import merge_lora
-    from forgekit.model.lora_layers import lora_layers
+    from forgekit.model.lora import lora_layers
     from forgekit.ranks import CheckpointError
     from forgekit.run.load_run import read_model, read_run_config, tokenizer_file
 

@@ -15,7 +15,7 @@ from forgekit.inputs import path_of
 from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.lora.peft_files import save_adapter
 from forgekit.mesh import process_rank
-from forgekit.model.lora_layers import lora_layers
+from forgekit.model.lora import lora_layers
 from forgekit.ranks import CheckpointError
 from forgekit.state import TrainState
 

@@ -47,8 +47,7 @@ from forgekit.huggingface.transformers_models import (
     transformers_names,
 )
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
-from forgekit.model.lora import adapter_names
-from forgekit.model.lora_layers import LoraLinear, lora_layers
+from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
 

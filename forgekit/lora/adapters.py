@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
+import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from forgekit.inputs import check_integers
+from forgekit.inputs import check_choice, check_integers, quoted
 from forgekit.model.initial import copy_full
-from forgekit.model.lora import Base, add_adapters
-from forgekit.model.lora_layers import (
+from forgekit.model.lora import (
+    Adapter,
+    LoraExperts,
     LoraLayer,
     LoraLinear,
+    adapter_names,
     full_of,
     local_of,
     lora_layers,
-    merged_unpacked,
     merged_weight,
 )
-from forgekit.model.nf4 import is_packed
+from forgekit.model.moe import Experts
+from forgekit.model.nf4 import PIECE, is_packed
+from forgekit.model.transformer import Transformer
 from forgekit.optim.average import average_of
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate, layout_of, was_parallelized
@@ -29,6 +35,9 @@ from forgekit.state import TrainState, donate, layout_of, was_parallelized
 StateT = TypeVar("StateT", bound=TrainState)
 
 NONE = MappingProxyType({})
+STACKS = ("gate", "up", "down")
+Base = Literal["nf4"]
+"""How the matrices that get an adapter are held."""
 
 
 def add_lora(
@@ -82,25 +91,43 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['1.lora_A', '1.lora_B']
     """
-    if was_parallelized(model):
+    template = Adapter(
+        name="", rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora, seed=seed
+    )
+    names = _match(model, [targets] if isinstance(targets, str) else [*targets])
+    ranks, alphas = _by_name(names, rank_pattern, rank), _by_name(names, alpha_pattern, alpha)
+    chosen = [attrs.evolve(template, name=n, rank=ranks[n], alpha=alphas[n]) for n in names]
+    return add_chosen(model, chosen, base)
+
+
+def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = None) -> nn.Module:
+    """Add adapters to the matrices that they name, in place; freeze all else. See ``add_lora``."""
+    if base is not None:
+        check_choice("base", base, get_args(Base))
+    if was_parallelized(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} went through parallelize, and gradients of adapters that are "
             "added now would never be summed: each rank would train its own. Call "
-            "forgekit.add_lora(model) before forgekit.parallelize(model, mesh)."
+            "forgekit.add_lora or load_adapter before forgekit.parallelize(model, mesh)."
         )
-    return add_adapters(
-        model,
-        rank=rank,
-        alpha=alpha,
-        targets=targets,
-        rank_pattern=rank_pattern,
-        alpha_pattern=alpha_pattern,
-        dropout=dropout,
-        dora=dora,
-        rslora=rslora,
-        base=base,
-        seed=seed,
-    )
+    matrices = find_matrices(model)
+    if matrices.keys() & {"", *STACKS}:
+        raise ValueError(
+            f"the model is a {type(model).__name__} itself, and adapters take the place of a "
+            "model's layers. Put it into a module: torch.nn.Sequential(model)."
+        )
+    for adapter in chosen:
+        if problem := _problem(model, matrices, adapter, packs=base is not None):
+            raise ValueError(
+                f"{adapter.name!r} {problem}. Narrow the pattern; add_lora may be called again, "
+                "with other options, for other matrices."
+            )
+    for adapter in chosen:
+        _add(model, adapter, packs=base is not None)
+    trained = set(adapter_names(model))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return model
 
 
 @torch.no_grad()
@@ -129,13 +156,13 @@ def merge_lora(model: nn.Module) -> None:
     reshard(model)
     for layer in layers:
         for matrix in layer.adapters:
-            weight = local_of(getattr(layer, matrix))
-            if isinstance(layer, LoraLinear) and is_packed(weight):
-                layer.bases[matrix], layer.merged = weight, merged_unpacked(layer)
-                continue
+            weight = getattr(layer, matrix)
+            layer.bases[matrix] = local_of(weight).clone()
             merged = merged_weight(layer, matrix)
-            layer.bases[matrix] = weight.clone()
-            weight.copy_(merged)
+            if isinstance(layer, LoraLinear) and is_packed(weight):
+                layer.merged = _sharded_as(weight, merged.to(layer.full_dtype))
+            else:
+                copy_full(weight, merged)
 
 
 @torch.no_grad()
@@ -227,11 +254,22 @@ def relora(state: StateT, *, every: int) -> StateT:
 @torch.no_grad()
 def _restart(layer: LoraLayer, state: TrainState) -> None:
     for matrix in layer.adapters:
-        local_of(getattr(layer, matrix)).copy_(merged_weight(layer, matrix))
+        copy_full(getattr(layer, matrix), merged_weight(layer, matrix))
     for name, full in layer.initial_adapters(restart=state.step).items():
         parameter = getattr(layer, name)
         copy_full(parameter, full())
         state.optimizer.state.pop(parameter, None)
+
+
+def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that adapters are for, by name of the matrix: a linear layer's or a stack's."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[name] = module
+        elif isinstance(module, Experts):
+            found |= dict.fromkeys((_join(name, stack) for stack in STACKS), module)
+    return found
 
 
 def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
@@ -253,3 +291,116 @@ def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
 def reshard(model: nn.Module) -> None:
     """Reshard what FSDP has gathered: it would be stale."""
     release(fsdp_modules(*layout_of(model).roots(model)))
+
+
+def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of the matrices that a pattern matches, or whose experts it does."""
+    matrices, chosen = find_matrices(model), set[str]()
+    if not patterns:
+        raise ValueError("targets is empty; give at least one pattern, such as '*.query'.")
+    for pattern in patterns:
+        matching = {
+            name
+            for name, module in matrices.items()
+            if fnmatchcase(name, pattern)
+            or (isinstance(module, Experts) and fnmatchcase(name.rpartition(".")[0], pattern))
+        }
+        if not matching:
+            tied = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.tied]
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
+            raise ValueError(
+                f"the pattern {pattern!r} matches no linear layer and no stack of experts; their "
+                f"names end in {quoted(ends)}."
+                + (
+                    " The output projection is the embedding (tied=True), and merging would change "
+                    "both: build the model with tied=False."
+                    if tied
+                    else ""
+                )
+            )
+        chosen |= matching
+    return [name for name in matrices if name in chosen]
+
+
+def _by_name(names: list[str], pattern: Mapping[str, float], default: float) -> dict[str, float]:
+    """Each matrix's own value, of the last pattern that matches; the default without one."""
+    found = dict.fromkeys(names, default)
+    for key, value in pattern.items():
+        matched = [name for name in names if fnmatchcase(name, key)]
+        if not matched:
+            raise ValueError(
+                f"the pattern {key!r} matches none of the {len(names)} matrices that get an "
+                f"adapter (first: {names[0]!r}). Correct it or leave it out."
+            )
+        found |= dict.fromkeys(matched, value)
+    return found
+
+
+def _problem(
+    model: nn.Module, matrices: Mapping[str, nn.Module], adapter: Adapter, *, packs: bool
+) -> str | None:
+    """Say why a matrix cannot get an adapter, or not one with these options."""
+    name, layer = adapter.name, matrices[adapter.name]
+    is_head = any(
+        name == _join(prefix, "output")
+        for prefix, module in model.named_modules()
+        if isinstance(module, Transformer)
+    )
+    # Of these the adapter is added to the matrix, not to what the matrix makes.
+    kind = "the output projection" if is_head else ""
+    kind = "of experts" if isinstance(layer, Experts) else kind
+    if isinstance(layer, LoraLinear | LoraExperts) and _stack(layer, name) in layer.adapters:
+        return "has an adapter already; a matrix has one"
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        return f"is a {type(layer).__name__} with a forward of its own; adapters are for nn.Linear"
+    if name in (shared := _shared_weights(model)):
+        return f"has the weight of {shared[name]!r} too (tied), so merging would change both"
+    if kind and adapter.dropout:
+        return f"is {kind}; its adapter takes no dropout"
+    if isinstance(layer, Experts) and adapter.dora:
+        return f"is {kind}; its adapter takes no dora"
+    if packs and (kind or not isinstance(layer, nn.Linear)):
+        return f'is {kind}, and base="nf4" packs other linear layers alone'
+    if packs and isinstance(layer, nn.Linear) and layer.weight.numel() % PIECE:
+        shape = [*layer.weight.shape]
+        return f'is {shape}; base="nf4" packs {PIECE} values together, which must divide theirs'
+    return None
+
+
+def _shared_weights(model: nn.Module) -> dict[str, str]:
+    """Linear layers whose weight another module holds too, with a name of that."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {
+        name.rpartition(".")[0]: next(other for other in known if other != name)
+        for known in names.values()
+        for name in known
+        if len(known) > 1
+    }
+
+
+def _add(model: nn.Module, adapter: Adapter, *, packs: bool) -> None:
+    layer = find_matrices(model)[adapter.name]
+    path = adapter.name.rpartition(".")[0] if isinstance(layer, Experts) else adapter.name
+    if isinstance(layer, Experts):
+        adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
+        adapted.add_adapter(_stack(layer, adapter.name), adapter)
+    else:
+        adapted = LoraLinear.of(layer, adapter, packs=packs)
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, adapted)
+
+
+def _stack(layer: nn.Module, name: str) -> str:
+    return name.rpartition(".")[2] if isinstance(layer, Experts) else "weight"
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _sharded_as(like: Tensor, whole: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import is_integer, is_number, parse_json, path_of, quoted
-from forgekit.lora.adapters import check_unmerged, reshard
+from forgekit.lora.adapters import add_chosen, check_unmerged, find_matrices, reshard
 from forgekit.lora.peft_layout import BASE_WEIGHTS, Key, Shapes, from_peft, to_peft
 from forgekit.model.initial import copy_full
-from forgekit.model.lora import adapter_names, add_chosen, check_sharded, find_matrices
-from forgekit.model.lora_layers import Adapter, full_of, lora_layers
+from forgekit.model.lora import Adapter, adapter_names, full_of, lora_layers
 from forgekit.model.transformer import Transformer
 from forgekit.ranks import CheckpointError, all_ranks, ranks_sharing
-from forgekit.state import was_parallelized
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 UNSUPPORTED = (
@@ -125,13 +123,6 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         held, shapes = adapters | held, matrices | shapes
     chosen, tensors = ranks.together(lambda: _read(path, shapes, held, is_known=is_known))
     if not held:
-        if was_parallelized(model):
-            raise ValueError(
-                f"{type(model).__name__} went through parallelize without adapters. Call "
-                "forgekit.load_adapter before forgekit.parallelize, or add_lora before it and "
-                "load_adapter after it."
-            )
-        check_sharded(model)
         add_chosen(model, [*chosen.values()])
     reshard(model)
     weights = {(name, "W"): p for name, p in model.named_parameters()} if is_known else {}

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from forgekit.inputs import quoted
-from forgekit.model.lora_layers import Adapter
+from forgekit.model.lora import Adapter
 from forgekit.ranks import CheckpointError
 
 PREFIX = "base_model.model."

@@ -1,90 +1,279 @@
-"""Give matrices of a model adapters, by patterns of names, and freeze all else."""
+"""Layers with a low-rank adapter: a frozen matrix, and two thin factors that are trained.
+
+The factors are parameters of the layer itself, beside its weight, so that every parameter of the
+base keeps its name. Where ranks share the layer, ``parallelize`` shards the factors with it and
+replaces two sockets, ``add_up`` and ``drop``.
+
+References:
+    LoRA, https://arxiv.org/abs/2106.09685; rsLoRA, https://arxiv.org/abs/2312.03732;
+    DoRA, https://arxiv.org/abs/2402.09353
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
+import math
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any
 
 import attrs
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forgekit.inputs import brief, check_choice, check_integers, check_numbers, is_integer, quoted
-from forgekit.model.lora_layers import Adapter, LoraExperts, LoraLinear, lora_layers
-from forgekit.model.moe import Experts
-from forgekit.model.nf4 import PIECE
-from forgekit.model.transformer import Transformer
+from forgekit.inputs import check_integers, check_numbers
+from forgekit.model.attention import wide
+from forgekit.model.initial import seed_of
+from forgekit.model.moe import ALIGNMENT, Experts, Multiply
+from forgekit.model.nf4 import PackedLinear, is_packed, pack, unpack
 
-NONE = MappingProxyType({})
-STACKS = ("gate", "up", "down")
-Base = Literal["nf4"]
-"""How the matrices that get an adapter are held."""
+WHOLE_FACTORS = MappingProxyType({0: ("lora_A",), 1: ("lora_B", "lora_magnitude_vector")})
+"""What ranks hold whole, by the dimension along which they share the weight."""
 
 
-def add_adapters(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    targets: Collection[str] | str,
-    rank_pattern: Mapping[str, int] = NONE,
-    alpha_pattern: Mapping[str, float] = NONE,
-    dropout: float = 0.0,
-    dora: bool = False,
-    rslora: bool = False,
-    base: Base | None = None,
-    seed: int = 0,
-) -> nn.Module:
-    """Add adapters to the matrices that match, and freeze all else, in place; see ``add_lora``."""
-    _check_options(rank, alpha, dropout, seed, rank_pattern, alpha_pattern)
-    if base is not None:
-        check_choice("base", base, get_args(Base))
-    check_sharded(model)
-    template = Adapter(
-        name="", rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora, seed=seed
-    )
-    names = _match(model, [targets] if isinstance(targets, str) else targets)
-    ranks, alphas = _by_name(names, rank_pattern, rank), _by_name(names, alpha_pattern, alpha)
-    chosen = [attrs.evolve(template, name=n, rank=ranks[n], alpha=alphas[n]) for n in names]
-    return add_chosen(model, chosen, base)
+@attrs.frozen(kw_only=True)
+class Adapter:
+    """The adapter of one matrix: ``weight + scale * B @ A``.
+
+    Attributes:
+        name: The matrix's, in the whole model; with ``seed`` it decides the initial values.
+        rank: Rows of ``A``, columns of ``B``.
+        alpha: ``scale`` times the rank, or times its root with ``rslora``.
+        dropout: Probability on what ``A`` takes, in training.
+        dora: Whether each row of the sum is scaled to a length that is trained.
+        rslora: Whether the scale falls with the root of the rank.
+        seed: Seed of the initial values.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    dora: bool = False
+    rslora: bool = False
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        check_integers(rank=(self.rank, 1), seed=(self.seed, -(2**63)))
+        check_numbers(alpha=(self.alpha, 0), dropout=(self.dropout, 0))
+        if not self.alpha or self.dropout >= 1:
+            raise ValueError(
+                f"alpha is {self.alpha} and dropout {self.dropout}; alpha must be above 0, or the "
+                "adapter would add nothing, and dropout below 1."
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def draw(self, shape: torch.Size, restart: int = 0) -> Tensor:
+        """Draw the whole of ``A``, uniformly in ``+-1 / sqrt(in)``, float32 in host memory.
+
+        Args:
+            shape: ``[... r in]``.
+            restart: Another number, other values; 0 at first.
+        """
+        name = f"{self.name}.lora_A" + (f"/{restart}" if restart else "")
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, name))
+        values = torch.rand(shape, generator=generator, device="cpu")
+        return values.mul_(2).sub_(1).div_(math.sqrt(shape[-1]))
 
 
-def add_chosen(model: nn.Module, chosen: list[Adapter], base: Base | None = None) -> nn.Module:
-    """Add adapters to the matrices that they name, and freeze all else, in place."""
-    if find_matrices(model).keys() & {"", *STACKS}:
-        raise ValueError(
-            f"the model is a {type(model).__name__} itself, and adapters take the place of a "
-            "model's layers. Put it into a module: torch.nn.Sequential(model)."
+class LoraLinear(nn.Linear):
+    """``nn.Linear`` with an adapter; ``of`` makes one that takes the place of a layer.
+
+    Attributes:
+        adapters: The adapter under ``"weight"``; a socket: without it the base computes alone.
+        bases: The weight's values before it was merged, this rank's; empty while it is not.
+        merged: Of a packed weight what it is merged to, sharded alike; None while it is not.
+        full_dtype: Of the weight before it was packed.
+        lora_A: ``[r in]``.
+        lora_B: ``[out r]``.
+        lora_magnitude_vector: ``[out]``, lengths of rows (DoRA); None without.
+        add_up: Socket: sums of squares of a rank's columns -> of whole rows.
+        drop: Socket: ``drop(x, p)``, dropout on what this rank holds of the input.
+    """
+
+    adapters: dict[str, Adapter]
+    bases: dict[str, Tensor]
+    merged: Tensor | None
+    full_dtype: torch.dtype
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude_vector: nn.Parameter | None
+    add_up: Callable[[Tensor], Tensor]
+    drop: Callable[[Tensor, float], Tensor]
+
+    @classmethod
+    def of(cls, layer: nn.Module, adapter: Adapter, *, packs: bool = False) -> LoraLinear:
+        """Make a layer of the parameters and hooks of another, with an adapter that adds zero.
+
+        Args:
+            layer: A linear layer.
+            adapter: The adapter.
+            packs: Whether the weight is packed into NF4.
+        """
+        own: Any = _taken_over(layer, cls)
+        own.adapters, own.bases, own.add_up, own.drop = {"weight": adapter}, {}, _same, F.dropout
+        low, high = (adapter.rank, own.in_features), (own.out_features, adapter.rank)
+        own.lora_A, own.lora_B = (_new(own.weight, shape) for shape in (low, high))
+        magnitude = _new(own.weight, high[:1]) if adapter.dora else None
+        own.register_parameter("lora_magnitude_vector", magnitude)
+        own.full_dtype, own.merged = own.weight.dtype, None
+        if packs:
+            own.weight = nn.Parameter(pack(own.weight), requires_grad=False)
+        _fill(own)
+        return own
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[... in]`` -> ``[... out]``."""
+        if self.merged is not None:
+            return F.linear(input, full_of(self.merged).to(input.dtype), self.bias)
+        if self.bases or not self.adapters:
+            return self._multiply(input, self.bias)
+        x, adapter = input, self.adapters["weight"]
+        rows = x.reshape(-1, x.shape[-1])
+        is_dropped = self.training and adapter.dropout > 0
+        low = F.linear(
+            self.drop(rows, adapter.dropout) if is_dropped else rows, self.lora_A.to(x.dtype)
         )
-    _check_matrices(model, chosen)
-    if base is not None:
-        _check_packable(model, chosen)
-    for adapter in chosen:
-        _add(model, adapter, packs=base is not None)
-    trained = set(adapter_names(model))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-    return model
+        own_bias = None if adapter.dora else self.bias
+        out = self._multiply(rows, own_bias)
+        # One product that adds to what is there: no pass over the output for scale and sum.
+        out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
+        if self.lora_magnitude_vector is not None:
+            out = out * self._stretch(self.lora_magnitude_vector).to(x.dtype)
+            out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def adapted_weight(self) -> Tensor:
+        """The weight that the layer computes with, ``[out in]``, differentiable."""
+        low, high = self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
+        adapted = self.weight + self.adapters["weight"].scale * (high @ low)
+        if self.lora_magnitude_vector is None:
+            return adapted
+        stretch = self._stretch(self.lora_magnitude_vector)
+        return adapted * stretch.to(adapted.dtype).unsqueeze(-1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight; of a packed one that which it had."""
+        return self.full_dtype if is_packed(self.weight) else self.weight.dtype
+
+    def whole_weight(self, dtype: torch.dtype) -> Tensor:
+        """The base's weight, unpacked, ``[out in]``; while FSDP has not gathered it, it is here."""
+        weight = full_of(self.weight.detach())
+        if not is_packed(weight):
+            return weight.to(dtype)
+        return unpack(weight, (self.out_features, self.in_features), dtype)
+
+    def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
+        """Names of a matrix's ``A``, ``B`` and magnitude."""
+        magnitude = "lora_magnitude_vector" if self.adapters[matrix].dora else None
+        return "lora_A", "lora_B", magnitude
+
+    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
+        """Whole initial values of the adapter's parameters, by name; see ``init_weights``."""
+        return _initial(self, restart)
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply rows, ``[... in]``, by the base's weight -> ``[... out]``."""
+        if not is_packed(self.weight):
+            return F.linear(rows, self.weight, bias)
+        flat = rows.reshape(-1, self.in_features)
+        out: Tensor = PackedLinear.apply(flat, self.weight, self.out_features)  # pyright: ignore[reportAssignmentType]
+        out = out.view(*rows.shape[:-1], self.out_features)
+        return out if bias is None else out + bias
+
+    def _stretch(self, magnitude: Tensor) -> Tensor:
+        """What each row is multiplied by, ``[out]``; gradients reach the magnitude alone."""
+        with torch.no_grad():
+            dtype = wide(self.dtype)
+            delta = self.lora_B.to(dtype) @ self.lora_A.to(dtype)
+            rows = self.whole_weight(dtype) + self.adapters["weight"].scale * delta
+            lengths = self.add_up(rows.square().sum(-1)).sqrt()
+        return magnitude.to(dtype) / lengths
 
 
-def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that adapters are for, by name of the matrix: a linear layer's or a stack's."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            found[name] = module
-        elif isinstance(module, Experts):
-            found |= dict.fromkeys((_join(name, stack) for stack in STACKS), module)
-    return found
+class LoraExperts(Experts):
+    """Experts of which each has adapters of its own; ``of`` makes them of experts.
+
+    Attributes:
+        adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``; a socket, as that of a linear layer.
+            Factors are ``<stack>_lora_A`` ``[e r in]`` and ``<stack>_lora_B`` ``[e out r]``.
+        bases: By stack its values before it was merged, this rank's; empty while none is.
+        widths: See ``Experts``; here those of the factors too.
+    """
+
+    adapters: dict[str, Adapter]
+    bases: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, experts: Experts) -> LoraExperts:
+        """Make experts of the parameters and hooks of others, without adapters yet."""
+        own: Any = _taken_over(experts, cls)
+        own.adapters, own.bases = {}, {}
+        return own
+
+    def add_adapter(self, stack: str, adapter: Adapter) -> None:
+        """Give a stack adapters that add zero, in place."""
+        weight = getattr(self, stack)
+        count, outputs, inputs = weight.shape
+        self.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
+        self.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
+        self.adapters[stack] = adapter
+        # Ranks share one dimension of a stack, which one of its factors has; the other is whole.
+        by_rows = self.widths[stack] == 1
+        own = {f"{stack}_lora_A": None if by_rows else 2, f"{stack}_lora_B": 1 if by_rows else None}
+        self.widths = {**self.widths, **own}
+        _fill(self, stack)
+
+    def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
+        """Multiply rows by their expert's matrix, and add what its adapter makes of them."""
+        out = super().project(stack, rows, multiply)
+        if stack not in self.adapters or self.bases:
+            return out
+        low, high = (getattr(self, name).to(rows.dtype) for name in self.factor_names(stack)[:2])
+        if short := -low.shape[1] % (ALIGNMENT // rows.element_size()):
+            # Zeros up to the strides that the grouped product takes.
+            low, high = F.pad(low, (0, 0, 0, short)), F.pad(high, (0, short))
+        return out + multiply(multiply(rows, low), high) * self.adapters[stack].scale
+
+    def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
+        """Names of a stack's ``A`` and ``B``; there is no magnitude."""
+        return f"{matrix}_lora_A", f"{matrix}_lora_B", None
+
+    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
+        """Whole initial values of the adapters' parameters, by name; see ``init_weights``."""
+        return _initial(self, restart)
+
+
+def _taken_over(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Make a module of another class that holds what a module holds: parameters, hooks, names."""
+    own = kind.__new__(kind)
+    vars(own).update(vars(module) | {"_parameters": dict(module._parameters)})
+    return own
+
+
+LoraLayer = LoraLinear | LoraExperts
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """A model's layers with adapters, by name; those that this rank has."""
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, LoraLayer)}
 
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the parameters of a model's adapters; those that this rank has."""
     return [
-        _join(name, leaf)
+        f"{name}.{leaf}".lstrip(".")
         for name, layer in lora_layers(model).items()
         for matrix in layer.adapters
         for leaf in layer.factor_names(matrix)
@@ -92,182 +281,80 @@ def adapter_names(model: nn.Module) -> list[str]:
     ]
 
 
-def check_sharded(model: nn.Module) -> None:
-    """Raise if ranks share the model's parameters already."""
-    sharded = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"{sharded!r} is sharded over ranks already, and gradients of adapters that are added "
-            "now would never be summed: each rank would train its own. Call "
-            "forgekit.add_lora(model) before forgekit.parallelize(model, mesh)."
-        )
+def weight_of(layer: nn.Linear) -> Tensor:
+    """The weight that a linear layer computes with, where it is read instead of called."""
+    if isinstance(layer, LoraLinear) and layer.adapters and not layer.bases:
+        return layer.adapted_weight()
+    return layer.weight
 
 
-def _check_options(
-    rank: int,
-    alpha: float,
-    dropout: float,
-    seed: int,
-    rank_pattern: Mapping[str, int],
-    alpha_pattern: Mapping[str, float],
-) -> None:
-    check_integers(seed=(seed, -(2**63)))
-    for what, value in {"rank": rank, **_quoted("rank_pattern", rank_pattern)}.items():
-        if not is_integer(value) or value < 1:
-            raise ValueError(f"{what} is {brief(value)}; it must be an integer of at least 1.")
-    for what, value in {"alpha": alpha, **_quoted("alpha_pattern", alpha_pattern)}.items():
-        check_numbers(**{what: (value, 0)})
-        if not value:
-            raise ValueError(f"{what} is 0, so the adapter would add nothing; make it positive.")
-    check_numbers(dropout=(dropout, 0))
-    if dropout >= 1:
-        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1.")
+@torch.no_grad()
+def merged_weight(layer: LoraLayer, matrix: str) -> Tensor:
+    """Add an adapter to its matrix, both whole: in float32 or wider, the same bits in every layout.
 
+    Args:
+        layer: A layer with adapters, its base unpacked where it is packed.
+        matrix: Name of the matrix in it.
 
-def _quoted(what: str, pattern: Mapping[str, float]) -> dict[str, float]:
-    return {f"{what}[{key!r}]": value for key, value in pattern.items()}
-
-
-def _match(model: nn.Module, targets: Iterable[str]) -> list[str]:
-    """Names of the matrices that a pattern matches, or whose experts it does."""
-    matrices, found = find_matrices(model), set[str]()
-    patterns = list(targets)
-    if not patterns:
-        raise ValueError("targets is empty; give at least one pattern, such as '*.query'.")
-    for pattern in patterns:
-        matched = {
-            name
-            for name, module in matrices.items()
-            if fnmatchcase(name, pattern)
-            or (isinstance(module, Experts) and fnmatchcase(name.rpartition(".")[0], pattern))
-        }
-        if not matched:
-            raise ValueError(_unmatched(model, pattern, list(matrices)))
-        found |= matched
-    return [name for name in matrices if name in found]
-
-
-def _unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
-    tied = next((m for m in model.modules() if isinstance(m, Transformer) and m.spec.tied), None)
-    if tied is not None and fnmatchcase("output", pattern):
-        return (
-            f"the pattern {pattern!r} is for the output projection, which is the embedding "
-            "(TransformerSpec(tied=True)): merging would change both. Build the model with "
-            "tied=False and load the embedding into both, or leave the pattern out."
-        )
-    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-    others = [(n, m) for n, m in model.named_modules() if n and fnmatchcase(n, pattern)]
-    but = f", only {others[0][0]!r} ({type(others[0][1]).__name__})" if others else ""
-    return (
-        f"the pattern {pattern!r} matches no linear layer and no stack of experts{but}; the "
-        f"nearest names are {quoted(nearest)}. Correct it or leave it out."
-    )
-
-
-def _by_name(names: list[str], pattern: Mapping[str, float], default: float) -> dict[str, float]:
-    """Each matrix's own value, of the last pattern that matches; the default without one."""
-    found = dict.fromkeys(names, default)
-    for key, value in pattern.items():
-        matched = [name for name in names if fnmatchcase(name, key)]
-        if not matched:
-            raise ValueError(
-                f"the pattern {key!r} matches none of the {len(names)} matrices that get an "
-                f"adapter (first: {names[0]!r}). Correct it or leave it out."
-            )
-        found |= dict.fromkeys(matched, value)
-    return found
-
-
-def _check_matrices(model: nn.Module, chosen: list[Adapter]) -> None:
-    matrices = find_matrices(model)
-    shared = _shared_weights(model)
-    heads = _heads(model)
-    for adapter in chosen:
-        name, layer = adapter.name, matrices[adapter.name]
-        if isinstance(layer, LoraLinear | LoraExperts) and _stack(layer, name) in layer.adapters:
-            raise ValueError(
-                f"{name!r} has an adapter already; a matrix has one. Narrow the pattern, or build "
-                "the model again."
-            )
-        if isinstance(layer, Experts):
-            _check_plain(adapter, "experts", dora=adapter.dora)
-        elif type(layer).forward is not nn.Linear.forward:
-            raise ValueError(
-                f"{name!r} is a {type(layer).__name__} with a forward of its own; adapters are for "
-                "nn.Linear and for experts of forgekit. Narrow the pattern."
-            )
-        elif name in shared:
-            raise ValueError(
-                f"the weight of {name!r} is that of {shared[name]!r} too (tied), so merging would "
-                "change both. Give it a weight of its own, or narrow the pattern."
-            )
-        if name in heads:
-            _check_plain(adapter, "the output projection, whose weight a loss may read", dora=False)
-
-
-def _heads(model: nn.Module) -> set[str]:
-    named = model.named_modules()
-    return {_join(name, "output") for name, m in named if isinstance(m, Transformer)}
-
-
-def _check_packable(model: nn.Module, chosen: list[Adapter]) -> None:
-    matrices, heads = find_matrices(model), _heads(model)
-    for name in (adapter.name for adapter in chosen):
-        layer = matrices[name]
-        if not isinstance(layer, nn.Linear) or name in heads:
-            what = "is the output projection" if name in heads else "is of experts"
-            raise ValueError(
-                f'{name!r} {what}, and base="nf4" packs other linear layers alone. Narrow the '
-                "pattern; add_lora may be called again for it without base."
-            )
-        count = layer.out_features * layer.in_features
-        if count % PIECE:
-            raise ValueError(
-                f"{name!r} is [{layer.out_features}, {layer.in_features}], {count} values; "
-                f'base="nf4" packs {PIECE} together, which must divide them. Narrow the pattern; '
-                "add_lora may be called again for it without base."
-            )
-
-
-def _check_plain(adapter: Adapter, what: str, *, dora: bool) -> None:
-    """Raise where an adapter is added to its matrix instead of to what the matrix makes."""
-    asked = {f"dropout={adapter.dropout}": adapter.dropout > 0, "dora=True": dora}
-    if wrong := [text for text, is_asked in asked.items() if is_asked]:
-        raise ValueError(
-            f"{adapter.name!r} is of {what}; its adapter takes no {wrong[0].partition('=')[0]} "
-            f"({wrong[0]}). Set it to {'False' if 'dora' in wrong[0] else '0'} or narrow the "
-            "pattern; add_lora may be called again for other matrices."
-        )
-
-
-def _shared_weights(model: nn.Module) -> dict[str, str]:
-    """Linear layers whose weight another module holds too, with a name of that."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {
-        name.rpartition(".")[0]: next(other for other in known if other != name)
-        for known in names.values()
-        for name in known
-        if len(known) > 1
-    }
-
-
-def _add(model: nn.Module, adapter: Adapter, *, packs: bool) -> None:
-    layer = find_matrices(model)[adapter.name]
-    path = adapter.name.rpartition(".")[0] if isinstance(layer, Experts) else adapter.name
-    if isinstance(layer, Experts):
-        adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
-        adapted.add_adapter(_stack(layer, adapter.name), adapter)
+    Returns:
+        ``[out in]``, of experts ``[e out in]``, gathered on every rank that shares it.
+    """
+    names = layer.factor_names(matrix)
+    low, high = (full_of(getattr(layer, name)) for name in names[:2])
+    if isinstance(layer, LoraLinear):
+        weight = layer.whole_weight(wide(layer.dtype))
     else:
-        adapted = LoraLinear.of(layer, adapter, packs=packs)
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, adapted)
+        weight = full_of(getattr(layer, matrix))
+        weight = weight.to(wide(weight.dtype))
+    merged = weight + layer.adapters[matrix].scale * (high.to(weight.dtype) @ low.to(weight.dtype))
+    if names[2] is not None:
+        magnitude = full_of(getattr(layer, names[2])).to(merged.dtype)
+        merged *= (magnitude / torch.linalg.vector_norm(merged, dim=-1)).unsqueeze(-1)
+    return merged
 
 
-def _stack(layer: nn.Module, name: str) -> str:
-    return name.rpartition(".")[2] if isinstance(layer, Experts) else "weight"
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; a plain one is all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+def full_of(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered where ranks share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _new(weight: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    """A trainable parameter beside a weight; of 16-bit weights in float32, where it can move."""
+    return nn.Parameter(torch.empty(shape, dtype=wide(weight.dtype), device=weight.device))
+
+
+@torch.no_grad()
+def _fill(layer: LoraLayer, *matrices: str) -> None:
+    """Fill what was just added, in place; on meta ``parallelize`` does it."""
+    matrices = matrices or tuple(layer.adapters)
+    due = {name for matrix in matrices for name in layer.factor_names(matrix) if name}
+    for name, full in layer.initial_adapters().items():
+        parameter = getattr(layer, name)
+        if name in due and not parameter.is_meta:
+            parameter.copy_(full())
+
+
+def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:
+    values: dict[str, Callable[[], Tensor]] = {}
+    for matrix, adapter in layer.adapters.items():
+        low, high, magnitude = layer.factor_names(matrix)
+        values[low] = partial(adapter.draw, getattr(layer, low).shape, restart)
+        values[high] = partial(torch.zeros, getattr(layer, high).shape, device="cpu")
+        if magnitude is not None:
+            values[magnitude] = partial(_row_lengths, layer)
+    return values
+
+
+def _row_lengths(layer: Any) -> Tensor:
+    """Lengths of the rows of a whole weight, which is gathered: the same bits in every layout."""
+    weight = layer.whole_weight(wide(layer.dtype))
+    return torch.linalg.vector_norm(weight, dim=-1).cpu()

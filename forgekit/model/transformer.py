@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from forgekit.inputs import brief, check_integers, is_integer, is_number, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
-from forgekit.model.lora_layers import weight_of
+from forgekit.model.lora import weight_of
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling

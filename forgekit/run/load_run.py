@@ -18,8 +18,8 @@ from forgekit.huggingface.load import huggingface_spec
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.huggingface.transformers_models import transformers_model
 from forgekit.inputs import path_of
-from forgekit.model.lora import add_chosen
-from forgekit.model.lora_layers import Adapter
+from forgekit.lora.adapters import add_chosen
+from forgekit.model.lora import Adapter
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Router

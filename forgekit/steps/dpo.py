@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from forgekit.data.samples import IGNORED
 from forgekit.inputs import check_choice, check_numbers
-from forgekit.model.lora import adapter_names
-from forgekit.model.lora_layers import lora_layers
+from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.state import Layout, layout_of
 from forgekit.steps.forward import evaluating

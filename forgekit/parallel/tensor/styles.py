@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as distribute
 
 from forgekit.inputs import nearest_multiples
-from forgekit.model.lora_layers import WHOLE_FACTORS, LoraLinear
+from forgekit.model.lora import WHOLE_FACTORS, LoraLinear
 from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from forgekit.data.loading.groups import groups
 from forgekit.data.samples import IGNORED
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
-from forgekit.model.lora_layers import LoraLinear
+from forgekit.model.lora import LoraLinear
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
