@@ -119,7 +119,7 @@ if _TYPE_CHECKING:
     from forgekit.evaluation.averaged import averaged as averaged
     from forgekit.evaluation.generate import generate as generate
     from forgekit.run.load_run import load_run as load_run
-    from forgekit.run.report import wrap_up as wrap_up
+    from forgekit.report import wrap_up as wrap_up
     from forgekit.run.verification.verify import verify as verify
 
 _NAMES = _MappingProxyType(
@@ -185,7 +185,7 @@ _NAMES = _MappingProxyType(
         "evaluation.averaged": "averaged",
         "evaluation.generate": "generate",
         "run.load_run": "load_run",
-        "run.report": "wrap_up",
+        "report": "wrap_up",
         "run.verification.verify": "verify",
     }
 )

@@ -106,9 +106,9 @@ def locked(path: Path, *, shared: bool = False, wait: bool = False) -> Iterator[
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process has locked a directory."""
+    """Whether a living process has locked a directory or a file."""
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

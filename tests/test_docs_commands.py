@@ -99,7 +99,7 @@ def test_what_a_page_tells_to_type_exists(page, capsys):
     "line",
     [
         "forgekit nothing",
-        "forgekit report runs/a --watcher",
+        "forgekit report runs/a --outer",
         "forgekit cp pretrained my.py",
         "forgekit plan pretrain mesh.xp=2 --world 8",
         "torchrun --nproc-per-node 8 my.py model.dim=wide",

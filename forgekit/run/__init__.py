@@ -13,7 +13,7 @@ from forgekit.metrics.log import read_metrics
 from forgekit.metrics.trackers import Tracker, Trackio, make_trackers
 from forgekit.evaluation.generate import write_sample
 from forgekit.run.lm_eval_harness import lm_eval_model
-from forgekit.metrics.expert_loads import expert_loads, plot_expert_loads
+from forgekit.metrics.expert_loads import expert_loads
 from forgekit.metrics.hooks import (
     capture_activations,
     every_steps,
@@ -22,7 +22,7 @@ from forgekit.metrics.hooks import (
     layer_norms,
 )
 from forgekit.metrics.profile import Profile
-from forgekit.run.report import plot_losses
+from forgekit.report import plot_expert_loads, plot_losses
 from forgekit.lora.adapters import relora
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.huggingface.transformers_models import transformers_model

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -141,7 +142,8 @@ class Run:
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._note(state, "running")
-        self._remember("started", state, **_started_with(state))
+        started = {"parameters": flops.parameters, "arguments": sys.argv[1:]}
+        self._remember("started", state, **_started_with(state), **started)
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
         self._say(self._greeting(state, flops.parameters / 1e6))

@@ -1,9 +1,6 @@
-"""Loads of experts: logged from the state, and drawn from what was logged."""
+"""Loads of experts: logged from the state."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 import attrs
 import pytest
@@ -12,7 +9,7 @@ from ranks import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.metrics.expert_loads import expert_loads, plot_expert_loads
+from forgekit.metrics.expert_loads import expert_loads
 from forgekit.metrics.log import read_metrics
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, first=1)
@@ -73,32 +70,6 @@ def test_a_dense_model_has_no_loads():
     assert expert_loads(fk.TrainState.create(model, fk.adamw(model))) == {}
 
 
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
-def logged(steps, load=1.0, layers=2):
-    names = [f"moe/load/layers.{layer}.feed_forward" for layer in range(layers)]
-    return [{"step": step, "train/loss": 2.0} for step in (1, 2)] + [
-        {"step": step} | {name: [load, 0.0, 3.5, 1.0] for name in names} for step in steps
-    ]
-
-
-def test_the_picture_shows_the_loads(tmp_path):
-    """Twice the same one; then other loads; then one row before the first step and one layer."""
-    shown = [([10, 20, 25],), ([10, 20, 25],), ([10, 20, 25], 1.5), ([0], 1.0, 1)]
-    pictures = []
-    for what in shown:
-        path = write(tmp_path / "m.jsonl", logged(*what))
-        picture = plot_expert_loads(path, tmp_path / "new" / "m.png", title="a")
-        pictures.append(picture.read_bytes())
-    assert all(picture.startswith(b"\x89PNG\r\n\x1a\n") for picture in pictures)
-    assert 10_000 < len(pictures[0]) < 500_000
-    assert pictures[0] == pictures[1]
-    assert len(set(pictures)) == 3
-
-
 def test_loads_are_resumed_with_the_other_metrics(tmp_path):
     """A run that goes on from a checkpoint has each step's loads once."""
     model = fk.Transformer(SPEC)
@@ -111,17 +82,3 @@ def test_loads_are_resumed_with_the_other_metrics(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row[name] == [1.0] * 4 for row in rows for name in LAYERS)
-
-
-@pytest.mark.bad_input
-def test_metrics_without_loads_are_an_error_and_no_picture(tmp_path):
-    path = write(tmp_path / "m.jsonl", logged([]))
-    with pytest.raises(ValueError, match=r"has no moe/load/\.\.\. in it\. Log them: log\.event"):
-        plot_expert_loads(path, tmp_path / "m.png")
-    assert not (tmp_path / "m.png").exists()
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):
-        plot_expert_loads(write(tmp_path / "m.jsonl", logged([1])), tmp_path / "m.png")

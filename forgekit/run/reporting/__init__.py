@@ -1,1 +1,0 @@
-"""``forgekit report``: what a run leaves behind, as one page that opens anywhere."""

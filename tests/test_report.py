@@ -1,0 +1,377 @@
+"""The page of runs and its pictures: what stands in them, whatever a run directory holds."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import report_runs
+from report_runs import lines, rows_of
+
+from forgekit.cli import main
+from forgekit.report import plot_expert_loads, plot_losses, write_report
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Tags that match, tables by their first cells, and text, that of charts too."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.source, self.open, self.tags, self.texts, self.rows = path.read_text(), [], [], [], []
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.open += [] if tag in VOID else [tag]
+        self.rows += [[]] if tag == "tr" else []
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+            if self.open[-1] == "td":
+                self.rows[-1].append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def headline(self):
+        return {row[0]: row[1] for row in self.rows if len(row) == 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return report_runs.write_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(write_report([run]))
+
+
+def page_of(*runs, out=None):
+    return Page(write_report(runs, out))
+
+
+def test_every_part_of_a_run_is_on_its_page(page, run):
+    for text in (
+        *("Loss", "Learning rate", "Gradient norm before clipping", "Targets per second"),
+        *(
+            "Loss by source",
+            "own/metric",
+            "Load of each expert",
+            "8 micro-batches, simulated: bubble 5.9%",
+        ),
+        *("Who attends to whom", "a color for each cp rank", "Bad steps: 1"),
+        *("started again", "phase", "bad step", "step_00000040", "def <b>f</b>(): \ufffd[31m"),
+        *("failed; step 40 of 60, OSError: <oh>", "interleaved_1f1b", "eval/held_out/loss"),
+    ):
+        assert text in page.text, text
+    assert not list(run.glob("report/*"))
+
+
+def test_the_headline_has_the_numbers_that_one_looks_for(tmp_path):
+    rows = [
+        row | {"train/targets": 100, "perf/mfu": 0.25, "memory/peak_gib": 0.25}
+        for row in rows_of(40)
+    ]
+    lines(tmp_path / "metrics.jsonl", rows)
+    begun = {"event": "started", "ranks": 8, "device": "cuda", "parameters": 124_500_000}
+    events = [
+        begun | {"time": "2026-01-02T03:00:00+00:00"},
+        {"event": "stopped", "time": "2026-01-02T04:00:00+00:00"},
+        begun | {"time": "2026-01-03T03:00:00+00:00"},
+    ]
+    lines(tmp_path / "history.jsonl", events)
+    status = {"status": "finished", "step": 40, "time": "2026-01-03T03:30:00+00:00"}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    found = page_of(tmp_path).headline
+    assert found["parameters"] == "124.5 M"
+    assert found["devices"] == "8 x cuda"
+    assert found["targets seen"] == "4,000"
+    assert found["MFU"] == "25.0%"
+    assert found["wall time"] == "1 h 30 min, 2 starts"
+    assert found["time in steps"] == "20 s, 25.0% waiting for data"
+    assert found["peak memory"] == "256 MiB"
+    assert found["status"].startswith("finished; step 40, 2026-01-03")
+
+
+def test_the_page_loads_nothing_from_elsewhere(page):
+    assert "default-src 'none'" in page.source
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe")]
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,"))
+
+
+def curve_of(page, title):
+    """Points of the first curve of a chart, between 0 (low) and 1 (high) on each axis."""
+    chart = next(part for part in page.source.split("<svg")[1:] if f">{title}<" in part)
+    (path,) = re.findall(r'id="line2d_(?:\d+)">\s*<path d="([^"]{60,})"', chart)[:1]
+    points = np.array(re.findall(r"[ML] (\S+) (\S+)", path), float)
+    return points[:, 0], -points[:, 1]
+
+
+def test_lines_are_where_the_numbers_are(page):
+    """A chart's axes are linear in its numbers: steps evenly apart, values by step squared."""
+    x, y = curve_of(page, "own/metric")
+    steps = np.arange(1, len(x) + 1)
+    assert len(x) == 40
+    assert np.allclose((x - x[0]) / (x[-1] - x[0]), (steps - 1) / 39, atol=1e-4)
+    assert np.allclose((y - y[0]) / (y[-1] - y[0]), (steps**2 - 1) / (40**2 - 1), atol=1e-3)
+
+
+def test_one_evaluation_is_a_number_and_no_chart(tmp_path):
+    rows = rows_of(3)
+    rows[-1] |= {"eval/held_out/loss": 2.5, "eval/held_out/bits_per_byte": 1.25}
+    lines(tmp_path / "metrics.jsonl", rows)
+    page = page_of(tmp_path)
+    assert "Evaluation: bits per byte" not in page.text
+    assert page.rows[0] != ["run", "metric"]
+    assert [row[1:] for row in page.rows if row[1:2] == ["eval/held_out/bits_per_byte"]] == [
+        ["eval/held_out/bits_per_byte", "1.25 at step 3", "1.25 at step 3"]
+    ]
+
+
+@pytest.mark.parametrize(("config", "has_mask"), [({}, False), ({"data": {"doc_ids": True}}, True)])
+def test_a_plain_causal_mask_is_not_drawn(tmp_path, config, has_mask):
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"dim": 8}} | config))
+    assert ("Who attends to whom" in page_of(tmp_path).text) is has_mask
+
+
+def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
+    """An integer of 400 digits, and a float whose axis would overflow."""
+    rows = rows_of(30)
+    rows[4]["train/loss"], rows[6]["train/loss"], rows[8]["own"] = 1e308, -1e308, 10**400
+    lines(tmp_path / "metrics.jsonl", rows)
+    text = page_of(tmp_path).text
+    assert "too large to draw: own in 1 of 1 rows, step 9 first; train/loss in 2 of 30" in text
+    assert plot_losses(tmp_path / "metrics.jsonl", tmp_path / "a.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "config.json", "samples/a.txt"])
+def test_a_pipe_in_place_of_a_file_is_left_out(tmp_path, name):
+    """Opening one would wait for a writer that never comes."""
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    (tmp_path / "status.json").write_text('{"status": "finished"}')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert "cannot be read: [Errno 22] Not a regular file" in page_of(tmp_path).text
+
+
+def test_a_run_that_nobody_holds_is_killed_and_one_that_is_held_runs(tmp_path):
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    (tmp_path / "status.json").write_text('{"status": "running"}')
+    assert page_of(tmp_path).headline["status"].startswith("killed: no process holds the run")
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert page_of(tmp_path).headline["status"].startswith("running; step 3")
+
+
+def test_runs_with_other_keys_are_drawn_over_each_other(tmp_path):
+    for name, dim in (("a/run", 8), ("b/run", 16)):
+        lines(tmp_path / name / "metrics.jsonl", rows_of(3, scale=dim))
+        config = {"model": {"dim": dim}, "seed": 1}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    page = page_of(tmp_path / "a/run", tmp_path / "b/run", out=tmp_path / "both.html")
+    assert "a/run | b/run" in page.text
+    assert ["model.dim", "8", "16"] in page.rows
+    assert page.source.index("model.dim") < page.source.index("1 equal keys")
+    assert page.source.index("1 equal keys") < page.source.index("<td>seed")
+
+
+def test_keys_that_the_command_set_stand_apart_from_defaults(tmp_path):
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    config = {"optim": {"lr": 0.1, "eps": 1e-8}, "steps": 9, "seed": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    started = {"event": "started", "arguments": ["--optim.lr=0.1", "steps=9"]}
+    lines(tmp_path / "history.jsonl", [started])
+    page = page_of(tmp_path)
+    assert page.headline.items() >= {"optim.lr": "0.1", "steps": "9"}.items()
+    folded = page.source.index("2 others, as by default")
+    assert page.source.index("<td>optim.lr") < folded < page.source.index("<td>optim.eps")
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": 4, "train/lo')
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "bad_steps.jsonl").write_text("null\n")
+    text = page_of(tmp_path).text
+    assert "2 lines of" in text
+    assert "line 4 is '[1]'" in text
+    assert "config.json are left out; line 1 is '{'" in text
+    assert "bad_steps.jsonl are left out" in text
+    assert "step 3" in text
+
+
+def test_a_run_that_has_failed_before_its_first_row_has_a_page(tmp_path):
+    (tmp_path / "status.json").write_text('{"status": "failed", "reason": "ValueError: no"}')
+    assert "ValueError: no" in page_of(tmp_path).text
+
+
+def test_a_hundred_thousand_steps_keep_their_spike(tmp_path):
+    report_runs.write_long(tmp_path / "metrics.jsonl")
+    before = time.process_time()
+    page = page_of(tmp_path)
+    assert time.process_time() - before < 30
+    assert len(page.source) < 5e6
+    assert "1 rows above, the largest 1 M" in page.text
+    x, y = curve_of(page, "Loss")
+    steps = (x - x[0]) / (x[-1] - x[0]) * 99_999 + 1
+    assert abs(steps[y.argmax()] - 50_000) < 400, "the line leaves the chart at the spike"
+
+
+def test_without_matplotlib_the_page_has_its_tables(tmp_path, run):
+    """In a process of its own, whose interpreter does not see the package."""
+    script = (
+        "import sys, importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"
+        "sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
+        "from forgekit.cli import main\n"
+        f"sys.exit(main(['report', {str(run)!r}, '--out', {str(tmp_path / 'a.html')!r}]))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
+    page = Page(tmp_path / "a.html")
+    assert 'matplotlib is missing. pip install "forgekit[plot]"' in page.text
+    assert "<svg" not in page.source
+    assert "Bad steps: 1" in page.text
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], r"nowhere is not there\. Name a run directory"),
+        (["empty"], r"empty has no row of metrics and no status\.json\. +Name a run directory"),
+        (["broken"], r"line 1 is 'step 1 loss 3'\. Name a run directory"),
+        (["run", "run/metrics.jsonl"], r"a run stands twice; name each once\."),
+        (["run", "--out", "empty"], r"empty would not open in a browser; name a file"),
+        (["run", "--out", "page.pdf"], r"page\.pdf would not open in a browser"),
+        (["run", "--out", "file/a.html"], r"no page was written: .*file.*\. Name one with --out\."),
+        (["run", "--watch"], r"unrecognized arguments: --watch"),
+    ],
+)
+def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "run/metrics.jsonl", rows_of(2))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/metrics.jsonl").write_text("step 1 loss 3\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no metrics\n")
+    try:
+        code = main(["report", *arguments])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    assert code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.rglob("*.html"))
+
+
+# Pictures
+
+
+def loss_rows(count, scale=1.0):
+    rows = [
+        {"step": step, "train/loss": scale * (2 + 5 / step), "train/lr": 1e-3 / step}
+        for step in range(1, count + 1)
+    ]
+    rows[count // 2]["train/loss"] = None
+    rows[-1]["eval/held_out/loss"] = scale * 2.1
+    return rows
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"train/loss": 6.0}, {"train/lr": 0.01}, {"eval/held_out/loss": 4.0}, {"eval/b/loss": 3.0}],
+    ids=lambda change: next(iter(change)),
+)
+def test_each_curve_is_in_the_picture(tmp_path, change, monkeypatch):
+    """Without pyplot, whose global figures belong to the user's own script."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    rows = loss_rows(40)
+    path = lines(tmp_path / "m.jsonl", rows)
+    before = plot_losses(path, tmp_path / "new" / "m.png").read_bytes()
+    assert before == plot_losses(path, tmp_path / "new" / "m.png").read_bytes()
+    assert before.startswith(b"\x89PNG\r\n\x1a\n")
+    rows[-1] |= change
+    after = plot_losses(lines(path, rows), tmp_path / "new" / "m.png").read_bytes()
+    assert after != before
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"step": 1, "train/loss": 3.0, "train/lr": 0.1}],
+        [{"step": 1, "eval/held_out/loss": 3.0}],
+        [{"step": 1, "train/loss": None, "train/lr": 0.1}, {"step": 2, "train/loss": 3.0}],
+    ],
+    ids=["one row", "evaluation alone", "first loss not finite"],
+)
+def test_short_runs_have_a_picture_too(tmp_path, rows):
+    path = plot_losses(lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def loads(steps, load=1.0, layers=2):
+    names = [f"moe/load/layers.{layer}.feed_forward" for layer in range(layers)]
+    return [{"step": step, "train/loss": 2.0} for step in (1, 2)] + [
+        {"step": step} | {name: [load, 0.0, 3.5, 1.0] for name in names} for step in steps
+    ]
+
+
+def test_the_picture_shows_the_loads(tmp_path):
+    """Twice the same one; then other loads; then one row before the first step and one layer."""
+    shown = [([10, 20, 25],), ([10, 20, 25],), ([10, 20, 25], 1.5), ([0], 1.0, 1)]
+    pictures = []
+    for what in shown:
+        path = lines(tmp_path / "m.jsonl", loads(*what))
+        picture = plot_expert_loads(path, tmp_path / "new" / "m.png", title="a")
+        pictures.append(picture.read_bytes())
+    assert all(picture.startswith(b"\x89PNG\r\n\x1a\n") for picture in pictures)
+    assert pictures[0] == pictures[1]
+    assert len(set(pictures)) == 3
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("draw", "rows", "error", "message"),
+    [
+        (plot_losses, [{"step": 1, "train/loss": None}], ValueError, "1 rows and no finite loss"),
+        (plot_expert_loads, loads([]), ValueError, r"has no moe/load/\.\.\. in it\. Log them: "),
+    ],
+)
+def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, draw, rows, error, message):
+    path = lines(tmp_path / "m.jsonl", rows)
+    with pytest.raises(error, match=message):
+        draw(path, tmp_path / "m.png")
+    assert not (tmp_path / "m.png").exists()
+
+
+@pytest.mark.parametrize("draw", [plot_losses, plot_expert_loads])
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch, draw):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):
+        draw(lines(tmp_path / "m.jsonl", loads([1])), tmp_path / "m.png")
