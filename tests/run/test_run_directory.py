@@ -208,8 +208,9 @@ def history(out):
     return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
 
 
-def test_each_start_and_end_of_a_run_is_kept(tmp_path):
+def test_each_start_and_end_of_a_run_is_kept(tmp_path, monkeypatch):
     """status.json knows the last one alone: here a stop, a failure in the loop, a kill, the end."""
+    monkeypatch.setattr(sys, "argv", ["my.py", "optim.lr=0.1"])
     with fk.open_run(tmp_path, {}) as run:
         run.start(create(), every=1).close()
         run.end(create(step=5), "SIGTERM")
@@ -224,6 +225,7 @@ def test_each_start_and_end_of_a_run_is_kept(tmp_path):
     found = history(tmp_path)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\+00:00", r.pop("time")) for r in found)
     on = {"ranks": 1, "device": "cpu", "forgekit": version("forgekit"), "torch": torch.__version__}
+    on |= {"parameters": 6, "arguments": ["optim.lr=0.1"]}
     assert found == [
         {"event": "started", "step": 0, "samples": 0, **on},
         {"event": "stopped", "step": 5, "samples": 40, "reason": "SIGTERM"},
