@@ -39,8 +39,11 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
         self.act = nn.PReLU() if kind == "unnamed weight" else nn.GELU()
 
-    def forward(self, x: Tensor, x0: Tensor | None = None) -> Tensor:
-        return x + self.down(self.act(self.up(x if x0 is None else x + x0)))
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        """Of the stream; with the embedding, or a sum, both."""
+        out = x + self.down(self.act(self.up(x + more[0] if more and more[0].ndim else x)))
+        passed = [m if m.ndim else m + out.square().mean(-1).sum() for m in more]
+        return (out, *passed) if more else out
 
 
 class Model(nn.Module):
@@ -54,17 +57,16 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Any:
-        x = x0 = self.embed(ids)
-        sums, saved = 0.0, []
+        x = self.embed(ids)
+        more, saved = {"x0": [x], "aux": [x.new_zeros(())]}.get(self.kind, []), []
         for number, layer in enumerate(self.layers):
             if self.kind == "skips" and number > 1:
                 x = x + saved.pop()
-            x = layer(x, x0) if self.kind == "x0" else layer(x)
+            x, *more = layer(x, *more) if more else (layer(x),)
             if number < 2:
                 saved.append(x)
-            sums = sums + x.square().mean(-1).sum()
         logits = self.head(x)
-        return (logits, sums) if self.kind == "aux" else logits
+        return (logits, more[0]) if self.kind == "aux" else logits
 
 
 class Opaque(nn.Module):
@@ -181,11 +183,13 @@ def no_shards(_watch: Any) -> Any:
 
 
 def first_alone(send: Any) -> Any:
-    """Let only the first tensor that travels between stages bring a gradient back."""
+    """Let only the first tensor that crosses between stages bring a gradient back."""
 
-    def sent(relay: Any) -> tuple[Tensor, ...]:
-        first, *others = send(relay) or (None,)
-        return tuple([] if first is None else [first, *(t.detach() + 0 * t for t in others)])
+    def sent(stage: Any, run: Any) -> Any:
+        out = send(stage, run)
+        first, *others = out if isinstance(out, tuple) else (out,)
+        rest = [t.detach() + 0 * t for t in others]
+        return (first, *rest) if rest else first
 
     return sent
 

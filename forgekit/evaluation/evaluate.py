@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +18,10 @@ from tensordict import TensorDict, TensorDictBase
 from forgekit.data.fingerprint import tokenizer_of
 from forgekit.data.token_files import HELD_OUT
 from forgekit.state import TrainState
+from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.make_step import Vote
-from forgekit.steps.pipelined import evaluate_staged
-from forgekit.steps.position_proof import check_positions
+from forgekit.steps.pipelined import FirstLook, evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
 
@@ -122,11 +123,12 @@ def _evaluate_one(
     known_bytes = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     if stop is not None and layout.stages is None:
         batches = _until_stopped(batches, state, stop)
+    look = partial(_look, state, loss_fn) if audit and layout.context > 1 else None
     with evaluating(state.model, layout), mixing_tensors(layout):
         if layout.stages is None:
-            sums = _run_whole(state, batches, loss_fn, name, audit=audit)
+            sums = _run_whole(state, batches, loss_fn, name, look)
         else:
-            sums = evaluate_staged(state, batches, loss_fn, audit=audit)
+            sums = evaluate_staged(state, batches, loss_fn, first=look)
     if stop is not None and stop.requested:
         return {}
     if not sums.rows:
@@ -208,15 +210,14 @@ def _run_whole(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     name: str,
-    *,
-    audit: bool,
+    look: FirstLook,
 ) -> LossSums:
     device = state.targets.device
     sums = LossSums(device)
     for batch in batches:
+        if look is not None and not sums.rows:
+            look(batch)
         part = take_part(batch, state.layout, device)
-        if audit and not sums.rows and state.layout.context > 1:
-            check_positions(state, part, loss_fn)
         try:
             loss = compute_loss(state.model, part, loss_fn)
         except IndexError as error:
@@ -224,6 +225,10 @@ def _run_whole(
             raise
         sums.add(loss, rows=batch.batch_size[0])
     return sums
+
+
+def _look(state: TrainState, loss_fn: LossFn, batch: TensorDictBase) -> None:
+    check_positions(state, batch, loss_fn)
 
 
 def _explain(error: IndexError, state: TrainState, batch: TensorDictBase, name: str) -> None:

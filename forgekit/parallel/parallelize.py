@@ -44,7 +44,7 @@ from forgekit.parallel.materialise import (
     move,
 )
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
-from forgekit.parallel.pipeline.stages import Stages, split_stages
+from forgekit.parallel.pipeline.stages import Stages
 from forgekit.parallel.tensor.plan import EXPERT, Plan, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
@@ -248,7 +248,7 @@ def _split(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -> Stag
     splits = asked["activation_checkpoint"] == "none" and not asked["compile"]
     schedule, blocks = asked["pipeline_schedule"], asked["blocks"]
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    stages = split_stages(model, mesh, schedule, blocks, splits_backward=splits)
+    stages = Stages(model, mesh, schedule, blocks or "layers", splits_backward=splits)
     held = [p.requires_grad for stage in stages.modules for p in stage.parameters()]
     frozen = [rank for rank, is_frozen in enumerate(exchange(not any(held))) if is_frozen]
     if trains and frozen:

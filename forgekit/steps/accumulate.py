@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import get_args
 
 import attrs
@@ -33,14 +32,11 @@ from forgekit.parallel.fsdp import (
     release,
     reset_iteration,
     set_sync,
-    watching_shards,
     widen_accumulators,
 )
-from forgekit.parallel.layout import size_of, world_of
-from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
+from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.plan import check_plan
-from forgekit.steps.audit.running_alike import running_alike
+from forgekit.steps.audit.first_step import Audit, auditing
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.forward import (
     LossFn,
@@ -54,7 +50,6 @@ from forgekit.steps.forward import (
     take_part,
 )
 from forgekit.steps.pipelined import accumulate_staged
-from forgekit.steps.position_proof import check_positions
 from forgekit.steps.ranges import named, ranged
 from forgekit.steps.totals import LossSums, Totals
 
@@ -117,21 +112,20 @@ def accumulate(
     _seed(state)
     stages = () if layout.stages is None else layout.stages.modules
     routers = StepRouters(state.model, state.loss_scale, state.targets.device, stages)
-    run = partial(_run_whole if layout.stages is None else accumulate_staged, routers)
+    is_first = audit and state.agreed is None  # before anything is updated
     try:
-        # At a run's first step, before anything is updated.
-        is_first = audit and state.agreed is None
-        rows_differ = data_ranks(state.mesh)[1] * layout.context > 1
         with (
             mixing_tensors(layout),
-            proving_plan(state.model, layout, is_due=is_first and layout.stages is not None),
-            watching_shards(state.model, sharded, is_due=is_first and rows_differ) as read,
+            auditing(state, loss_fn, sharded, is_due=is_first) as proofs,
         ):
-            sums = run(state, batches, loss_fn, sync, sharded, is_first=is_first)
+            if layout.stages is None:
+                sums = _run_whole(routers, state, batches, loss_fn, sync, sharded, proofs)
+            else:
+                sums = accumulate_staged(routers, state, batches, loss_fn, sharded, proofs.look)
         if not sums.rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         # Before zeros are filled in: what was never reduced must not pass for unused.
-        unreduced = (*find_unreduced(state.model, sharded), *sorted(read))
+        unreduced = (*find_unreduced(state.model, sharded), *sorted(proofs.read))
         if unreduced:  # `reduce_totals` refuses the step, on all ranks together
             reset_iteration(sharded)
             clear_gradients(state.model, sharded)
@@ -140,7 +134,7 @@ def accumulate(
         if samples is None:
             samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
         totals = sums.totals(state.loss_scale, samples).plus(**routers.sums())
-        return attrs.evolve(totals, rows=rows, digest=sums.digest, unreduced=unreduced)
+        return attrs.evolve(totals, rows=rows, digest=proofs.digest, unreduced=unreduced)
     except BaseException:
         reset_iteration(sharded)
         clear_gradients(state.model, sharded)
@@ -154,8 +148,7 @@ def _run_whole(
     loss_fn: LossFn,
     sync: Sync,
     sharded: FsdpModules,
-    *,
-    is_first: bool,
+    proofs: Audit,
 ) -> LossSums:
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device = state.targets.device
@@ -163,23 +156,14 @@ def _run_whole(
     inner = RefusingInnerGradients()
     checks = [module.register_forward_hook(check_output) for module in (state.model, *sharded)]
     checks += [module.register_forward_hook(inner.watch) for module in sharded]
-    compares = is_first and world_of(state.mesh) > 1 and not runs_compiled(state.model)
     try:
         for index, (batch, is_last) in enumerate(_with_last(batches)):
             if index == 0 or is_last:
                 set_sync(sharded, sync, is_last)
-            if is_first and index == 0 and world_of(state.mesh) > 1:
-                sums.note(batch)
+            if index == 0:
+                proofs.look(batch)
             part = take_part(batch, state.layout, device)
-            if is_first and index == 0 and state.layout.context > 1:
-                check_positions(state, part, loss_fn)
-            if is_first and index == 0 and state.layout.tensor > 1:
-                check_plan(state, batch, loss_fn)
-            with (
-                named("forward"),
-                routers.noting(),
-                running_alike(state.model, sharded, is_due=compares),
-            ):
+            with named("forward"), routers.noting(), proofs.running(index):
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
             _remove(checks)  # one micro-batch tells
             inner.is_due = False

@@ -1,31 +1,33 @@
 """One step, or one evaluation, through the stages of a pipeline, with the same loss function.
 
-``loss_fn(model, batch)`` is called twice. The first time, on every rank, ``model`` notes what it
-is called with and leaves: these are the arguments for the stages. The second time, on the last
-stage, ``model`` gives the stage's output. Each rank gives them to its own stages, and a micro-batch
-is pulled when this rank's first stage is about to work on it.
+Each stage calls ``loss_fn(model, batch)`` with a ``model`` that runs the stage where the loss
+function calls it. Before the last stage the loss function ends there; on the last one it gets the
+model's output and goes on. So what stands before the call runs on every stage. A micro-batch is
+pulled when this rank's first stage is about to work on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.fsdp import (
     FsdpModules,
-    Sync,
     fsdp_modules,
     release,
     reset_iteration,
     sum_gradients,
     widen_accumulators,
 )
+from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, no_reads
+from forgekit.parallel.pipeline.stage import StandIn
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
@@ -38,15 +40,16 @@ from forgekit.steps.forward import (
     take_part,
 )
 from forgekit.steps.losses import Loss, values_of
-from forgekit.steps.position_proof import (
-    SUMS_CLOSE,
-    find_unequal,
-    halves_of,
-    take_positions,
-)
 from forgekit.steps.ranges import named
-from forgekit.steps.recorded_call import Call, note_call, once
 from forgekit.steps.totals import LossSums
+
+PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict", "modules", "named_modules"})
+"""What gives a model's parameters."""
+
+FirstLook = Callable[[TensorDictBase], None] | None
+
+Runs = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call of the model on a stage; returns what the model returns, or leaves."""
 
 
 def accumulate_staged(
@@ -54,21 +57,20 @@ def accumulate_staged(
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
-    sync: Sync,  # noqa: ARG001 (a schedule reduces each stage's gradients once, after the last)
     sharded: FsdpModules,
-    *,
-    is_first: bool = False,
+    first: FirstLook = None,
 ) -> LossSums:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
+    A schedule reduces each stage's gradients once, after the last micro-batch.
+
     Args:
         routers: Notes what routers of experts count.
-        state: The state, its model split by ``split_stages``.
+        state: The state, its model split into ``Stages``.
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
-        sync: Without effect: gradients are reduced after the last micro-batch.
         sharded: The FSDP modules of all stages.
-        is_first: Whether it is a run's first step, which checks where positions come from.
+        first: Called with the first micro-batch, whole sequences, before anything is computed.
 
     Returns:
         The losses on the rank of the last stage, zeros on the others; all count rows.
@@ -77,10 +79,10 @@ def accumulate_staged(
         TypeError: If the number of micro-batches is not known, a stage returns no tensor, or
             ``loss_fn`` no ``Loss``.
         ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
-            those of other ranks, ``loss_fn`` does not call the model or is no sum over positions
-            under context parallelism, or the model's own ``forward`` changes what passes between
-            its blocks.
-        RuntimeError: If ``loss_fn`` calls the model twice.
+            those of other ranks, ``loss_fn`` does not call the model, or more than the stream has
+            to cross between stages.
+        RuntimeError: If ``loss_fn`` calls the model twice, another rank raised, or an exception
+            has broken off an earlier schedule.
     """
     size = length_of(batches)
     if size is None:
@@ -90,15 +92,13 @@ def accumulate_staged(
         )
     for module in sharded:
         sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn, is_first)
+    work = _Work(state, batches, size, loss_fn, first)
     shape = work.start()
-    if is_first and size:
-        work.check_positions()
     if size:
         with routers.noting():
             work.stages.run(size, shape, work.train)
-    if is_first and state.layout.context > 1:
-        raise_together(work.problem)
+        # What went wrong while micro-batches were pulled is said here, where no rank waits.
+        work.stages.agree("", work.error)
     return work.sums
 
 
@@ -107,42 +107,41 @@ def evaluate_staged(
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     *,
-    audit: bool = False,
+    first: FirstLook = None,
 ) -> LossSums:
-    """Compute the losses of any number of micro-batches, without gradients.
+    """Compute the losses of any number of micro-batches of any shapes, without gradients.
 
-    The ranks walk through the stages in step, see ``forward_at``. Micro-batches may differ in
-    shape, and need no length.
+    As many as there are stages go through the pipeline together, after the ranks have compared
+    their shapes.
 
     Args:
-        state: The state, its model split by ``split_stages`` and in evaluation mode.
+        state: The state, its model split into ``Stages`` and in evaluation mode.
         batches: Micro-batches, the same on every rank of the pipeline.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
-        audit: Whether the first micro-batch shows under context parallelism that the loss is a sum
-            over positions.
+        first: Called with the first micro-batch, whole sequences, before anything is computed.
 
     Returns:
         The losses on the rank of the last stage, zeros on the others; all count rows.
 
     Raises:
-        ValueError: If the ranks of the pipeline come with different micro-batches, or the loss is
-            no sum over positions.
+        ValueError: If the ranks of the pipeline come with different micro-batches.
     """
-    work = _Work(state, batches, length_of(batches), loss_fn, audit)
+    work = _Work(state, batches, length_of(batches), loss_fn, first)
     work.start()
-    slot, received = 0, ()
-    with work.stages.guarded():
-        while not work.is_done:
-            at, sent = work.stages.at(slot), None
-            if at is not None and work.has(at[1]):
-                sent = at[0], work.compute(*at, received)
-            slot += 1
-            at = work.stages.at(slot)
-            due = (at[0], work.shape(at[1])) if at is not None and work.has(at[1]) else None
-            received = work.stages.pass_on(sent, due)
-    if audit and state.layout.context > 1:
-        raise_together(work.problem)
-    return work.sums
+    start, stages = 0, work.stages
+    while True:
+        shapes, error = {}, None
+        try:
+            numbers = [n for n in range(start, start + stages.count) if work.has(n)]
+            shapes = {number: work.shape(number) for number in numbers}
+        except Exception as raised:
+            error = raised
+        stages.agree(f"{[tuple(shape) for shape in shapes.values()]} from {start} on", error)
+        with stages.guarded():
+            stages.evaluate(shapes, work.compute)
+        if len(shapes) < stages.count:
+            return work.sums
+        start += stages.count
 
 
 @attrs.define(eq=False)
@@ -153,13 +152,14 @@ class _Work:
     _source: Iterator[TensorDictBase] = attrs.field(converter=iter)
     _size: int | None
     _loss_fn: LossFn
-    _is_first: bool = False
-    problem: str | None = attrs.field(default=None, init=False)
+    _look: FirstLook = None
+    _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
+    error: Exception | None = attrs.field(default=None, init=False)
     sums: LossSums = attrs.field(init=False)
     _pulled: int = attrs.field(default=0, init=False)
-    _shape: torch.Size = attrs.field(default=torch.Size((0, 0)), init=False)
-    _calls: dict[int, Call] = attrs.field(factory=dict, init=False)
-    _computed: int = attrs.field(default=0, init=False)
+    _batches: dict[int, TensorDictBase] = attrs.field(factory=dict, init=False)
+    _whole: Any = attrs.field(default=None, init=False)
+    _first: Any = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.sums = LossSums(self._state.targets.device)
@@ -169,28 +169,28 @@ class _Work:
         """This rank's stages."""
         return self._state.layout.stages
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all micro-batches went through all stages of this rank."""
-        return self._size is not None and self._computed == self._size * len(self.stages.mine)
-
     def start(self) -> torch.Size:
-        """Pull the first micro-batch, compare it with the other ranks', and return its shape."""
+        """Compare the first micro-batch with other ranks', rehearse it, and return its shape."""
         self.stages.follow()
-        kind, error = "", None
+        shape, kind, error = torch.Size((0, 0)), "", None
         try:
-            self.stages.check_unbroken()
             if self.has(0):
-                self._shape = self.shape(0)
-                kind = f"{self._state.model.training} {self._calls[0].kind}"
+                shape, self._first = self.shape(0), self._batches[0]
+                kind = f"{self._kind()} in {'training' if self._state.model.training else 'eval'}"
+            if self._trains and self._size:
+                self.stages.check_count(self._size)
         except Exception as raised:
             error = raised
-        self.stages.agree(self._size, self._shape, kind, error)
-        if torch.is_grad_enabled() and self._size:
-            self.stages.check_count(self._size)
-        if self._pulled and not self.stages.knows(kind, self._shape):
-            self._rehearse(kind)
-        return self._shape
+        number = "an unknown number" if self._size is None else self._size
+        shown = f"{number} of shape {tuple(shape)}, called with {kind or 'nothing'}"
+        self.stages.agree(shown, error)
+        if self._pulled and self._look is not None:
+            self._look(self._whole)
+            self.stages.follow()
+        self._whole = None
+        if self._pulled and not self.stages.knows(kind, shape):
+            self._rehearse(kind, shape)
+        return shape
 
     def has(self, micro_batch: int) -> bool:
         """Say whether there is such a micro-batch, pulling up to it and no further."""
@@ -204,16 +204,15 @@ class _Work:
                     f"{self._pulled}; len() must count the micro-batches that are yielded."
                 )
             else:
-                if self._is_first and self._pulled == 0:
-                    self.sums.note(batch)
+                self._whole = batch if self._pulled == 0 else None
                 part = take_part(batch, self._state.layout, self.stages.device)
-                self._calls[self._pulled] = note_call(self._state.model, part, self._loss_fn)
+                self._batches[self._pulled] = part
                 self._pulled += 1
         return micro_batch < self._pulled
 
     def shape(self, micro_batch: int) -> torch.Size:
-        """Shape of what the first stage is given."""
-        return self._calls[micro_batch].first.shape
+        """``[b s]``."""
+        return _shape_of(self._batches[micro_batch])
 
     def check_positions(self) -> None:
         """Raise if nothing tells the stages where their slices of a sequence are.
@@ -222,7 +221,7 @@ class _Work:
             ValueError: On every rank alike.
         """
         layout = self._state.layout
-        if layout.context > 1 and not layout.locates and "position_ids" not in self._calls[0].batch:
+        if layout.context > 1 and not layout.locates and "position_ids" not in self._batches[0]:
             model = type(self._state.model).__name__
             raise ValueError(
                 f"{model} has no locate socket and the batch no position_ids, so the ranks that "
@@ -230,20 +229,9 @@ class _Work:
                 "slices. Use self.locate(s, device) in the model, or pass position_ids."
             )
 
-    def train(
-        self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """Compute as a part of a step: all shapes are the same, and the loss is scaled.
-
-        Raises:
-            ValueError: If this micro-batch has another shape than the first one.
-        """
-        if self.has(micro_batch) and (shape := self.shape(micro_batch)) != self._shape:
-            raise ValueError(
-                f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the "
-                f"step {tuple(self._shape)}; in a pipeline they must all have the same. Pad rows "
-                "to one length, or pack them."
-            )
+    def train(self, stage: int, micro_batch: int, received: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Compute as a part of a step: all shapes are the same, and the loss is scaled."""
+        self._pull(micro_batch)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
         if self._size is not None and 0 < micro_batch == self._size - 1:
@@ -251,66 +239,177 @@ class _Work:
         is_last = stage == self.stages.count - 1
         return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
 
+    def _pull(self, micro_batch: int) -> None:
+        """Pull a micro-batch; after an error the schedule ends with the first one in its place.
+
+        Others would wait for this rank. They learn of it when the schedule has ended.
+        """
+        try:
+            if self.error is None and self.has(micro_batch):
+                self._check_shape(micro_batch)
+        except Exception as raised:
+            self.error = raised
+        if self.error is not None:
+            self._batches[micro_batch] = self._first
+
+    def _check_shape(self, micro_batch: int) -> None:
+        shape, expected = _shape_of(self._batches[micro_batch]), _shape_of(self._first)
+        if shape != expected:
+            raise ValueError(
+                f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the step "
+                f"{tuple(expected)}; in a pipeline they must all have the same. Pad rows to one "
+                "length, or pack them."
+            )
+
     def compute(
         self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    ) -> Sequence[Tensor]:
         """Run a micro-batch through a stage; of the last stage, add its loss up and return it."""
-        call = self._calls[micro_batch]
+        batch, shape = self._batches[micro_batch], self.shape(micro_batch)
         if stage == self.stages.mine[-1]:  # this rank does not need it any more
-            del self._calls[micro_batch]
-        self._computed += 1
-        out = self.stages.forward(stage, call.run, call.first.shape, received)
-        if stage < self.stages.count - 1:
-            self._count_rows(stage, call)
+            del self._batches[micro_batch]
+
+        def run(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            call = partial(_call_with, args, keywords)
+            return self.stages.forward(stage, call, shape, received)
+
+        result = self._call(stage, batch, run)
+        if not isinstance(result, Loss):
+            if stage == self.stages.mine[0] and not self.stages.has_last:
+                nothing = torch.zeros((), device=self.sums.device)
+                self.sums.add(Loss(nothing, 0), rows=batch.batch_size[0])
+            return result
+        self.sums.add(result, rows=batch.batch_size[0])
+        return (result.sum,)
+
+    def _call(self, stage: int, batch: TensorDictBase, run: Runs) -> Any:
+        """What a stage sends; of the last one, the loss."""
+        is_last = stage == self.stages.count - 1
+
+        def output(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            out = run(args, keywords)
+            if not is_last:
+                raise _Left(out)
+            check_output(self._state.model, (), out)
             return out
-        loss = self._loss(out, call)
-        if self._is_first and micro_batch == 0 and self._state.layout.context > 1:
-            self.problem = self._find_unequal(loss, out, call)
-        if torch.is_grad_enabled():
-            check_loss(loss)
-        self.sums.add(loss, rows=call.batch.batch_size[0])
-        return (loss.sum,)
 
-    @torch.no_grad()
-    def _find_unequal(self, loss: Loss, out: Any, call: Call) -> str | None:
-        """Find whether the loss is no sum over positions; not of one that a ``head`` computes."""
-        if isinstance(out, Loss):
-            return None
-        positions = self._shape[1]
-        parts = []
-        for half in halves_of(call.batch):
-            taken = take_positions(call.batch, half, positions)
-            model = once(self._state.model, take_positions(out, half, positions))
-            parts.append(compute_loss(model, taken, self._loss_fn))
-        return find_unequal(loss, parts, context=self._state.layout.context, close=SUMS_CLOSE)
-
-    def _loss(self, out: Any, call: Call) -> Loss:
-        """Call the loss function again, with the real output."""
-        check_output(self._state.model, (), out)
-        return compute_loss(once(self._state.model, out), call.batch, self._loss_fn)
-
-    def _count_rows(self, stage: int, call: Call) -> None:
-        if stage == self.stages.mine[0] and not self.stages.has_last:
-            nothing = torch.zeros((), device=self.sums.device)
-            self.sums.add(Loss(nothing, 0), rows=call.batch.batch_size[0])
-
-    def _rehearse(self, kind: str) -> None:
-        """Run the first micro-batch's shapes through all stages; its loss does not count."""
-        call = self._calls[0]
-
-        def loss(out: Any) -> list[Tensor]:
-            found = self._loss(out, call)
-            if self._state.model.training:
-                check_loss(found)
-            return [v for v in values_of(found) if isinstance(v, Tensor)]
-
-        device = self.stages.device
-        devices = [device] if device.type != "cpu" else []
         try:
-            with torch.random.fork_rng(devices, device_type=device.type):
-                self.stages.learn(kind, call.first.shape, call.run, loss)
+            loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
+        except _Left as left:
+            return left.with_traceback(None).out  # whose frames hold all that ran
+        if not is_last:
+            raise ValueError(UNCALLED)
+        return check_loss(loss) if self._trains else loss
+
+    def _kind(self) -> str:
+        """How the loss function calls the model: what decides which way a forward takes."""
+
+        def leave(args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            raise _Left(_kind_of(args, keywords))
+
+        try:
+            compute_loss(_Bound(self._state.model, leave), self._first, self._loss_fn)
+        except _Left as left:
+            return left.with_traceback(None).out
+        raise ValueError(UNCALLED)
+
+    def _rehearse(self, kind: str, shape: torch.Size) -> None:
+        """Run the first micro-batch through all stages; its loss does not count."""
+        device = self.stages.device
+
+        def compute(
+            stage: int,
+            received: Sequence[Tensor],
+            stand_in: StandIn,
+            arrive: Callable[[], Any],
+        ) -> Sequence[Tensor]:
+            with ExitStack() as stack:
+
+                def run(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+                    call = partial(_call_with, args, keywords)
+                    out = self.stages.forward(stage, call, shape, received, stand_in, arrive)
+                    module = self.stages.modules[self.stages.mine.index(stage)]
+                    stack.enter_context(no_reads(module.parameters()))
+                    return out
+
+                result = self._call(stage, self._first, run)
+            values = values_of(result) if isinstance(result, Loss) else result
+            return [value.detach() for value in values if isinstance(value, Tensor)]
+
+        try:
+            with (
+                torch.enable_grad(),  # in an evaluation too: what blocks keep is known by its graph
+                torch.random.fork_rng(
+                    [device] if device.type != "cpu" else [], device_type=device.type
+                ),
+            ):
+                self.stages.rehearse(kind, shape, compute)
         finally:
             for root in self.stages.modules:
                 modules = fsdp_modules(root)
                 reset_iteration(modules)
                 release(modules)
+
+
+UNCALLED = (
+    "loss_fn returned without calling its model; in a pipeline it must call it once for each "
+    "micro-batch, with or without targets."
+)
+
+
+def _shape_of(batch: TensorDictBase) -> torch.Size:
+    """``[b s]``: the first two dimensions of the ids, or of the first tensor that has them."""
+    tensors = [batch[key] for key in ("input_ids", *batch.keys()) if key in batch]
+    found = (t.shape[:2] for t in tensors if isinstance(t, Tensor) and t.ndim > 1)
+    return next(found, torch.Size((*batch.batch_size, 1)))
+
+
+def _call_with(args: tuple[Any, ...], keywords: dict[str, Any], module: nn.Module) -> Any:
+    return module(*args, **keywords)
+
+
+def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+    """What decides which way a forward takes: which arguments there are, and of what type."""
+    shown = [_type_of(value) for value in args]
+    shown += sorted(f"{name} {_type_of(value)}" for name, value in keywords.items())
+    accelerator = torch.accelerator.current_accelerator()
+    for device in ("cpu", *([accelerator.type] if accelerator else [])):
+        if torch.is_autocast_enabled(device):
+            shown.append(f"autocast to {torch.get_autocast_dtype(device)}")
+    return ", ".join(shown) or "nothing"
+
+
+def _type_of(value: Any) -> str:
+    return f"{value.dtype} of {value.ndim}" if isinstance(value, Tensor) else type(value).__name__
+
+
+class _Left(BaseException):
+    """Leaves a loss function at its call of the model; no ``except Exception`` holds it up."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+
+class _Bound:
+    """Stands for the model inside a loss function: its call runs one stage, once."""
+
+    def __init__(self, model: nn.Module, run: Runs) -> None:
+        self._model, self._run, self._was_called = model, run, False
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self._was_called:
+            raise RuntimeError(
+                "loss_fn called its model twice; in a pipeline the stages run once for each "
+                "micro-batch. Compute the loss from one call, or use a mesh with pp=1."
+            )
+        self._was_called = True
+        return self._run(args, keywords)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        if name in PARAMETERS or isinstance(value, nn.Module | nn.Parameter):
+            raise ValueError(f"{type(self._model).__name__}.{name}: {PARAMETER_READ}")
+        return value

@@ -20,7 +20,6 @@ from forgekit.steps.audit.agreement import (
     agree,
     compare_sums,
     difference,
-    digest_rows,
 )
 from forgekit.steps.losses import Loss, pair_of
 from forgekit.steps.ranges import ranged
@@ -91,16 +90,11 @@ class LossSums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rows = 0
-        self.digest = ""
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
         self.metrics: dict[str, tuple[list[Any], list[Any]]] = {}
         self.is_nll = True
         self.problem: str | None = None
-
-    def note(self, batch: TensorDictBase) -> None:
-        """Digest the first micro-batch of a run, as whole sequences, for the ranks to compare."""
-        self.digest = digest_rows(batch)
 
     def add(self, loss: Loss, *, rows: int) -> None:
         """Take one micro-batch's loss; nothing is computed yet."""

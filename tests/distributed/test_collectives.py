@@ -9,7 +9,7 @@ from covering import some_of
 from distributed.cells import lay_out, own_batches
 from distributed.collectives import Collectives
 from distributed.matrix import LAYOUTS, SINGLE, Cell, Row
-from distributed.models import BUILDERS, logits_loss
+from distributed.models import logits_loss
 from ranks import run_again
 
 import forgekit as fk
@@ -26,7 +26,7 @@ def _count(rank, world, layout):
     cell = _cell(layout)
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device="cpu")
     model = lay_out(cell, mesh)
-    state = fk.TrainState.create(model, BUILDERS["adamw"](model), mesh=mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
     counted = []
     for index in range(3):
@@ -128,6 +128,7 @@ def _pipeline(row: Row, micros: int, rank: int) -> Counter[str]:
     """Each stage passes on each micro-batch, and its gradient back, to another rank.
 
     Before, the ranks compare what they are about to run: a difference would leave them waiting.
+    After it they tell whether all could pull what they had said.
     """
     ranks = row.size("pp")
     if ranks == 1:
@@ -141,7 +142,7 @@ def _pipeline(row: Row, micros: int, rank: int) -> Counter[str]:
         for other in (stage - 1, stage + 1)
         if 0 <= other < count and owners[other] != owners[stage]
     ]
-    return Counter(all_gather=1, send=micros * len(passed), receive=micros * len(passed))
+    return Counter(all_gather=2, send=micros * len(passed), receive=micros * len(passed))
 
 
 def _experts(row: Row, micros: int, blocks: int) -> Counter[str]:

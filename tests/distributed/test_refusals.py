@@ -117,7 +117,7 @@ STEPPING = {
     "other numbers of micro-batches": _differing(
         {"pp": 2}, r"rank 0 has 2 .*rank 1 has 3", micros=3
     ),
-    "other shapes": _differing({"pp": 2}, r"16 positions; rank 1 .*24 positions", places=24),
+    "other shapes": _differing({"pp": 2}, r"\(2, 16\), .*; rank 1 .*\(2, 24\), ", places=24),
     **{
         f"{micros} micro-batches for {name} on {ranks}": Case(
             {"pp": ranks},

@@ -18,6 +18,7 @@ from oracle import SPEC, full, global_batch, head_loss, reference_gradients, rel
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
+from forgekit.parallel.context import attention_areas
 
 __all__ = ["CHECKS", "FAULTS"]
 
@@ -125,8 +126,8 @@ FAULTS = [
         Fault(
             "drop the causal offset",
             f"{layout} fp32",
-            function("areas_seen", _without_offset),
-            seen="gradients",
+            function(attention_areas.areas_seen.__name__, _without_offset),
+            seen="at a position depends on other positions",
             quick=layout == "cp2-ring",
         )
         for layout in ("cp2-ring", "cp4-both")

@@ -10,7 +10,7 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.optim import Muon, parameters_by_optimizer, roles_of
-from forgekit.parallel.pipeline.stage_tensors import Absent
+from forgekit.parallel.pipeline.stage import Absent
 
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
 DENSE = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import attrs
 import pytest
@@ -14,9 +13,8 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.parallel.pipeline.split import balance, cost_of, split_model
-from forgekit.parallel.pipeline.stage_tensors import Absent, Flow, Leaf
-from forgekit.parallel.pipeline.stages import split_stages
-from forgekit.parallel.pipeline.tracing import join, rehearse
+from forgekit.parallel.pipeline.stage import Absent, Leaf
+from forgekit.parallel.pipeline.stages import Stages
 
 DEEP = attrs.evolve(SPEC, layers=4, dropout=0.1)
 
@@ -51,8 +49,10 @@ def test_a_lookup_costs_its_width_and_a_projection_its_matrix():
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage():
     block = cost_of(fk.Transformer(DEEP).layers[0])
     spec = attrs.evolve(DEEP, layers=8, vocab_size=2 * int(block) // DEEP.dim)
-    holders = split_model(fk.Transformer(spec), "layers", 2, [0]).holders
-    assert [holders[f"layers.{block}"] for block in range(8)] == [0] * 5 + [1] * 3
+    assert split_model(fk.Transformer(spec), "layers", 2, [0]).last_blocks == [
+        "layers.4",
+        "layers.7",
+    ]
 
 
 def _split(model, blocks="layers", stages=2, mine=(0,)):
@@ -66,34 +66,15 @@ def test_a_rank_holds_its_stages_under_the_models_names():
         model = fk.Transformer(DEEP)
         pieces = _split(model, stages=4, mine=mine)
         own = [name for name, _ in model.named_parameters()]
-        in_stages = [name for m in pieces.modules for name, _ in m.named_parameters()]
+        in_stages = [name for m in _modules(pieces) for name, _ in m.named_parameters()]
         assert sorted(own) == sorted(in_stages)
         held += own
     assert sorted(held) == sorted(names)
     assert len(model.layers) == 4
 
 
-def _run(pieces, *args):
-    """Rehearse stages that are all here, then run them one after the other."""
-    given = {"given": args[0].shape, "device": torch.device("cpu")}
-    forwards = [partial(module, *args) for module in pieces.modules]
-    reports, outputs = [], {}
-    for relay, forward in zip(pieces.relays, forwards, strict=True):
-        reports.append(rehearse(relay, Flow(outputs), forward, lambda out: [out], **given))
-        outputs = {**outputs, **reports[-1].outputs}
-    flow, sent = join(reports, pieces.holders), ()
-    for relay, forward in zip(pieces.relays, forwards, strict=True):
-        sent = relay.run(forward, flow, sent, **given)
-    return sent, flow
-
-
-def test_stages_one_after_the_other_are_the_model():
-    ids = torch.randint(0, DEEP.vocab_size, (2, 7))
-    expected = fk.Transformer(DEEP).eval()(ids)
-    found, flow = _run(_split(fk.Transformer(DEEP).eval(), stages=3, mine=[0, 1, 2]), ids)
-    assert torch.equal(found, expected)
-    assert flow.travels == [[("layers.0", 0, 0)], [("layers.2", 0, 0)]]  # and nothing besides
-    assert flow.mutated == frozenset()
+def _modules(pieces):
+    return [stage.module for stage in pieces.stages]
 
 
 def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
@@ -102,7 +83,7 @@ def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
     model.rotary.register_buffer("frequencies", torch.ones(2))
     model.act = nn.GELU()
     pieces = _split(model, stages=2, mine=[0, 1])
-    first, last = pieces.modules
+    first, last = _modules(pieces)
     assert isinstance(first.dropout, nn.Dropout)
     assert isinstance(last.dropout, Absent)
     assert isinstance(first.norm, Absent)
@@ -145,23 +126,23 @@ def test_an_absent_part_answers_for_its_settings_and_no_more():
     ],
 )
 def test_shapes_follow_rows_and_positions(shape, expected):
-    leaf = Leaf((2, 5), shape, torch.float32)
-    assert leaf.at((2, 5)) == shape
-    assert leaf.at((3, 7)) == expected
-    assert leaf.is_plain == (shape[:2] == (2, 5))
+    leaf = Leaf(shape, torch.float32)
+    assert leaf.scaled((2, 5), (2, 5)) == leaf
+    assert leaf.scaled((2, 5), (3, 7)) == Leaf(expected, torch.float32)
 
 
 def test_shapes_follow_positions_that_tensor_parallelism_divides():
-    assert Leaf((2, 8), (2, 4, 6), torch.float32).at((3, 10)) == (3, 5, 6)
+    assert Leaf((2, 4, 6), torch.float32).scaled((2, 8), (3, 10)).shape == (3, 5, 6)
 
 
 def test_hooks_on_a_stage_are_not_hooks_on_the_model():
     """FSDP hooks each stage; the model it was copied from, and other stages, must not run them."""
     model = fk.Transformer(DEEP)
     pieces = _split(model, stages=2, mine=[0, 1])
-    pieces.modules[0].register_forward_hook(lambda *_: None)
+    first, last = _modules(pieces)
+    first.register_forward_hook(lambda *_: None)
     assert not model._forward_hooks
-    assert not pieces.modules[1]._forward_hooks
+    assert not last._forward_hooks
 
 
 class _Nested(nn.Module):
@@ -177,14 +158,11 @@ class _Nested(nn.Module):
 
 
 def test_a_list_two_names_down_is_cut_with_its_neighbours():
-    model, x = _Nested(), torch.randn(2, 3)
-    expected = model(x)
-    pieces = _split(model, "net.body", mine=[0, 1])
-    first, last = pieces.modules
+    pieces = _split(_Nested(), "net.body", mine=[0, 1])
+    first, last = _modules(pieces)
     assert isinstance(first.top, Absent)
     assert isinstance(last.net.stem, Absent)
-    assert pieces.holders == {"net.stem": 0, "net.body.0": 0, "net.body.1": 1, "top": 1}
-    assert torch.equal(_run(pieces, x)[0], expected)
+    assert pieces.last_blocks == ["net.body.0", "net.body.1"]
     own = _Nested()
     _split(own, "net.body", mine=[1])
     held = {name for name, _ in own.named_parameters()}
@@ -233,7 +211,7 @@ def test_tied_parameters_are_refused():
 def _call_the_model(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
     model = fk.Transformer(DEEP)
-    split_stages(model, mesh, "zbv")
+    Stages(model, mesh, "zbv")
     shown = f"2 of 4 pipeline stages \\({rank}, {3 - rank}\\) of Transformer"
     with pytest.raises(RuntimeError, match=f"this rank holds {shown}, so it cannot be called"):
         model(torch.zeros(1, 2, dtype=torch.int64))

@@ -129,9 +129,7 @@ def load_export(path):
 def load_adapter(path):
     try:
         fk.load_adapter(model := transformer(0, lora=True), path)
-    except fk.CheckpointError:
-        if path.exists():
-            raise
+    except FileNotFoundError:
         return None
     return values(model)
 

@@ -255,7 +255,8 @@ def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
     With ``Layout.sockets`` every rank runs whole sequences, as one device does.
 
     Args:
-        model: Any model; has its present callables back afterwards.
+        model: Any model; has its present callables back afterwards. Modules of other pipeline
+            stages are passed over.
         sockets: What its modules call within the block.
     """
     present = _put(model, sockets)
@@ -267,12 +268,13 @@ def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
 
 def _put(model: nn.Module, sockets: Sockets) -> Sockets:
     """Put callables into a model's sockets, in place, and return those that were there."""
-    modules = {name: model.get_submodule(name) for name in sockets}
+    modules = {name: m for name, m in model.named_modules() if not getattr(m, "is_absent", False)}
+    here = {name: own for name, own in sockets.items() if name in modules}
     before = {
         name: {socket: getattr(modules[name], socket) for socket in own}
-        for name, own in sockets.items()
+        for name, own in here.items()
     }
-    for name, own in sockets.items():
+    for name, own in here.items():
         vars(modules[name]).update(own)  # found before a method or a child of the same name
     return before
 

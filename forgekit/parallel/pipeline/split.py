@@ -1,8 +1,7 @@
 """Split one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
 
-A stage is a shallow copy of the model in which the parts of other stages are ``Absent``: they
-answer with what travelled, so the model's own ``forward`` runs every stage. Positions in lists
-stay, so every parameter keeps its name.
+A stage is a shallow copy of the model in which the parts of other stages are ``Absent``, so the
+model's own ``forward`` runs every stage. Positions in lists stay: every parameter keeps its name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import attrs
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from forgekit.parallel.pipeline.stage_tensors import Absent, Relay
+from forgekit.parallel.pipeline.stage import Absent, Stage
 
 SHOWN = 4
 """Names that an error lists."""
@@ -28,18 +27,16 @@ class SplitModel:
     """A model after its split, as one rank holds it.
 
     Attributes:
-        modules: The rank's stages, in order.
-        relays: What each of them exchanges with the others.
+        stages: The rank's, in order.
         copies: Modules above the parts, each with its copy in one of the stages.
         shared: Modules that more than one stage runs, or holds.
-        holders: By name of a part that one stage runs, that stage.
+        last_blocks: Name of the last block of each stage of all ranks.
     """
 
-    modules: list[nn.Module]
-    relays: list[Relay]
+    stages: list[Stage]
     copies: list[tuple[nn.Module, nn.Module]]
     shared: set[nn.Module]
-    holders: dict[str, int]
+    last_blocks: list[str]
 
 
 @attrs.frozen(eq=False)
@@ -89,14 +86,15 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
     copies: list[tuple[nn.Module, nn.Module]] = []
     holders = {part.name: part.stage for part in parts if part.stage is not None}
-    relays = [Relay(stage, holders, stages) for stage in mine]
-    modules = [_copy(above, parts, relay, copies) for relay in relays]
+    names = [part.name for part in parts if part.parent is path[-1]]
+    last_blocks = [names[end - 1] for end in bounds[1:]]
+    held = [_copy(above, parts, stage, copies, holders, last_blocks) for stage in mine]
     for part in parts:
         if part.stage not in (None, *mine):
             part.parent._modules[part.child] = Absent(part.module, part.name)
             part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
     shared = {*(twin for _, twin in copies), *_shared(parts)}
-    return SplitModel(modules, relays, copies, shared, holders)
+    return SplitModel(held, copies, shared, last_blocks)
 
 
 def cost_of(module: nn.Module) -> float:
@@ -204,21 +202,22 @@ def _shared(parts: list[_Part]) -> list[nn.Module]:
 def _copy(
     above: list[nn.Module],
     parts: list[_Part],
-    relay: Relay,
+    number: int,
     copies: list[tuple[nn.Module, nn.Module]],
-) -> nn.Module:
+    holders: dict[str, int],
+    last_blocks: list[str],
+) -> Stage:
     """Copy the modules above the parts, with the parts of one stage in them."""
     twins = {module: _shallow(module) for module in above}
     for module, twin in twins.items():
         twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
+    own = {part.name: part.module for part in parts if part.stage == number}
+    stage = Stage(number, twins[above[0]], own, holders, last_blocks)
     for part in parts:
-        if part.stage not in (None, relay.stage):
-            absent = Absent(part.module, part.name, relay)
-            twins[part.parent]._modules[part.child] = absent
+        if part.stage not in (None, number):
+            twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
     copies.extend(twins.items())
-    own = {part.name: part.module for part in parts if part.stage == relay.stage}
-    relay.attach(twins[above[0]], own)
-    return twins[above[0]]
+    return stage
 
 
 def _shallow(module: nn.Module) -> nn.Module:

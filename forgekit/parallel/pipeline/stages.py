@@ -1,14 +1,15 @@
-"""Pipeline stages of one rank: how the model was split, and what their ranks agree on.
+"""This rank's pipeline stages: how the model was split, what crosses, and torch's schedules.
 
-The order of work and the sending is torch's, see ``runtime.py``; what a stage computes comes from
-``steps/pipelined.py``. Ranks that disagree would wait for each other until a time-out. So they
-compare their micro-batches before each step.
+What a stage computes comes from ``steps/pipelined.py``. Ranks that disagree would wait for each
+other until a time-out. So they compare their micro-batches before each step, and the first one of
+each kind is rehearsed stage by stage, so that all ranks raise together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,215 +20,170 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.parallel.module_forward import wrap_forward
+from forgekit.parallel.pipeline.rehearsal import draw, rehearse
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
     check_micro_batches,
-    forward_at,
+    schedule_class,
     stages_of,
     stages_per_rank,
 )
-from forgekit.parallel.pipeline.split import SplitModel, split_model
-from forgekit.parallel.pipeline.stage_tensors import Flow
-from forgekit.parallel.pipeline.tracing import Report, join, rehearse, restored
+from forgekit.parallel.pipeline.split import split_model
+from forgekit.parallel.pipeline.stage import (
+    Forms,
+    Leaf,
+    Run,
+    StandIn,
+    form_of,
+    poison,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
-    from forgekit.parallel.pipeline.runtime import Compute, Passed
-
+    from forgekit.parallel.pipeline.torch_stage import Compute
 
 CPU = torch.device("cpu")
-
 SOCKETS = ("attend", "dispatch", "locate")
+CACHED = 4
+"""Schedules that are kept; each keeps a receive buffer for each of its micro-batches."""
 
 
-def split_stages(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    schedule: PipelineSchedule,
-    blocks: str | None = None,
-    *,
-    splits_backward: bool = True,
-) -> Stages:
-    """Keep of a model what this rank's pipeline stages need, in place.
+class Stages:
+    """A rank's stages of a pipeline.
 
-    The model keeps the names of its parameters and can no longer be called; a step and an
-    evaluation run its stages. ``parallelize`` has compared models and options over the ranks.
+    Keeps of the model what they need, in place: it keeps the names of its parameters and can no
+    longer be called. ``parallelize`` has compared models and options over the ranks. Each of
+    ``modules`` is to be wrapped by FSDP as a root of its own, after its blocks and with
+    ``reshard_after_forward=False``: a backward in two parts finds parameters only while they are
+    gathered.
 
     Args:
         model: The same model on every rank, on meta or filled, not yet wrapped by FSDP.
         mesh: What ``build_mesh`` returned.
         schedule: The pipeline schedule.
-        blocks: Name of the list of repeated layers; ``"layers"`` if None.
+        blocks: Name of the list of repeated layers.
         splits_backward: Whether schedules that fill bubbles with gradients of weights may find
             these apart from gradients of inputs. Recomputed blocks would be recomputed twice (and
             selective recomputation refuses), compiled ones run their backward twice: pass False.
-
-    Returns:
-        The stages. Each of ``Stages.modules`` is to be wrapped by FSDP as a root of its own, after
-        its blocks and with ``reshard_after_forward=False``: a backward in two parts finds
-        parameters only while they are gathered.
-
-    Raises:
-        ValueError: If the model cannot be split (see ``split_model``).
-    """
-    mine = stages_of(schedule, mesh["pp"].size(), mesh.get_local_rank("pp"))
-    count = mesh["pp"].size() * stages_per_rank(schedule)
-    blocks = blocks or "layers"
-    pieces = split_model(model, blocks, count, mine)
-    shown = f"{len(mine)} of {count} pipeline stages ({', '.join(map(str, mine))})"
-    wrap_forward(model, partial(_refuse_call, f"this rank holds {shown} of {type(model).__name__}"))
-    return Stages(schedule, mesh, pieces, splits_backward=splits_backward)
-
-
-class Stages:
-    """A rank's stages of a pipeline.
 
     Attributes:
         count: Number of stages of all ranks.
         mine: The stages of this rank.
         modules: Their modules, in the same order.
         device: Where the stages compute.
+
+    Raises:
+        ValueError: If the model cannot be split (see ``split_model``).
     """
 
     def __init__(
         self,
-        schedule: PipelineSchedule,
+        model: nn.Module,
         mesh: DeviceMesh,
-        pieces: SplitModel,
+        schedule: PipelineSchedule,
+        blocks: str = "layers",
         *,
-        splits_backward: bool,
+        splits_backward: bool = True,
     ) -> None:
         self._schedule: PipelineSchedule = schedule
-        self._ranks, self._rank = mesh["pp"].size(), mesh.get_local_rank("pp")
+        self._splits_backward = splits_backward
+        self._ranks = mesh["pp"].size()
         self.count = self._ranks * stages_per_rank(schedule)
-        self.mine = stages_of(schedule, self._ranks, self._rank)
+        self.mine = stages_of(schedule, self._ranks, mesh.get_local_rank("pp"))
+        self._group = mesh["pp"].get_group()
+        self._globals = dist.get_process_group_ranks(self._group)
         self._owners = {
-            stage: rank
+            stage: self._globals[rank]
             for rank in range(self._ranks)
             for stage in stages_of(schedule, self._ranks, rank)
         }
-        self.modules = pieces.modules
-        self._relays = dict(zip(self.mine, pieces.relays, strict=True))
-        self._copies = pieces.copies
-        self._shared, self._holders = pieces.shared, pieces.holders
-        self._group = mesh["pp"].get_group()
-        self._globals = dist.get_process_group_ranks(self._group)
         kind = mesh.device_type
         index = torch.get_device_module(kind).current_device()
         self.device = CPU if kind == "cpu" else torch.device(kind, index)
         # Small exchanges go over the processors, so that no host waits for a device.
         has_gloo = "cpu:" in dist.get_backend_config(self._group)
         self._wire = CPU if has_gloo else self.device
-        by_number = dict(zip(self.mine, self.modules, strict=True))
-        # Imported here, because it imports torch's pipelining, which most runs do not need.
-        from forgekit.parallel.pipeline.runtime import Engine
-
-        self._engine = Engine(
-            schedule, by_number, self.count, self._group, self.device, splits_backward
+        pieces = split_model(model, blocks, self.count, self.mine)
+        self._stages = dict(zip(self.mine, pieces.stages, strict=True))
+        self._copies, self._shared, self._last_blocks = (
+            pieces.copies,
+            pieces.shared,
+            pieces.last_blocks,
         )
-        self._flows: dict[tuple[Hashable, Any], Flow] = {}
-        self._flow = Flow()
-        self._failures = 0
+        self.modules = [stage.module for stage in pieces.stages]
+        self._all_known: dict[Hashable, Forms] = {}
+        self._known = Forms((), {})
+        self._built: OrderedDict[Any, Any] = OrderedDict()
+        self._is_broken = False
+        shown = (
+            f"{len(self.mine)} of {self.count} pipeline stages ({', '.join(map(str, self.mine))})"
+        )
+        wrap_forward(model, partial(_refuse_call, f"{shown} of {type(model).__name__}"))
 
     @property
     def has_last(self) -> bool:
         """Whether this rank computes the loss."""
         return self.count - 1 in self.mine
 
-    @property
-    def _tag(self) -> int:
-        """Sets what is sent on processors apart from what was before an exception; torch's own: 0.
-
-        Accelerators ignore it; see ``check_unbroken``.
-        """
-        return self._failures + 1
-
     def follow(self) -> None:
         """Bring the copies in the stages up to date with the model's modes and sockets."""
         for original, twin in self._copies:
             twin.training = original.training
-            for name in SOCKETS:
-                if name in vars(original):
-                    setattr(twin, name, vars(original)[name])
+            vars(twin).update({n: s for n, s in vars(original).items() if n in SOCKETS})
 
-    def agree(
-        self,
-        micro_batches: int | None,
-        shape: Sequence[int],
-        kind: str = "",
-        error: Exception | None = None,
-    ) -> None:
+    def agree(self, shown: str, error: Exception | None = None) -> None:
         """Make sure that all ranks of the pipeline are about to run the same; a small exchange.
 
         Args:
-            micro_batches: Their number; None if not known.
-            shape: Shape of the first one as the model takes it.
-            kind: The kind of call; it must be the same on all ranks.
+            shown: What this rank is about to run.
             error: What went wrong on this rank before, if anything did.
 
         Raises:
             Exception: ``error``, on its rank.
-            RuntimeError: On the other ranks, if there was one.
+            RuntimeError: On the other ranks, if there was one, and on all of them after an
+                exception in the middle of a schedule.
             ValueError: On every rank, with what each of them has.
         """
-        rows, positions = (*shape, 1, 1)[:2]
-        number = -1 if micro_batches is None else micro_batches
-        digest = int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=7).digest(), "little")
-        values = [number, rows, positions, digest, error is not None, self._failures]
-        mine = torch.tensor(values, device=self._wire)
+        if self._is_broken:
+            error = RuntimeError(
+                "an exception broke off an earlier schedule of this pipeline, and what was on its "
+                "way then would arrive in this step. Start all ranks again and load the last "
+                "checkpoint."
+            )
+        digest = hashlib.blake2b(shown.encode(), digest_size=7).digest()
+        mine = torch.tensor([int.from_bytes(digest), error is not None], device=self._wire)
         everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(everyone, mine, group=self._group)
-        found = [values.tolist() for values in everyone]
-        failures = max(values.pop() for values in found)
-        if failures > self._failures:
-            self._start_afresh(failures)
+        numbers = [each.tolist() for each in everyone]
+        if not any(failed or digest != numbers[0][0] for digest, failed in numbers):
+            return
+        told: list[Any] = [None] * self._ranks
+        text = shown if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(told, text, group=self._group)
         if error is not None:
             raise error
-        if failed := [self._globals[rank] for rank, values in enumerate(found) if values.pop()]:
-            raise RuntimeError(
-                f"rank {failed[0]} of the pipeline raised before the first micro-batch; its own "
-                "message says what went wrong."
-            )
-        if any(values != found[0] for values in found):
-            each = [_shown(rank, *values[:3]) for rank, values in enumerate(found)]
-            raise ValueError(
-                f"the ranks of a pipeline came with different micro-batches: {'; '.join(each)}"
-                f"{'' if len({v[3] for v in found}) == 1 else ', or other arguments'}. Give all "
-                "of them the same: forgekit.data_ranks(mesh) counts them as one."
-            )
-
-    def check_unbroken(self) -> None:
-        """Raise if messages of a schedule that an exception broke off could arrive in the next.
-
-        Accelerators match messages by their order alone; on processors a tag sets them apart.
-
-        Raises:
-            RuntimeError: On an accelerator, after an exception in a schedule.
-        """
-        if self._failures and self.device.type != "cpu":
-            raise RuntimeError(
-                "an exception broke off an earlier schedule of this pipeline, and messages between "
-                f"devices of type {self.device.type} carry no tags: what is still on its way would "
-                "arrive in this step. Start all ranks again and load the last checkpoint."
-            )
-
-    def check_count(self, micro_batches: int) -> None:
-        """Raise unless the schedule can run a number of micro-batches."""
-        check_micro_batches(self._schedule, self._ranks, micro_batches)
+        for rank, (_, failed) in enumerate(numbers):
+            if failed:
+                raise RuntimeError(f"rank {self._globals[rank]} of the pipeline: {told[rank]}")
+        each = "; ".join(f"rank {self._globals[r]} has {text}" for r, text in enumerate(told))
+        raise ValueError(
+            f"the ranks of a pipeline came with different micro-batches: {each}. Give all of them "
+            "the same: forgekit.data_ranks(mesh) counts them as one."
+        )
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
         """Say whether a kind of call was rehearsed, and use what was learned from it."""
-        found = self._flows.get((kind, None)) or self._flows.get((kind, tuple(shape)))
-        self._flow = found or Flow()
-        return found is not None
+        known = self._all_known.get((kind, None)) or self._all_known.get((kind, tuple(shape)))
+        self._known = known or self._known
+        return known is not None
 
-    def learn(
+    def rehearse(
         self,
         kind: Hashable,
         shape: Sequence[int],
-        call: Callable[[nn.Module], Any],
-        loss: Callable[[Any], list[Tensor]],
+        compute: Callable[[int, Sequence[Tensor], StandIn, Callable[[], Any]], Sequence[Tensor]],
     ) -> None:
-        """Run the stages one after the other, to learn what has to travel between them.
+        """Run the stages one after the other, to learn what crosses between them.
 
         Needed before the first step or evaluation of each kind. Mistakes in the model or the loss
         come up here, on every rank, where in the middle of a schedule one rank would raise and
@@ -235,55 +191,52 @@ class Stages:
 
         Args:
             kind: What the result holds for.
-            shape: Shape of the model's input.
-            call: Calls a stage's module.
-            loss: Makes the tensors of the loss from what the last stage returns.
+            shape: ``[b s]`` of the micro-batch.
+            compute: ``compute(stage, received, stand_in, arrive)``.
 
         Raises:
             RuntimeError: On the ranks whose stages went well, if another's did not; that one
                 raises what went wrong.
         """
-        reports: list[Report] = []
+        forms: dict[str, Any] = {}
+        proofs = []
         for stage in range(self.count):
+            self._known = Forms(tuple(shape), forms)
             told: list[Any] = [None]
             error: Exception | None = None
             if stage in self.mine:
+                run = partial(compute, stage, self._drawn(stage, shape))
                 try:
-                    told = [self._rehearse(stage, reports, shape, call, loss)]
+                    told = [rehearse(self._stages[stage], run, self.device, self._shared)]
                 except Exception as raised:
                     told, error = [f"{type(raised).__name__}: {raised}"], raised
-            source = self._globals[self._owners[stage]]
+            source = self._owners[stage]
             dist.broadcast_object_list(told, src=source, group=self._group, device=self._wire)
             if error is not None:
                 raise error
             if isinstance(told[0], str):
                 raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {told[0]}")
-            reports.append(told[0])
+            forms.update(told[0][0])
+            proofs.append(told[0][1])
         # NCCL wants a group's first batch of sends to come from all of its ranks.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
-        self._flow = join(reports, self._holders)
-        self._flows[kind, None if self._flow.is_plain else tuple(shape)] = self._flow
+        self._known = Forms(tuple(shape), forms)
+        if all(proofs):
+            crossing = [leaf for stage in range(self.count - 1) for leaf in self.passed(stage)]
+            holds_for_all = all(_has_positions(leaf, shape) for leaf in crossing)
+            self._all_known[kind, None if holds_for_all else tuple(shape)] = self._known
 
-    def _rehearse(
-        self,
-        stage: int,
-        before: list[Report],
-        shape: Sequence[int],
-        call: Callable[[nn.Module], Any],
-        loss: Callable[[Any], list[Tensor]],
-    ) -> Report:
-        module = self._module(stage)
-        known = Flow({c: out for report in before for c, out in report.outputs.items()})
-        with restored(module, self._shared):
-            return rehearse(
-                self._relays[stage],
-                known,
-                partial(call, module),
-                loss,
-                given=shape,
-                device=self.device,
-                parameters=module.parameters(),
-            )
+    def _drawn(self, stage: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Numbers for what a stage receives, alike on all ranks, as they arrive in a step."""
+        generator = torch.Generator(self.device).manual_seed(stage)
+        leaves = self.passed(stage - 1, shape) if stage else ()
+        drawn = [draw(1.0, generator, self.device, leaf) for leaf in leaves]
+        return tuple(t.requires_grad_(t.is_floating_point()).view_as(t) for t in drawn)
+
+    def passed(self, stage: int, shape: Sequence[int] | None = None) -> list[Leaf]:
+        """What a stage sends for a micro-batch of ``[b s]``, by default the rehearsed one's."""
+        part, shape = self._last_blocks[stage], self._known.shape if shape is None else shape
+        return tensors_of(self._known.at(part, shape), Leaf)
 
     def forward(
         self,
@@ -291,14 +244,18 @@ class Stages:
         call: Callable[[nn.Module], Any],
         shape: Sequence[int],
         received: Sequence[Tensor],
+        stand_in: StandIn | None = None,
+        arrive: Callable[[], Any] = lambda: None,
     ) -> Any:
         """Run one micro-batch through a stage of this rank.
 
         Args:
             stage: The stage.
             call: Calls the stage's module.
-            shape: Shape of the model's input.
+            shape: ``[b s]`` of the micro-batch.
             received: What the stage before has sent.
+            stand_in: Makes what other absent parts return in a rehearsal.
+            arrive: Called where the stream arrives.
 
         Returns:
             What the model returns, of the last stage; of the others the tensors to send.
@@ -306,103 +263,133 @@ class Stages:
         Raises:
             ValueError: If they are not what the next stage is waiting for.
         """
-        run, forward = self._relays[stage].run, partial(call, self._module(stage))
-        out = run(forward, self._flow, received, given=shape, device=self.device)
-        return out if stage == self.count - 1 else self._check(stage, shape, out)
-
-    def _module(self, stage: int) -> nn.Module:
-        return self.modules[self.mine.index(stage)]
-
-    def _passed(self, stage: int, shape: Sequence[int]) -> Passed:
-        """Shape and dtype of what a stage sends."""
-        leaves = map(self._flow.leaf, self._flow.travels[stage])
-        return tuple((leaf.at(shape), leaf.dtype) for leaf in leaves)
-
-    def _check(self, stage: int, shape: Sequence[int], out: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        expected = self._passed(stage, shape)
-        for source, tensor, due in zip(self._flow.travels[stage], out, expected, strict=True):
-            if (tuple(tensor.shape), tensor.dtype) != due:
-                leaf = self._flow.leaf(source)
-                raise ValueError(
-                    f"{source[0]} in stage {stage} returned {tuple(tensor.shape)} of "
-                    f"{tensor.dtype} for an input of {tuple(shape)}; the next stage awaits "
-                    f"{due[0]} of {due[1]}, since it was {leaf.shape} for {leaf.given}. What "
-                    "passes between stages must be [rows positions ...] and of one dtype."
-                )
-        return tuple(tensor.contiguous() for tensor in out)  # only such tensors can be sent
+        make = partial(poison, device=self.device) if stand_in is None else stand_in
+        out = self._stages[stage].run(call, Run(self._known, shape, received, make, arrive))
+        if stage == self.count - 1:
+            return out
+        block = self._last_blocks[stage]
+        if stand_in is None and (due := self._known.at(block, shape)) != form_of(out):
+            raise ValueError(
+                f"{block} in stage {stage} returned {form_of(out)} for a micro-batch of "
+                f"{tuple(shape)}; the next stage awaits {due}, as it was in the first one. What "
+                "passes between stages must be [rows positions ...] and of one dtype."
+            )
+        return tuple(tensor.contiguous() for tensor in tensors_of(out))  # or it cannot be sent
 
     def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
 
         Args:
             micro_batches: Their number.
-            shape: Shape of the model's input, the same for all.
+            shape: ``[b s]``, the same for all.
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
         """
-        passed = [self._passed(stage, shape) for stage in range(self.count - 1)]
+        from forgekit.parallel.pipeline.torch_stage import FailedError
+
+        # Torch's schedule walks this rank's row of the table of work: before each forward it waits
+        # for the activations, after it sends them on; backward the same the other way round. The
+        # stages compute in between, and pull a micro-batch when its turn comes.
+        schedule, stages = self._find(micro_batches, shape)
+        for stage in stages:
+            stage.compute, stage.has_backward = compute, True
+            stage.clear_runtime_states()
+        # Torch is given numbers only: as keywords to forward, as targets to the loss.
+        numbers = list(range(micro_batches))
+        by_name = [{"micro_batch": number} for number in numbers]
         with self.guarded():
-            self._engine.run(micro_batches, passed, compute, tag=self._tag)
+            try:
+                schedule._step_microbatches([()] * micro_batches, by_name, numbers)
+            except FailedError as failed:
+                raise failed.error from None
+            finally:
+                for stage in stages:
+                    del stage.compute  # and with it what it holds of this step
 
-    def at(self, slot: int) -> tuple[int, int] | None:
-        """What this rank does in a slot of an evaluation; see ``forward_at``."""
-        return forward_at(self._schedule, self._ranks, self._rank, slot)
-
-    def pass_on(
+    def evaluate(
         self,
-        sent: tuple[int, tuple[Tensor, ...]] | None,
-        due: tuple[int, Sequence[int]] | None,
-    ) -> tuple[Tensor, ...]:
-        """End a slot of an evaluation: send what a stage returned, receive what comes next.
+        shapes: Mapping[int, Sequence[int]],
+        compute: Compute,
+    ) -> None:
+        """Run forward passes of some micro-batches.
+
+        Each stage of this rank takes all of them before the next one does, so the number of
+        micro-batches in flight is theirs; on a V a rank passes them on to itself.
 
         Args:
-            sent: Stage of this slot and what it sends; None if this rank did nothing.
-            due: Stage of the next slot and the shape of the model's input; None for none.
-
-        Returns:
-            What the stage of the next slot is given; nothing if it is the first or there is none.
+            shapes: By number of a micro-batch its ``[b s]``.
+            compute: See ``Compute``.
         """
-        operations: list[dist.P2POp] = []
-        # After the last stage there is none to send to.
-        target = self._rank if sent is None else self._owners.get(sent[0] + 1, self._rank)
-        if sent is not None and target != self._rank:
-            operations += [self._operation(dist.isend, tensor, target) for tensor in sent[1]]
-        received: tuple[Tensor, ...] = ()
-        if due is not None and due[0] > 0:
-            source = self._owners[due[0] - 1]
-            if source == self._rank and sent is not None:
-                received = sent[1]
-            else:
-                passed = self._passed(due[0] - 1, due[1])
-                received = tuple(torch.empty(s, dtype=d, device=self.device) for s, d in passed)
-                operations += [self._operation(dist.irecv, tensor, source) for tensor in received]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+        kept: dict[int, Sequence[Tensor]] = {}
+        on_their_way = []
+        for stage in self.mine:
+            for number, shape in shapes.items():
+                received = kept.pop(number) if number in kept else self._receive(stage, shape)
+                out = compute(stage, number, tuple(received))
+                target = self._owners.get(stage + 1)
+                if target == self._owners[stage]:
+                    kept[number] = out
+                elif target is not None:
+                    on_their_way += [(dist.isend(t, target, self._group), t) for t in out]
+        for work, _ in on_their_way:
             work.wait()
+
+    def _receive(self, stage: int, shape: Sequence[int]) -> list[Tensor]:
+        leaves = self.passed(stage - 1, shape) if stage else []
+        received = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in leaves]
+        for tensor in received:
+            dist.recv(tensor, self._owners[stage - 1], self._group)
         return received
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """After an exception inside, start afresh: what is on its way is never received."""
+        """After an exception inside, refuse to go on: what is on its way is never received."""
         try:
             yield
         except BaseException:
-            self._start_afresh(self._failures + 1)
+            self._is_broken = True
             raise
 
-    def _start_afresh(self, failures: int) -> None:
-        self._failures = failures
-        self._engine.clear()
+    def check_count(self, micro_batches: int) -> None:
+        """Raise unless the schedule can run a number of micro-batches."""
+        check_micro_batches(self._schedule, self._ranks, micro_batches)
 
-    def _operation(self, kind: Callable[..., Any], tensor: Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._globals[rank], self._group, tag=self._tag)
+    def _find(self, micro_batches: int, shape: Sequence[int]) -> tuple[Any, list[Any]]:
+        """Build a schedule, or take one that was built for the same numbers."""
+        from forgekit.parallel.pipeline.torch_stage import build_stage
+
+        passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
+        key = micro_batches, passed
+        if key not in self._built:
+            stages = [
+                build_stage(
+                    module,
+                    number,
+                    passed,
+                    self.device,
+                    self._group,
+                    splits_backward=self._splits_backward,
+                )
+                for number, module in zip(self.mine, self.modules, strict=True)
+            ]
+            given = stages[0] if stages_per_rank(self._schedule) == 1 else stages
+            build = schedule_class(self._schedule)
+            # The loss function of torch's schedule: the last stage returns the loss already.
+            schedule = build(given, micro_batches, loss_fn=lambda x, _: x, scale_grads=False)
+            self._built[key] = schedule, stages
+            if len(self._built) > CACHED:
+                self._built.popitem(last=False)
+        self._built.move_to_end(key)
+        return self._built[key]
+
+
+def _has_positions(leaf: Leaf, shape: Sequence[int]) -> bool:
+    """Whether a tensor is ``[b s ...]``, or one number: so its shape for any input is known."""
+    rows, positions = (*leaf.shape, 0, 0)[:2]
+    return not leaf.shape or (rows == shape[0] and positions > 0 and shape[1] % positions == 0)
 
 
 def _refuse_call(what: str, *_args: Any, **_kwargs: Any) -> None:
     raise RuntimeError(
-        f"{what}, so it cannot be called on its own. A step (forgekit.accumulate) and "
-        "forgekit.evaluate run it through the pipeline: loss_fn(model, batch) calls its model."
+        f"this rank holds {what}, so it cannot be called on its own. A step (forgekit.accumulate) "
+        "and forgekit.evaluate run it through the pipeline: loss_fn(model, batch) calls its model."
     )
-
-
-def _shown(rank: int, micro_batches: int, rows: int, positions: int) -> str:
-    number = "an unknown number" if micro_batches < 0 else str(micro_batches)
-    return f"rank {rank} has {number} of {rows} rows and {positions} positions"

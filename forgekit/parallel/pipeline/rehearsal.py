@@ -1,0 +1,246 @@
+"""A stage is run before the first step, to see that nothing crosses to it but the stream.
+
+Its own parts run on what really crossed, three times: what other absent parts return is NaN, then
+numbers of two sizes, and their integers and booleans differ too. Random numbers differ until the
+stream arrives. What the stage sends, and the loss, must be equal bit for bit. NaN alone would not
+do: a comparison, ``topk`` or ``where`` makes finite numbers of it.
+
+What no stand-in shows, because it takes another way from block to block, is looked for in the
+blocks' attributes and arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forgekit.parallel.pipeline.stage import (
+    RETURN_IT,
+    Leaf,
+    Stage,
+    StandIn,
+    form_of,
+    poison,
+    tensors_of,
+)
+
+SIZES = (float("nan"), 1.0, 1e4)
+"""Of the stand-ins; thresholds that are usual lie between the second and the third."""
+
+PARAMETER_READ = (
+    "loss_fn reads a parameter of the model; in a pipeline each rank holds some of them, and the "
+    "term would count those of the last stage alone. Use the optimizer's weight decay for an L2 "
+    "term, do it in the model's forward (head=), or use pp=1."
+)
+
+
+def rehearse(
+    stage: Stage,
+    run: Callable[[StandIn, Callable[[], Any]], Sequence[Tensor]],
+    device: torch.device,
+    shared: Collection[nn.Module],
+) -> tuple[dict[str, Any], bool]:
+    """Run a stage on stand-ins and refuse what it cannot share with the others.
+
+    Args:
+        stage: The stage.
+        run: ``run(stand_in, arrive)`` computes what the stage sends, or the tensors of the loss.
+        device: Where it computes.
+        shared: Modules that several stages have.
+
+    Returns:
+        What its parts returned, with leaves for tensors, and whether that proves anything: where
+        the result is NaN whatever the stand-ins, it does not.
+
+    Raises:
+        ValueError: If more than the stream has to cross.
+    """
+    forms: dict[str, Any] = {}
+    results: list[Sequence[Tensor]] = []
+    sizes = SIZES if stage.number else SIZES[1:2]  # nothing is absent before the first
+    for number, size in enumerate(sizes):
+        torch.manual_seed(number + 1)
+        arrive = partial(torch.manual_seed, 0)
+        generator = torch.Generator(device).manual_seed(number)
+        with _restored(stage.module, shared), _watched(stage, forms), _eager():
+            results.append(run(partial(draw, size, generator, device), arrive))
+    first, *others = results
+    if not all(len(first) == len(other) and all(map(_same, first, other)) for other in others):
+        raise ValueError(
+            f"pipeline stage {stage.number} needs more of earlier stages than what the last block "
+            f"before it returned, all that crosses. {RETURN_IT}"
+        )
+    is_proof = not any(t.is_floating_point() and _is_true(t.isnan().any()) for t in results[-1])
+    return forms, is_proof
+
+
+@contextmanager
+def no_reads(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Refuse to compute with parameters, for a loss function after its call of the model."""
+    with _NoReads({_storage(parameter) for parameter in parameters}):
+        yield
+
+
+class _NoReads(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._parameters.isdisjoint(map(_storage, _tensors((args, kwargs)))):
+            raise ValueError(PARAMETER_READ)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """As the code is written, the same each time, and nothing is kept for a backward pass."""
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # A block that the compiler met in here would never be compiled.
+    eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(), saved_tensors_hooks(_forget, _forget), eager:
+        warnings.filterwarnings("ignore", ".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=before_warns)
+
+
+def draw(size: float, generator: torch.Generator, device: torch.device, leaf: Leaf) -> Tensor:
+    """Make a stand-in: floats of a size, or NaN; integers and booleans are 0 and 1 at random."""
+    if size != size and leaf.dtype.is_floating_point:
+        return poison(leaf, device)
+    drawn = torch.randn(leaf.shape, generator=generator, device=device)
+    return (size * drawn if leaf.dtype.is_floating_point else drawn > 0).to(leaf.dtype)
+
+
+@contextmanager
+def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
+    """Note what the stage's parts return, and refuse messages to other blocks beside it."""
+    given: dict[str, Any] = {}
+
+    def enter(name: str, _module: nn.Module, args: Any, keywords: Any) -> None:
+        tensors = _contents((args, keywords))
+        given[name] = tensors, [tensor._version for tensor in tensors]
+
+    def leave(name: str, module: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+        tensors, versions = given.pop(name)
+        now = _contents((args, keywords))
+        if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
+            raise ValueError(
+                f"{name} puts a tensor into a list, a dictionary or an object that it is given, or "
+                f"takes one out, which no other pipeline stage would see. {RETURN_IT}"
+            )
+        if versions != [tensor._version for tensor in tensors]:
+            raise ValueError(
+                f"{name} changes a tensor in place that it is given, which no other pipeline stage "
+                "would see. Write x = x + y in place of x += y, or use pp=1."
+            )
+        if not stage.is_last:
+            forms[name] = form_of(output)
+            _check_kept(name, module, tensors_of(output))
+
+    with ExitStack() as stack:
+        for name, part in stage.parts.items():
+            before = part.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            after = part.register_forward_hook(partial(leave, name), with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
+
+
+def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
+    """Raise if a part keeps a differentiable tensor that it does not return."""
+    own = vars(nn.Module())
+    for module in part.modules():
+        for attribute, value in vars(module).items():
+            if attribute in own:
+                continue
+            for tensor in _tensors(value):
+                if tensor.grad_fn is not None and not any(tensor is other for other in returned):
+                    raise ValueError(
+                        f"{name} keeps a differentiable tensor of shape {tuple(tensor.shape)} in "
+                        f"its attribute {attribute!r}, which other pipeline stages would not see. "
+                        f"{RETURN_IT} Detach it if it is only looked at."
+                    )
+
+
+@contextmanager
+def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None]:
+    """Bring buffers and plain numbers back to what they were, and refuse shared ones that change.
+
+    Raises:
+        ValueError: If the buffers of a module that several stages have are changed.
+    """
+    before = [
+        ({n: (b, b.clone()) for n, b in m._buffers.items() if b is not None}, _numbers(m), m)
+        for m in module.modules()
+    ]
+    try:
+        yield
+        for buffers, _, each in before if shared else ():
+            changed = [n for n, (b, was) in buffers.items() if not _same(each._buffers[n], was)]
+            if changed and each in shared:
+                raise ValueError(
+                    f"forward changes the buffer {changed[0]!r} of {type(each).__name__}, "
+                    "which each pipeline stage has and would change on its own. Move it into a "
+                    "block, count in the training loop, or use pp=1."
+                )
+    finally:
+        with torch.no_grad():
+            for buffers, numbers, each in before:
+                for name in _numbers(each).keys() - numbers:
+                    delattr(each, name)  # a counter that forward begins
+                vars(each).update(numbers)
+                for name, (buffer, was) in buffers.items():
+                    each._buffers[name] = buffer.copy_(was)
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    return {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit for bit, but for the kind of NaN; the tensors of a plan have no values to compare."""
+    return isinstance(a, FakeTensor) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_true(value: Tensor) -> bool:
+    return not isinstance(value, FakeTensor) and bool(value)
+
+
+def _contents(value: Any) -> list[Tensor]:
+    """The tensors in arguments: in containers, and in the attributes of plain objects."""
+    leaves = tree_leaves(value)
+    opaque = (Tensor, nn.Module, type)
+    objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, opaque)]
+    return _tensors([leaves, [list(vars(o).values()) for o in objects]])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number for where a tensor's values are; views have that of what they look at."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if local.layout is torch.strided else id(local)
+
+
+def _forget(_saved: Any) -> Any:
+    """Keep nothing for backward."""

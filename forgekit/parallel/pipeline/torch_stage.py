@@ -1,0 +1,101 @@
+"""A stage of torch's that computes through a function, with micro-batches by their number.
+
+``torch.distributed.pipelining`` gives the order of work, sends and receives, and FSDP's gathers and
+reductions. What differs from its own ``step``: micro-batches are asked for when a stage needs them,
+shapes are given instead of found by running the model once more, and errors come out as raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from forgekit.parallel.pipeline.stage import Leaf
+
+Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
+"""``compute(stage, micro_batch, received)``: what the stage sends; of the last, the loss."""
+
+# The first stage's input and the loss are not sent; torch wants an example all the same.
+EDGE = (Leaf((), torch.float32),)
+
+
+class TorchStage(PipelineStage):
+    """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss."""
+
+    compute: Compute
+
+    def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
+        """Compute; torch gives what was received, if the stage is not the first."""
+        try:
+            out = self.compute(self.stage_index, micro_batch, tuple(map(arrived, args)))
+            # Torch detaches them in place after a backward to the inputs; views cannot be.
+            sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
+        except Exception as error:
+            raise FailedError(error) from error
+        return sent[0] if self.is_last else sent
+
+
+class FailedError(BaseException):
+    """Carries an error past torch, which would wrap it and log its whole schedule."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def build_stage(
+    module: nn.Module,
+    number: int,
+    passed: Sequence[Sequence[Leaf]],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    *,
+    splits_backward: bool,
+) -> TorchStage:
+    """Build torch's stage.
+
+    Args:
+        module: The stage's part of the model.
+        number: Its number.
+        passed: What each stage but the last sends.
+        device: Where it computes.
+        group: The ranks of the pipeline.
+        splits_backward: Whether gradients of weights are found apart from those of inputs.
+    """
+    count = len(passed) + 1
+    stage = TorchStage(
+        module,
+        number,
+        count,
+        device,
+        input_args=_examples(passed[number - 1] if number else EDGE),
+        output_args=_examples(passed[number] if number < count - 1 else EDGE),
+        group=group,
+        # What it runs for the gradients of weights, where they came along with the inputs'.
+        dw_builder=None if splits_backward else lambda: lambda: None,
+    )
+    # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
+    stage._runtime_validate = False
+    return stage
+
+
+def arrived(buffer: Tensor) -> Tensor:
+    """What was received, apart from the buffer that it came in."""
+    received = buffer.view_as(buffer)
+    if received.requires_grad:
+        received.register_hook(Tensor.contiguous)  # only such gradients can be sent
+    return received
+
+
+def _examples(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(
+            leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.dtype.is_floating_point
+        )
+        for leaf in leaves
+    )

@@ -1,0 +1,893 @@
+"""Models in a pipeline: exact against one process in float64, or refused on all ranks alike.
+
+What crosses from stage to stage is what the last block before the boundary returned. A model that
+needs anything else of an earlier stage is in the second table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from covering import first_of, in_turn
+from oracle import full_tensors, relative_error
+from ranks import RankError, run_again, run_ranks
+from tensordict import TensorDict
+from torch import nn
+
+import forgekit as fk
+
+WIDTH, WORDS = 6, 11
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+)
+
+
+class Mix(nn.Module):
+    """A block of the stream and whatever else it takes, no two arguments alike."""
+
+    def __init__(self, takes=1):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(takes))
+
+    def forward(self, *given):
+        parts = zip(self.inner, given, strict=True)
+        return given[0] + sum(
+            linear(x.cumsum(1)).tanh() / (1 + n) for n, (linear, x) in enumerate(parts)
+        )
+
+
+class Form(nn.Module):
+    """Embedding, blocks, output; what lies between is each form's own."""
+
+    takes = 1
+    block = Mix
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.before()
+        self.layers = nn.ModuleList(self.block(self.takes) for _ in range(layers))
+        self.after()
+        self.top = nn.Linear(WIDTH, WORDS)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+
+    def before(self):
+        pass
+
+    def after(self):
+        pass
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.top(x)
+
+
+def form(forward=Form.forward, *, block=Mix, **also):
+    """A model whose forward, or whose parts, are something of its own."""
+    block = block if isinstance(block, type) else type("Own", (Mix,), {"forward": block})
+    return type("Model", (Form,), {"forward": forward, "block": block, **also})
+
+
+def each(step):
+    """A forward with something done at each block."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for n, layer in enumerate(self.layers):
+            x = step(self, n, layer, x)
+        return self.top(x)
+
+    return forward
+
+
+def with_embedding(use):
+    """A forward that uses the embedding once more at each block."""
+
+    def forward(self, ids):
+        x = x0 = self.embed(ids)
+        for layer in self.layers:
+            x = use(layer(x), x0)
+        return self.top(x)
+
+    return forward
+
+
+def loss_fn(model, batch):
+    """Cross-entropy, and a term for each auxiliary output."""
+    out = model(batch["input_ids"])
+    logits, aux = out if isinstance(out, tuple) else (out, 0.0)
+    loss = fk.cross_entropy(logits, batch["labels"])
+    return fk.Loss(loss.sum + 3.0 * aux, loss.count)
+
+
+# What crosses: the stream, in any container
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    first: torch.Tensor
+
+
+@dataclasses.dataclass
+class Out:
+    x: torch.Tensor
+    memory: dict
+    is_first: bool
+
+
+def _pack(kind):
+    """Blocks that take and return the stream and the embedding in a container."""
+    packs = {
+        "tuple": (lambda x, y: (x, y), lambda c: c),
+        "list": (lambda x, y: [x, y], lambda c: c),
+        "named tuple": (Pair, lambda c: c),
+        "dictionary": (lambda x, y: {"x": x, "y": [y, None, 3]}, lambda c: (c["x"], c["y"][0])),
+        "dataclass": (
+            lambda x, y: Out(x, {"y": y}, is_first=False),
+            lambda c: (c.x, c.memory["y"]),
+        ),
+    }
+    pack, unpack = packs[kind]
+
+    def block(self, given):
+        x, first = unpack(given)
+        return pack(Mix.forward(self, x, first), first)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        out = pack(x, x)
+        for layer in self.layers:
+            out = layer(out)
+        return self.top(unpack(out)[0])
+
+    return form(forward, block=block, takes=2)
+
+
+def _passes_aux(self, x, aux):
+    out = Mix.forward(self, x)
+    return out, aux + out.square().mean()
+
+
+def _aux_passed(self, ids):
+    x, aux = self.embed(ids), torch.zeros((), dtype=torch.float64)
+    for layer in self.layers:
+        x, aux = layer(x, aux)
+    return self.top(x), aux
+
+
+def _passes_numbers(self, x, at, keep):
+    shifted = x.gather(1, at[..., None].expand_as(x))
+    return torch.where(keep[..., None], Mix.forward(self, x) + shifted, x), at.flip(1), ~keep
+
+
+def _numbers_passed(self, ids):
+    x = self.embed(ids)
+    at, keep = ids % ids.shape[1], ids > 4
+    for layer in self.layers:
+        x, at, keep = layer(x, at, keep)
+    return self.top(x * keep[..., None])
+
+
+def _idle_passed(self, x, first):
+    """The last stages compute nothing with the second tensor, so it gets no gradient there."""
+    return Mix.forward(self, x if hasattr(self, "is_late") else x + first), first
+
+
+class _Idle(form(block=_idle_passed)):
+    def after(self):
+        for layer in list(self.layers)[len(self.layers) // 2 :]:
+            layer.is_late = True
+
+    def forward(self, ids):
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x, first = layer(x, first)
+        return self.top(x)
+
+
+class NormBlock(Mix):
+    def __init__(self, takes):
+        super().__init__(takes)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("steps", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.steps += 1
+        self.calls += 1
+        self.begun = getattr(self, "begun", 0) + 1
+        return super().forward(self.norm(x.mT).mT)
+
+
+class Copies(Form):
+    """The ids once more near the end, and parts in lists and dictionaries of modules."""
+
+    def before(self):
+        self.stems = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def after(self):
+        self.tops = nn.ModuleDict({"gate": nn.Linear(WIDTH, 1)})
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for stem in self.stems:
+            x = stem(x).relu()
+        for layer in self.layers:
+            x = layer(x)
+        return self.top(x) + self.tops["gate"](x) * F.one_hot(ids, WORDS)
+
+
+class Positions(Form):
+    """Changed in place after it was embedded; an activation between the blocks."""
+
+    def before(self):
+        self.positions = nn.Embedding(16, WIDTH)
+        self.act = nn.Tanh()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x += self.positions(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return self.top(x)
+
+
+def _early_weight(self, ids):
+    weight, x = self.top.weight, self.embed(ids)
+    for layer in self.layers:
+        x = layer(x)
+    return F.linear(x, weight)
+
+
+def _by_foreach(self, ids):
+    x = self.embed(ids)
+    for layer in self.layers:
+        sums = [torch.zeros(x.shape, dtype=x.dtype)]
+        torch._foreach_add_(sums, [layer(x)])  # returns nothing
+        (x,) = sums
+    return self.top(x)
+
+
+def _looked_at(self, x):
+    self.seen = Mix.forward(self, x).detach()
+    return Mix.forward(self, x)
+
+
+def _unused_reads(self, ids):
+    """Looks at absent parts, of no effect."""
+    x = x0 = self.embed(ids)
+    for layer in self.layers:
+        x = layer(x)
+    return self.top(x), (x0 * 0.0).nan_to_num().sum()
+
+
+EXACT = {
+    "the stream": Form,
+    **{f"a {kind}": _pack(kind) for kind in ("tuple", "list", "named tuple", "dictionary")},
+    "a dataclass": _pack("dataclass"),
+    "an auxiliary loss that is passed on": form(_aux_passed, block=_passes_aux),
+    "integers and booleans that are passed on": form(_numbers_passed, block=_passes_numbers),
+    "what later stages only pass on": _Idle,
+    "statistics and counters in blocks": form(block=NormBlock),
+    "ids near the end, lists of parts": Copies,
+    "positions in place, an activation between": Positions,
+    "scales and masks between the blocks": form(
+        each(lambda self, n, layer, x: 0.9**n * layer(x) + (x.shape[1] > 2))
+    ),
+    "a look at what a block computed that this stage has": form(
+        block=lambda self, x: Mix.forward(self, x) if x.abs().max() < 9 else x
+    ),
+    "a weight that is read early": form(_early_weight),
+    "sums in place": form(_by_foreach),
+    "what is only looked at": form(block=_looked_at),
+    "an embedding of no effect": form(_unused_reads),
+}
+
+
+# What is refused
+
+
+def _noisy(self, ids):
+    x = self.embed(ids)
+    noise = torch.rand(x.shape, dtype=x.dtype)
+    for layer in self.layers:
+        x = layer(x) + noise
+    return self.top(x)
+
+
+def _unet(self, ids):
+    x, skips, half = self.embed(ids), [], len(self.layers) // 2
+    for n, layer in enumerate(self.layers):
+        skips += [x] if n < half else []
+        x = layer(x, x * 0.5 if n < half else skips.pop())
+    return self.top(x)
+
+
+def _aux(self, ids):
+    x, aux = self.embed(ids), 0.0
+    for layer in self.layers:
+        x, mine = layer(x)
+        aux = aux + mine
+    return self.top(x), aux
+
+
+def _aux_block(self, x):
+    out = Mix.forward(self, x)
+    return out, out.square().mean()
+
+
+def _keep_in_attribute(self, x):
+    self.aux = Mix.forward(self, x).square().mean()
+    return Mix.forward(self, x)
+
+
+def _sum_attributes(read):
+    def forward(self, ids):
+        return Form.forward(self, ids) * sum(map(read, self.layers))
+
+    return forward
+
+
+def _along(container):
+    def forward(self, ids):
+        x, along = self.embed(ids), container()
+        for layer in self.layers:
+            x = layer(x, along)
+        return self.top(x)
+
+    return forward
+
+
+def _append(self, x, along):
+    along.append(Mix.forward(self, x).mean())
+    return x + along[-1]
+
+
+def _append_detached(self, x, along):
+    out = Mix.forward(self, x)
+    along.append(out.detach())
+    return out
+
+
+def _note_detached(self, x, along):
+    out = Mix.forward(self, x)
+    along.last = out.detach()
+    return out
+
+
+def _enter_detached(self, x, along):
+    out = Mix.forward(self, x)
+    along["last"] = [out.detach()]
+    return out
+
+
+def _add_up(self, x, along):
+    out = Mix.forward(self, x)
+    along += out.mean()
+    return out
+
+
+class _SharedList(form()):
+    """Losses in a list that all blocks hold."""
+
+    class block(Mix):
+        def forward(self, x):
+            self.losses.append(super().forward(x).mean())
+            return super().forward(x)
+
+    def after(self):
+        self.losses = []
+        for layer in self.layers:
+            layer.losses = self.losses
+
+    def forward(self, ids):
+        self.losses.clear()
+        out = super().forward(ids)
+        return out, sum(self.losses)
+
+
+class _Held(form(block=NormBlock)):
+    """Blocks in a plain list, which no stage could leave out."""
+
+    def after(self):
+        self.held = (list(self.layers),)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.held[0]:
+            x = layer(x)
+        return self.top(x)
+
+
+def _part(name, module):
+    return lambda self: setattr(self, name, module())
+
+
+def _norms():
+    return nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(8))
+
+
+def _scales():
+    return nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(8))
+
+
+def _count(self, ids):
+    self.seen += ids.numel()
+    return Form.forward(self, ids)
+
+
+def _count_anew(self, ids):
+    self.seen = self.seen + ids.numel()
+    return Form.forward(self, ids)
+
+
+def _counter(self):
+    self.register_buffer("seen", torch.zeros(()))
+
+
+def _twice(self, ids):
+    x = self.embed(ids)
+    for layer in [*self.layers, *self.layers]:
+        x = layer(x)
+    return self.top(x)
+
+
+def _in_place(self, x):
+    x += Mix.forward(self, x)
+    return x
+
+
+def _in_place_between(self, ids):
+    x = self.embed(ids)
+    for layer in self.layers:
+        x = layer(x)
+        x += 0.5
+    return self.top(x)
+
+
+def _topk(x, x0):
+    return x * F.one_hot(x0.topk(1).indices[..., 0], WIDTH)
+
+
+CROSSES = (
+    r"needs more of earlier stages than .*, all that crosses\. Let the blocks take and return it"
+)
+TURN = r"is called in stage \d out of turn: .* or use pp=1"
+SENT = r"puts a tensor into a list, .* no other pipeline stage would see\. Let the blocks"
+DIFFERS = r"forward changes the buffer '{}' of \w+, which each pipeline stage has"
+
+REFUSED = {
+    "the embedding at each block": (form(with_embedding(lambda x, x0: x + x0)), CROSSES),
+    "the embedding, detached": (form(with_embedding(lambda x, x0: x + x0.detach())), CROSSES),
+    "a comparison": (
+        form(with_embedding(lambda x, x0: x * (1.5 - 1.0 * (x0.sum(-1, True) > 0)))),
+        CROSSES,
+    ),
+    "a comparison with a large number": (
+        form(with_embedding(lambda x, x0: x * (1.5 - 1.0 * (x0 > 500)))),
+        CROSSES,
+    ),
+    "topk": (form(with_embedding(_topk)), CROSSES),
+    "argmax": (
+        form(with_embedding(lambda x, x0: x + F.one_hot(x0.argmax(-1), WIDTH))),
+        CROSSES,
+    ),
+    "where": (form(with_embedding(lambda x, x0: torch.where(x0 > 0, x, x + 0.1))), CROSSES),
+    "a sign": (form(with_embedding(lambda x, x0: x + x0.nan_to_num().sign())), CROSSES),
+    "a clamp": (form(with_embedding(lambda x, x0: x + x0.nan_to_num(0.5).clamp(0, 1))), CROSSES),
+    "integers": (form(with_embedding(lambda x, x0: x + x0.nan_to_num().long() % 3)), CROSSES),
+    "an order": (form(with_embedding(lambda x, x0: x.gather(2, x0.argsort(-1)))), CROSSES),
+    "skips": (form(_unet, takes=2), CROSSES),
+    "an auxiliary loss of each block": (form(_aux, block=_aux_block), CROSSES),
+    "noise that all blocks take": (form(_noisy), CROSSES),
+    "a loss in an attribute": (
+        form(_sum_attributes(lambda layer: layer.aux), block=_keep_in_attribute),
+        r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'aux'",
+    ),
+    "an attribute with a default": (
+        form(
+            _sum_attributes(lambda layer: getattr(layer, "aux", torch.ones(())).detach()),
+            block=lambda self, x: _keep_in_attribute(self, x.detach()) + x,
+        ),
+        r"keeps a differentiable tensor|layers\.0, which another pipeline stage holds, is read for",
+    ),
+    "a detached attribute with a default": (
+        form(
+            _sum_attributes(lambda layer: getattr(layer, "seen", torch.ones(())).sum()),
+            block=_looked_at,
+        ),
+        r"layers\.0, which another pipeline stage holds, is read for 'seen'",
+    ),
+    "a loss in a list that blocks share": (
+        _SharedList,
+        r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'losses'",
+    ),
+    "a loss in a list that is passed along": (form(_along(list), block=_append), SENT),
+    "states in a list that is passed along": (form(_along(list), block=_append_detached), SENT),
+    "states in an object": (form(_along(SimpleNamespace), block=_note_detached), SENT),
+    "states in a dictionary": (form(_along(dict), block=_enter_detached), SENT),
+    "a sum that is passed along": (
+        form(_along(lambda: torch.zeros((), dtype=torch.float64)), block=_add_up),
+        r"layers\.0 changes a tensor in place that it is given",
+    ),
+    "scales in a list of parameters": (
+        form(
+            each(lambda self, n, layer, x: layer(x) * self.scales[n]),
+            before=_part("scales", _scales),
+        ),
+        r"scales, which another pipeline stage holds, is indexed; .* move it into them",
+    ),
+    "norms in a list of modules": (
+        form(
+            each(lambda self, n, layer, x: layer(self.norms[n](x))), before=_part("norms", _norms)
+        ),
+        TURN,
+    ),
+    "norms in a list after the blocks": (
+        form(each(lambda self, n, layer, x: layer(self.norms[n](x))), after=_part("norms", _norms)),
+        r"pipeline stage 0 ran without layers\.\d, whose output it sends",
+    ),
+    "one dropout between all blocks": (
+        form(
+            each(lambda self, n, layer, x: self.drop(layer(x))),
+            before=_part("drop", lambda: nn.Dropout(0.1)),
+        ),
+        TURN,
+    ),
+    "a stem that is registered last": (
+        form(
+            each(lambda self, n, layer, x: layer(x if n else self.stem(x))),
+            after=_part("stem", lambda: nn.Linear(WIDTH, WIDTH)),
+        ),
+        r"pipeline stage 0 ran without layers\.\d, whose output it sends",
+    ),
+    "blocks that run twice": (form(_twice), TURN),
+    "a look at the stream that skips a block": (
+        form(each(lambda self, n, layer, x: layer(x) if x.abs().max() < 9 else x)),
+        r"ran without layers\.\d, whose output it (receives|sends)",
+    ),
+    "a counter of the model's own": (form(_count, before=_counter), DIFFERS.format("seen")),
+    "a counter that is replaced": (form(_count_anew, before=_counter), DIFFERS.format("seen")),
+    "statistics between the blocks": (
+        form(
+            each(lambda self, n, layer, x: self.norm(layer(x))),
+            before=_part("norm", lambda: nn.BatchNorm1d(5, affine=False)),
+        ),
+        DIFFERS.format("running_mean"),
+    ),
+    "a block that works in place": (
+        form(block=_in_place),
+        r"layers\.0 changes a tensor in place that it is given|is a view and is being modified inp",
+    ),
+    "work in place between the blocks": (
+        form(_in_place_between),
+        r"what layers\.\d returned is changed in place before the next block, .* Write x = x \+ y",
+    ),
+    "a block that returns an object": (
+        form(block=lambda self, x: SimpleNamespace(x=x)),
+        "a pipeline stage cannot send a SimpleNamespace. Return tensors from the blocks",
+    ),
+    "a block that returns a TensorDict": (
+        form(block=lambda self, x: TensorDict({"x": x}, [2])),
+        "a pipeline stage cannot send a TensorDict|returned a TensorDict; gradients through it",
+    ),
+    "a block whose inside is called": (
+        form(each(lambda self, n, layer, x: layer.inner[0](x))),
+        r"which another pipeline stage holds, is read for 'inner'|sharded parameters outside of",
+    ),
+    "an embedding's weight": (
+        form(each(lambda self, n, layer, x: layer(x + self.embed.weight[0]))),
+        r"embed, which another pipeline stage holds, is read for 'weight'",
+    ),
+    "a forward that calls the first stage's parts only": (
+        form(lambda self, ids: self.layers[0](self.embed(ids))),
+        r"forward ended in pipeline stage 0 without a call of a later stage's part\. Call each",
+    ),
+    "blocks in a plain list": (
+        _Held,
+        r"layers\.\d was called on a rank whose pipeline stages do not have it|ended in pipeline s",
+    ),
+}
+
+
+def _batches(count, places=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(0, WORDS, (2, places + 1), generator=generator)
+        batches.append(TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [2]))
+    return batches
+
+
+def _state(kind, schedule, layers=8, **sizes):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    model = fk.parallelize(kind(layers).double(), mesh, pipeline_schedule=schedule)
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+
+
+def _reference(kind, batches, layers=8, of=loss_fn):
+    """Gradients, loss and buffers after plain forward and backward passes."""
+    model = kind(layers).double()
+    losses = [of(model, batch).sum for batch in batches]
+    sum(losses).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients, float(sum(losses).detach()), dict(model.named_buffers())
+
+
+def _gradients(state):
+    scale = float(state.loss_scale)
+    return {n: g / scale for n, g in full_tensors(state.model, gradients=True).items()}
+
+
+def _counts(layer):
+    return {value for name, value in vars(layer).items() if name in ("calls", "begun")}
+
+
+def _check_exact(rank, world, name, schedule, sizes):
+    kind = EXACT[name]
+    state = _state(kind, schedule, **sizes)
+    data, of = fk.data_ranks(state.mesh)
+    for places in (5, 3):
+        batches = _batches(8 * of, places=places)
+        before = {n: b.clone() for n, b in kind(8).double().named_buffers()}
+        expected, loss, buffers = _reference(kind, batches)
+        if "statistics" in name:  # of which each data-parallel rank has its own
+            expected, loss, buffers = _reference(kind, batches[data::of])
+        totals = fk.accumulate(state, batches[data::of], loss_fn)
+        gradients = _gradients(state)
+        wanted = {n: expected.get(n, torch.zeros_like(g)) for n, g in gradients.items()}
+        assert relative_error(gradients, wanted) < 1e-10
+        if places == 5:  # also of blocks which were rehearsed
+            for n, buffer in state.model.named_buffers():
+                torch.testing.assert_close(buffer, buffers[n].to(buffer.dtype), msg=n)
+                assert "steps" not in n or float(before[n]) + len(batches) // of == float(buffer)
+            for layer in state.model.layers:
+                assert getattr(layer, "is_absent", False) or _counts(layer) <= {8}
+        if of == 1:
+            totals = fk.reduce_totals(totals, state)
+            assert float(totals["loss"]) == pytest.approx(loss, rel=1e-10)
+
+
+SIZES = ({"pp": 2}, {"pp": 4}, {"pp": 2, "dp_shard": 2})
+EVERY = [(name, schedule, sizes) for name in EXACT for schedule in SCHEDULES for sizes in SIZES]
+SOME = [
+    *((name, SCHEDULES[at % len(SCHEDULES)], SIZES[0]) for at, name in enumerate(EXACT)),
+    ("a tuple", "interleaved_1f1b", SIZES[1]),
+    ("the stream", "1f1b", SIZES[2]),
+]
+"""Each on two ranks, and one in each layout of four."""
+
+
+@pytest.mark.parametrize(("name", "schedule", "sizes"), first_of(SOME, EVERY))
+def test_models_in_which_the_stream_crosses_are_exact(name, schedule, sizes):
+    run_again(_check_exact, math.prod(sizes.values()), name, schedule, sizes)
+
+
+def _check_evaluation(rank, world, name, schedule):
+    state = _state(EXACT[name], schedule, pp=world)
+    batches = [batch for n in range(5) for batch in _batches(1, places=4 + n % 3, seed=n)]
+    model = EXACT[name](8).double().eval()
+    with torch.no_grad():
+        losses = [loss_fn(model, batch) for batch in batches]
+    expected = float(sum(loss.sum for loss in losses)) / sum(float(loss.count) for loss in losses)
+    for _ in range(2):
+        evaluated = fk.evaluate(state, iter(batches), loss_fn)
+        assert float(evaluated["loss"]) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(("name", "schedule"), in_turn(list(EXACT), ["zbv", "1f1b"]))
+def test_models_in_which_the_stream_crosses_are_evaluated(name, schedule):
+    run_again(_check_evaluation, 2, name, schedule)
+
+
+def _check_refused(rank, world, name, schedule):
+    kind, message = REFUSED[name]
+    state = _state(kind, schedule, pp=world)
+    before = {n: b.clone() for n, b in state.model.named_buffers()}
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError), match=message):
+            fk.accumulate(state, _batches(4), loss_fn)
+        assert all(parameter.grad is None for parameter in state.model.parameters())
+    if schedule == "1f1b" and "statistics" not in name:  # which an evaluation leaves as they are
+        with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError), match=message):
+            fk.evaluate(state, _batches(4), loss_fn)
+    for n, buffer in state.model.named_buffers():
+        assert torch.equal(buffer, before[n])
+    return True
+
+
+@pytest.mark.parametrize(("name", "schedule"), in_turn(list(REFUSED), ["1f1b", "zbv"]))
+def test_models_in_which_more_crosses_are_refused_on_all_ranks(name, schedule):
+    assert run_ranks(_check_refused, 2, name, schedule, timeout_s=30) == [True, True]
+
+
+# Calls of other kinds, losses that read parameters, and what changes later
+
+
+class _Fickle(Form):
+    """Needs more in one way of calling it than in another."""
+
+    def forward(self, ids, *, late=False):
+        x = x0 = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.top(x * (x0 > 0) if late else x)
+
+
+def _late_loss(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"], late=True), batch["labels"])
+
+
+def _check_kinds(rank, world):
+    """What crosses is learned for each mode and for each set of arguments."""
+    state, batches = _state(_Fickle, "1f1b", 4, pp=world), _batches(4)
+    expected, loss, _ = _reference(_Fickle, batches, 4)
+    for _ in range(2):
+        fk.accumulate(state, batches, loss_fn)
+        gradients = _gradients(state)
+        assert relative_error(gradients, {n: expected[n] for n in gradients}) < 1e-10
+        assert float(fk.evaluate(state, batches, loss_fn)["loss"]) == pytest.approx(loss / 40)
+        for run in (fk.accumulate, fk.evaluate):
+            with pytest.raises((ValueError, RuntimeError), match=CROSSES):
+                run(state, batches, _late_loss)
+
+
+def test_another_mode_and_other_arguments_are_rehearsed_anew():
+    run_ranks(_check_kinds, 2)
+
+
+def _penalty(read):
+    def loss(model, batch):
+        out = loss_fn(model, batch)
+        return fk.Loss(out.sum + read(model), out.count)
+
+    return loss
+
+
+def _squares(parameters):
+    return sum(parameter.square().sum() for parameter in parameters)
+
+
+READS = {
+    "parameters": lambda model: _squares(model.parameters()),
+    "named_parameters": lambda model: _squares(p for _, p in model.named_parameters()),
+    "state_dict": lambda model: _squares(model.state_dict().values()),
+    "modules": lambda model: _squares(m.weight for m in model.modules() if hasattr(m, "weight")),
+    "top": lambda model: model.top.weight.square().sum(),
+    "embed": lambda model: model.embed.weight.square().sum(),
+    "layers": lambda model: _squares(model.layers[0].parameters()),
+}
+
+
+def _check_reads(rank, world):
+    state = _state(Form, "1f1b", 4, pp=world)
+    batches = _batches(2)
+    for name, read in READS.items():
+        with pytest.raises((ValueError, RuntimeError), match=f"{name}: loss_fn reads a parameter"):
+            fk.accumulate(state, batches, _penalty(read))
+        assert all(parameter.grad is None for parameter in state.model.parameters())
+    around = _penalty(lambda _: _squares(state.model.parameters()))
+    with pytest.raises((ValueError, RuntimeError), match="loss_fn reads a parameter of the model"):
+        fk.accumulate(state, batches, around)
+    before = _penalty(lambda model: 0.0 * (model.training + len(model.__class__.__name__)))
+    fk.accumulate(state, batches, before)
+    expected, found = _reference(Form, batches, 4)[0], _gradients(state)
+    assert relative_error(found, {n: expected[n] for n in found}) < 1e-10
+
+
+def test_a_loss_that_reads_parameters_is_refused_on_all_ranks():
+    run_ranks(_check_reads, 2)
+
+
+def _check_one_rank_fails(rank, world):
+    state, batches = _state(Form, "1f1b", 4, pp=world), _batches(2)
+
+    def loss(model, batch):
+        return loss_fn(model, batch if rank == 0 else batch.exclude("input_ids"))
+
+    message = "rank 1 of the pipeline: KeyError"
+    kind, match = (RuntimeError, message) if rank == 0 else (KeyError, "input_ids")
+    for _ in range(2):
+        with pytest.raises(kind, match=match):
+            fk.accumulate(state, batches, loss)
+    fk.accumulate(state, batches, loss_fn)
+    expected, found = _reference(Form, batches, 4)[0], _gradients(state)
+    assert relative_error(found, {n: expected[n] for n in found}) < 1e-10
+
+
+def test_an_error_of_one_rank_before_the_first_micro_batch_reaches_the_others():
+    run_ranks(_check_one_rank_fails, 2, timeout_s=20)
+
+
+class _Dropping(Form):
+    """Leaves out a block now and then."""
+
+    seen = 0
+
+    def forward(self, ids):
+        self.seen += 1
+        x = self.embed(ids)
+        for n, layer in enumerate(self.layers):
+            if not (n == 2 and self.seen > 2):
+                x = layer(x)
+        return self.top(x)
+
+
+class _Shortening(Form):
+    """A stage that sends fewer positions now and then."""
+
+    seen = 0
+
+    def forward(self, ids):
+        self.seen += 1
+        x = self.embed(ids)
+        for n, layer in enumerate(self.layers):
+            x = layer(x[:, 1:] if n == 1 and self.seen > 2 else x)
+        return self.top(x)
+
+
+def _change(rank, world, kind):
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = fk.parallelize(kind(4).double(), mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    fk.accumulate(state, _batches(4), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_Dropping, r"pipeline stage 0 ran without layers\.2, whose output it sends"),
+        (_Shortening, r"in stage 0 returned .*\(2, 4, 6\).*awaits .*\(2, 5, 6\), .*torch.float64"),
+    ],
+)
+def test_a_stage_that_sends_something_else_later_is_refused(kind, message):
+    with pytest.raises(RankError, match=message):
+        run_ranks(_change, 2, kind)
+
+
+def _count_compiled(rank, world, name):
+    """Blocks are compiled although nothing was in the rehearsal, and what they return is kept."""
+    # The compiler's own look at what it traces.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    compiled = []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+    model = EXACT[name](4).double()
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    model = fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    counts = []
+    for _ in range(3):
+        fk.accumulate(state, _batches(4), loss_fn)
+        counts.append(len(compiled))
+    expected, found = _reference(EXACT[name], _batches(4), 4)[0], _gradients(state)
+    assert relative_error(found, {n: expected[n] for n in found}) < 1e-10
+    return counts
+
+
+@pytest.mark.parametrize("name", ["a tuple", pytest.param("the stream", marks=pytest.mark.oracle)])
+def test_compiled_blocks_send_what_they_return(name):
+    for counts in run_again(_count_compiled, 2, name):
+        assert counts[0] > 0
+        assert counts[2] == counts[0]
