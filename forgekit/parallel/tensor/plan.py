@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -32,10 +32,6 @@ ROUTED = "routed"
 GROUPED = "grouped"
 """The style of experts of transformers, ``[e ...]``: each rank has some of them."""
 
-STYLES = (
-    *("colwise", "rowwise", "embedding", "sequence", "heads", "channels", "replicate"),
-    *(ROUTED, GROUPED, EXPERT),
-)
 EXAMPLE = (
     'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
     '"head": "colwise"}'
@@ -99,10 +95,11 @@ def _own_plan(model: nn.Module, size: int) -> Plan:
 
 
 def _check_style(style: Any, pattern: str) -> None:
-    if style not in STYLES and not isinstance(style, ParallelStyle):
+    names = [*KINDS, EXPERT]
+    if style not in names and not isinstance(style, ParallelStyle):
         raise ValueError(
             f"the plan gives {pattern!r} the style {style!r}; it is one of "
-            f"{', '.join(map(repr, STYLES))}, or a ParallelStyle of torch."
+            f"{', '.join(map(repr, names))}, or a ParallelStyle of torch."
         )
 
 
@@ -114,41 +111,107 @@ def _unmatched(pattern: str, names: list[str]) -> str:
     )
 
 
-KINDS: Mapping[str, tuple[str, Callable[[nn.Module], bool]]] = MappingProxyType(
+Sizes = list[tuple[str, int]]
+
+
+class Kind(NamedTuple):
+    """What a style is for.
+
+    Attributes:
+        of: The modules, in words.
+        fits: Whether a module is one.
+        sizes: What ``tp`` must divide, with the numbers, by the module and its name.
+    """
+
+    of: str
+    fits: Callable[[Any], bool]
+    sizes: Callable[[Any, str], Sizes] = lambda _m, _name: []
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Embedding):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it works on each position by itself, as far as its parameters show."""
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and all(p.ndim == 1 for p in module.parameters())
+
+
+def _are_grouped(module: Any) -> bool:
+    is_theirs = hasattr(module, "is_transposed")
+    return is_theirs and all(len(p) == module.num_experts for p in module.parameters())
+
+
+def _widths(module: Any, name: str) -> Sizes:
+    """The widths that experts state; one that is not would be whole beside parts, unsummed."""
+    experts = module.experts
+    for leaf, _ in experts.named_parameters(recurse=False):
+        if leaf not in experts.widths:
+            raise ValueError(
+                f"'{name}.experts.{leaf}' cannot be tensor-parallel: experts say the widths of "
+                f"{quoted(experts.widths)} only. Add its own, None if every rank needs it whole, "
+                "or use tp=1."
+            )
+    shapes = {leaf: experts.get_parameter(leaf).shape for leaf in experts.widths}
+    return [
+        (f"the width of '{name}.experts.{leaf}'", 0 if dim is None else shapes[leaf][dim])
+        for leaf, dim in experts.widths.items()
+    ]
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "colwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
-        "rowwise": ("nn.Linear", lambda m: isinstance(m, nn.Linear)),
-        "embedding": (
+        "colwise": Kind(
+            "nn.Linear",
+            lambda m: isinstance(m, nn.Linear),
+            lambda m, name: [(f"out_features of {name!r}", m.out_features)],
+        ),
+        "rowwise": Kind(
+            "nn.Linear",
+            lambda m: isinstance(m, nn.Linear),
+            lambda m, name: [(f"in_features of {name!r}", m.in_features)],
+        ),
+        "embedding": Kind(
             "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
-            lambda m: isinstance(m, nn.Embedding) and _is_plain(m),
+            _is_plain,
+            lambda m, name: [(f"the vocabulary of {name!r}", m.num_embeddings)],
         ),
-        "sequence": ("norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)),
-        "heads": (
-            "norms of a head's channels and activations with one weight",
-            lambda m: _is_norm(m),
+        "sequence": Kind(
+            "norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)
         ),
-        "channels": (
+        "heads": Kind("norms of a head's channels and activations with one weight", _is_norm),
+        "channels": Kind(
             "modules of parameters [channels ...] that are no norms",
             lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
+            lambda m, name: [
+                (f"the first dimension of '{name}.{leaf}'", p.shape[0] if p.ndim else 1)
+                for leaf, p in m.named_parameters(recurse=False)
+            ],
         ),
-        ROUTED: (
+        "replicate": Kind("any module", lambda _: True),
+        ROUTED: Kind(
             "layers with a router, experts that say their widths, and a `reduce` socket",
             lambda m: hasattr(m, "reduce") and hasattr(getattr(m, "experts", None), "widths"),
+            _widths,
         ),
-        GROUPED: (
+        GROUPED: Kind(
             "experts of transformers 5, whose parameters are [experts ...]",
-            lambda m: hasattr(m, "is_transposed") and _are_experts(m),
+            _are_grouped,
+            lambda m, name: [(f"the number of experts of {name!r}", m.num_experts)],
         ),
     }
 )
 
 
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    kind, fits = KINDS.get(style, ("", None)) if isinstance(style, str) else ("", None)
-    if fits is not None and not fits(module):
+    kind = KINDS.get(style) if isinstance(style, str) else None
+    if kind is not None and not kind.fits(module):
         is_leaf = next(module.children(), None) is None
         raise ValueError(
-            f"style {style!r} is for {kind}; {name!r} is {module if is_leaf else type(module)}. "
+            f"style {style!r} is for {kind.of}; {name!r} is {module if is_leaf else type(module)}. "
             "Narrow the pattern or choose another style."
         )
     weight = module._parameters.get("weight")
@@ -163,20 +226,6 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             "has none to shard, and each rank would add up the whole product. Bake the weight in "
             "(torch.nn.utils.parametrize.remove_parametrizations), or leave tp at 1."
         )
-
-
-def _are_experts(module: Any) -> bool:
-    return all(len(parameter) == module.num_experts for parameter in module.parameters())
-
-
-def _is_plain(module: nn.Embedding) -> bool:
-    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether it works on each position by itself, as far as its parameters show."""
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and all(p.ndim == 1 for p in module.parameters())
 
 
 def _with_parameters(modules: Mapping[str, nn.Module], experts: list[str]) -> list[str]:
@@ -198,25 +247,9 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
         if style == "colwise" and parent is not None and _head_channels(parent):
             _check_heads(name.rpartition(".")[0], parent, chosen, size)
     for name, style in chosen.items():
-        module = modules[name]
-        if style == "colwise":
-            _check_divides(f"out_features of {name!r}", _int(module, "out_features"), size)
-        elif style == "rowwise":
-            _check_divides(f"in_features of {name!r}", _int(module, "in_features"), size)
-        elif style == ROUTED:
-            experts: Any = module.get_submodule("experts")
-            _check_known(f"{name}.experts", experts)
-            for leaf, dim in experts.widths.items():
-                width = 0 if dim is None else experts.get_parameter(leaf).shape[dim]
-                _check_divides(f"the width of '{name}.experts.{leaf}'", width, size)
-        elif style == "channels":
-            for leaf, parameter in module.named_parameters(recurse=False):
-                size_here = parameter.shape[0] if parameter.ndim else 1
-                _check_divides(f"the first dimension of '{name}.{leaf}'", size_here, size)
-        elif style == GROUPED:
-            _check_divides(f"the number of experts of {name!r}", _int(module, "num_experts"), size)
-        elif style == "embedding":
-            _check_divides(f"the vocabulary of {name!r}", _int(module, "num_embeddings"), size)
+        kind = KINDS.get(style) if isinstance(style, str) else None
+        for what, number in () if kind is None else kind.sizes(modules[name], name):
+            _check_divides(what, number, size)
 
 
 def _check_divides(what: str, features: int, size: int) -> None:
@@ -232,7 +265,7 @@ def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size
     """Whole heads stay on one rank: as many query heads everywhere, and key and value heads."""
     channels = _head_channels(parent)
     projections = {
-        leaf: _int(child, "out_features") // channels
+        leaf: int(child.out_features) // channels  # pyright: ignore[reportArgumentType]
         for leaf, child in parent.named_children()
         if chosen.get(f"{name}.{leaf}" if name else leaf) == "colwise"
     }
@@ -245,23 +278,8 @@ def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size
         )
 
 
-def _check_known(name: str, experts: Any) -> None:
-    """A parameter whose width is not stated would be whole beside parts, its gradient unsummed."""
-    for leaf, _ in experts.named_parameters(recurse=False):
-        if leaf not in experts.widths:
-            raise ValueError(
-                f"'{name}.{leaf}' cannot be tensor-parallel: experts say the widths of "
-                f"{quoted(experts.widths)} only. Add its own, None if every rank needs it whole, "
-                "or use tp=1."
-            )
-
-
 def _head_channels(parent: nn.Module) -> int:
     for name in ("channels", "head_dim"):
         if isinstance(value := getattr(parent, name, None), int) and value > 0:
             return value
     return 0
-
-
-def _int(module: nn.Module, name: str) -> int:
-    return int(getattr(module, name))
