@@ -30,10 +30,6 @@ LONG = (
 _HERE = Path(__file__).parent
 
 
-collect_ignore = ["run/lm_eval_tasks.py"]
-"""Run by a process of its own, with what lies in another environment."""
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Start the pool; what is imported before, its processes need not import again.
 

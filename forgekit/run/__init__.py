@@ -12,7 +12,6 @@ from forgekit.run.health.memory import live_tensors, periodic_collection, report
 from forgekit.metrics.log import read_metrics
 from forgekit.metrics.trackers import Tracker, Trackio, make_trackers
 from forgekit.evaluation.generate import write_sample
-from forgekit.run.lm_eval_harness import lm_eval_model
 from forgekit.metrics.expert_loads import expert_loads
 from forgekit.metrics.hooks import (
     capture_activations,
@@ -51,7 +50,6 @@ __all__ = [
     "Trackio",
     "make_trackers",
     "write_sample",
-    "lm_eval_model",
     "expert_loads",
     "plot_expert_loads",
     "capture_activations",
