@@ -120,7 +120,7 @@ if _TYPE_CHECKING:
     from forgekit.evaluation.generate import generate as generate
     from forgekit.run.load_run import load_run as load_run
     from forgekit.report import wrap_up as wrap_up
-    from forgekit.run.verification.verify import verify as verify
+    from forgekit.verification.verify import verify as verify
 
 _NAMES = _MappingProxyType(
     {
@@ -186,7 +186,7 @@ _NAMES = _MappingProxyType(
         "evaluation.generate": "generate",
         "run.load_run": "load_run",
         "report": "wrap_up",
-        "run.verification.verify": "verify",
+        "verification.verify": "verify",
     }
 )
 """Where the public names are, in the order in which a run meets them."""

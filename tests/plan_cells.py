@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.run.plan.collectives import dimension_of
-from forgekit.run.plan.steps import measure_step
-from forgekit.run.plan.watch import StepWatch
+from forgekit.plan.collectives import dimension_of
+from forgekit.plan.steps import measure_step
+from forgekit.plan.watch import StepWatch
 
 MOE = fk.MoESpec(experts=8, top_k=2, ffn_dim=24, shared=1, first=1)
 

@@ -14,9 +14,8 @@ from forgekit.environment import identity
 from forgekit.terminal import printable
 
 if TYPE_CHECKING:
-    from forgekit.run.doctor.check import Check
+    from forgekit.doctor import Check
 
-RANKS = "ranks (the processes of one job)"
 SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
 
@@ -31,41 +30,40 @@ def add_doctor(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Print what was found; started by torchrun or srun, the first rank does, for all."""
-    from forgekit.run.doctor.folder import check_folder
-    from forgekit.run.doctor.installed import check_installed
+    """Print what is good and bad; started by torchrun or srun, the first rank does, for all."""
+    from forgekit.doctor import check_folder, check_installed
 
     out, bad = Path(options.out), 0
     rank, world, _ = identity(os.environ)
     if rank == 0:
         bad += _show("installed", check_installed())
         bad += _show(f"folder {out.absolute()}", check_folder(out))
-    group = _group(out, world)  # last, since ranks that do not find each other wait
+    ranks = _ranks(out, world)  # last, since ranks that do not meet wait
     if rank:
         return 0
-    bad += _show(RANKS if world > 1 else f"two {RANKS}, started here for this check", group)
-    print(f"\n{bad} to mend before a run" if bad else "\nready")
+    bad += _show(f"{world} ranks" if world > 1 else "two ranks, started for this check", ranks)
+    problems = f"{bad} problem{'s' * (bad > 1)} to fix before a run"
+    print(f"\n{problems}" if bad else "\nready")
     return 1 if bad else 0
 
 
-def _group(out: Path, world: int) -> list[Check]:
+def _ranks(out: Path, world: int) -> list[Check]:
     """What ranks can do together: those of the job, or two that are started here."""
+    from forgekit.doctor import Check, check_ranks
     from forgekit.mesh import shutdown
-    from forgekit.run.doctor.check import Check
-    from forgekit.run.doctor.group import check_group
-    from forgekit.run.verification.local_ranks import run_local_ranks
+    from forgekit.verification.local_ranks import run_local_ranks
 
     if world > 1:
         try:
-            return check_group(str(out))
+            return check_ranks(str(out))
         finally:
             shutdown()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks = run_local_ranks(check_group, 2, str(out), folder=Path(folder), timeout_s=60.0)
+            ranks = run_local_ranks(check_ranks, 2, str(out), folder=Path(folder), timeout_s=60.0)
         except Exception as error:
             remedy = "Look at /etc/hosts and the firewall: ranks talk over TCP."
-            return [Check("sum on cpu", "bad", f"{error}. {remedy}")]
+            return [Check("sum on cpu", "bad", f"{str(error).rstrip('.')}. {remedy}")]
     return ranks[0]
 
 

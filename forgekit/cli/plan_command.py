@@ -32,8 +32,8 @@ from forgekit.terminal import printable, tell
 
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
-    from forgekit.run.plan.result import Plan
-    from forgekit.run.plan.sweep import LeftOut
+    from forgekit.plan.result import Plan
+    from forgekit.plan.sweep import LeftOut
 
     Planner = Callable[..., Plan]
     Swept = tuple[list[Plan], list[LeftOut]]
@@ -75,7 +75,7 @@ def _own_options() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> int:
     from forgekit.metrics.device_specs import MACHINES
-    from forgekit.run.plan.stand_ins import PlanError
+    from forgekit.plan.stand_ins import PlanError
 
     _, options.settings = _own_options().parse_known_args(options.settings, options)
     _check(options, MACHINES)
@@ -169,7 +169,7 @@ def _planned(
 ) -> Plan:
     """Plan one configuration, or it with gradients that are reduced after each micro-batch."""
     from forgekit.mesh import resolve_sizes
-    from forgekit.run.plan.plan import Job, plan_step
+    from forgekit.plan.plan import Job, plan_step
 
     pp, *_ = resolve_sizes(config.mesh, options.world)
     here = _without_machines(config, folder)
@@ -203,7 +203,7 @@ def _reducing_each(built: Any) -> Any:
 
 def _fitting(config: Any, plan: Planner, name: str) -> Plan | None:
     """Plan a configuration and, if it does not fit, what could be changed; None after an error."""
-    from forgekit.run.plan.stand_ins import PlanError
+    from forgekit.plan.stand_ins import PlanError
 
     try:
         found = plan(config)
@@ -268,7 +268,7 @@ def _changes(config: Any, found: Plan) -> Iterator[tuple[str, Any, bool]]:
 
 def _swept(options: argparse.Namespace, config: Any, plan: Planner) -> Swept | None:
     """Plan the layouts of a world; None if none is valid."""
-    from forgekit.run.plan.sweep import layouts, sweep
+    from forgekit.plan.sweep import layouts, sweep
 
     specs = layouts(config, options.world, options.node_size)
     found, left_out = sweep(
@@ -313,7 +313,7 @@ def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
 
 
 def _show(found: Plan | Swept, options: argparse.Namespace) -> None:
-    from forgekit.run.plan.result import show_plan, show_sweep
+    from forgekit.plan.result import show_plan, show_sweep
 
     plans, left_out = found if isinstance(found, tuple) else ([found], [])
     if options.json:

@@ -41,8 +41,8 @@ def add_verify(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     from forgekit.config import load_config, to_dict
-    from forgekit.run.verification.result import show_report
-    from forgekit.run.verification.verify import VerifyOptions, verify_setup
+    from forgekit.verification.result import show_report
+    from forgekit.verification.verify import VerifyOptions, verify_setup
 
     script = script_of(options.recipe, options.recipes)
     with opened(script) as recipe:

@@ -26,7 +26,6 @@ from forgekit.lora.adapters import relora
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.huggingface.transformers_models import transformers_model
 from forgekit.huggingface.export import check_new_directory, export_tuned
-from forgekit.run.verification.verify import VerifyReport
 
 __all__ = [
     "Run",
@@ -64,5 +63,4 @@ __all__ = [
     "check_new_directory",
     "export_tuned",
     "transformers_model",
-    "VerifyReport",
 ]

@@ -27,7 +27,7 @@ def _compare(by_rank: Sequence[Any]) -> str:
     """What differs between the plan, made in this process, and the first rank."""
     from run.test_plan import job_of
 
-    from forgekit.run.plan.plan import plan_ranks
+    from forgekit.plan.plan import plan_ranks
 
     (planned,), real = plan_ranks(job_of(CELL)), by_rank[0]
     collectives = plan_cells.collectives_of(planned.calls, planned.dimensions)

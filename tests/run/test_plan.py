@@ -27,8 +27,8 @@ from forgekit.cli.program import main
 from forgekit.huggingface import safetensors_files
 from forgekit.mesh import expert_view
 from forgekit.metrics.device_specs import MACHINES
-from forgekit.run.plan.collectives import Call, dimension_of
-from forgekit.run.plan.estimate import (
+from forgekit.plan.collectives import Call, dimension_of
+from forgekit.plan.estimate import (
     HIDDEN,
     HOST_S,
     LINKS,
@@ -37,12 +37,12 @@ from forgekit.run.plan.estimate import (
     estimate,
     seconds_of,
 )
-from forgekit.run.plan.plan import Job, plan_ranks, plan_step
-from forgekit.run.plan.result import Plan, RankMemory
-from forgekit.run.plan.stand_ins import PlanError, Told, pretending
-from forgekit.run.plan.sweep import BEHIND, layouts, sweep
-from forgekit.run.plan.sweep import LONG as LONG_ROWS
-from forgekit.run.plan.watch import StepWatch, Work
+from forgekit.plan.plan import Job, plan_ranks, plan_step
+from forgekit.plan.result import Plan, RankMemory
+from forgekit.plan.stand_ins import PlanError, Told, pretending
+from forgekit.plan.sweep import BEHIND, layouts, sweep
+from forgekit.plan.sweep import LONG as LONG_ROWS
+from forgekit.plan.watch import StepWatch, Work
 from forgekit.steps.linear_cross_entropy import LOGITS, LOGITS_ON_CPU
 
 CHECKED = [

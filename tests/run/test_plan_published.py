@@ -12,9 +12,9 @@ import torch
 
 from forgekit.cli.program import main
 from forgekit.metrics.device_specs import MACHINES
-from forgekit.run.plan.collectives import Call
-from forgekit.run.plan.estimate import estimate
-from forgekit.run.plan.watch import Work
+from forgekit.plan.collectives import Call
+from forgekit.plan.estimate import estimate
+from forgekit.plan.watch import Work
 
 SPREAD = 0.17
 """What docs/plan.md states of boards as their data sheets describe them."""

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.run.plan.stand_ins import Told, pretending
+from forgekit.plan.stand_ins import Told, pretending
 
 ROWS = [
     TensorDict({key: torch.tensor([row]) for key in ("input_ids", "labels")}) for row in range(24)

@@ -9,8 +9,8 @@ from functools import cached_property
 import attrs
 import torch
 
-from forgekit.run.verification.measure import Found, Tensors
-from forgekit.run.verification.result import VerifyRow, worst
+from forgekit.verification.measure import Found, Tensors
+from forgekit.verification.result import VerifyRow, worst
 
 SMALLEST = 1e-6
 """Of the model's largest gradient: a parameter with smaller ones is compared with this much."""

@@ -24,12 +24,12 @@ from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
 from forgekit.parallel.layout import size_of
 from forgekit.parallel.pipeline.timeline import timeline
-from forgekit.run.plan.collectives import Call, dimension_of
-from forgekit.run.plan.estimate import USABLE, estimate, peak_of
-from forgekit.run.plan.result import Plan, RankMemory, Traffic
-from forgekit.run.plan.stand_ins import NotToldError, PlanError, Told, pretending
-from forgekit.run.plan.steps import entered, measure_step
-from forgekit.run.plan.watch import StepWatch, Work
+from forgekit.plan.collectives import Call, dimension_of
+from forgekit.plan.estimate import USABLE, estimate, peak_of
+from forgekit.plan.result import Plan, RankMemory, Traffic
+from forgekit.plan.stand_ins import NotToldError, PlanError, Told, pretending
+from forgekit.plan.steps import entered, measure_step
+from forgekit.plan.watch import StepWatch, Work
 from forgekit.run.run_directory import check_length
 from forgekit.state import Agreement
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from forgekit.mesh import MeshSpec
-from forgekit.run.plan.result import Plan
+from forgekit.plan.result import Plan
 
 LONG = 16_384
 """Positions of a row from which a sweep tries context parallelism."""

@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 from forgekit.data.loading.groups import groups
 from forgekit.data.samples import IGNORED
 from forgekit.model.routing import Router
-from forgekit.run.plan.collectives import Call
-from forgekit.run.plan.watch import StepWatch, Work
+from forgekit.plan.collectives import Call
+from forgekit.plan.watch import StepWatch, Work
 from forgekit.state import Agreement, TrainState, donate
 from forgekit.steps.accumulate import accumulate
 from forgekit.steps.clip import clip

@@ -22,9 +22,9 @@ import attrs
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import MeshSpec, build_mesh, resolve_sizes
-from forgekit.run.verification.gradient_errors import Comparison
-from forgekit.run.verification.local_ranks import LocalRankError, run_local_ranks
-from forgekit.run.verification.measure import (
+from forgekit.verification.gradient_errors import Comparison
+from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
+from forgekit.verification.measure import (
     Found,
     Given,
     Setup,
@@ -35,7 +35,7 @@ from forgekit.run.verification.measure import (
     measure_plainly,
     world_of,
 )
-from forgekit.run.verification.result import SPLIT, VerifyCheck, VerifyReport
+from forgekit.verification.result import SPLIT, VerifyCheck, VerifyReport
 
 Progress = Callable[[str], None]
 ONE_PROCESS = "one process"

@@ -9,7 +9,7 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from forgekit.run.plan.watch import CATEGORIES
+from forgekit.plan.watch import CATEGORIES
 
 GIB = 2**30
 

@@ -26,8 +26,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgekit.run.plan.collectives import Call, collective_of, size_of, tensors_in
-from forgekit.run.plan.operation_flops import flops_of
+from forgekit.plan.collectives import Call, collective_of, size_of, tensors_in
+from forgekit.plan.operation_flops import flops_of
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary"]
 CATEGORIES: tuple[Category, ...] = (

@@ -16,8 +16,8 @@ import attrs
 import torch
 
 from forgekit.metrics.device_specs import Machine
-from forgekit.run.plan.collectives import Call
-from forgekit.run.plan.watch import Work
+from forgekit.plan.collectives import Call
+from forgekit.plan.watch import Work
 
 PRODUCTS = 0.7
 """Share of its peak that a device reaches in large matrix products and attention."""

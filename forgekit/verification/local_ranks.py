@@ -55,7 +55,7 @@ def run_local_ranks(
     job = _pickled(function, args)
     # Processes forked from a server that has imported torch; spawned ones cost seconds each.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgekit.run.verification.measure"])
+    context.set_forkserver_preload(["forgekit.verification.measure"])
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgekit.run.plan.collectives import NAMESPACES, group_of, tensors_in
+from forgekit.plan.collectives import NAMESPACES, group_of, tensors_in
 
 LARGEST_REAL = 2**24
 """Elements from which whole numbers have no values either."""

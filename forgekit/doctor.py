@@ -1,0 +1,209 @@
+"""What this machine, a folder and the ranks of a job can do, before a run needs it."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import operator
+import os
+import platform
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from os.path import lexists
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from forgekit.devices import devices_here
+from forgekit.mesh import build_mesh
+
+GIB = 2**30
+BOUNDS = MappingProxyType({">=": operator.ge, "<": operator.lt})
+
+
+class Check(NamedTuple):
+    """One thing that was looked at; "note" is what a run does without, "bad" what would end it."""
+
+    name: str
+    outcome: Literal["good", "note", "bad"]
+    text: str
+
+
+def check_installed() -> Iterator[Check]:
+    """Look at versions, devices and backends of this process."""
+    yield Check("python", "good", f"{platform.python_version()}, {platform.platform()}")
+    for line in importlib.metadata.requires("forgekit") or ():
+        package = re.match(r"([\w.\-]+)([^;\s]*)", line)
+        if package is not None and "extra ==" not in line:
+            name, bounds = package.groups()
+            yield _tried(name, lambda n=name, b=bounds: _version(n, b), f'pip install "{line}"')
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    yield Check("processor", "good", f"{len(os.sched_getaffinity(0))} cores, {memory:.1f} GiB")
+    yield from _devices()
+    ours = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    text = f"{' and '.join(name for name in ours if ours[name]) or 'none'} between ranks"
+    remedy = ". Runs need gloo, on GPUs too: install the build of torch that pip has."
+    yield Check("backends", *(("good", text) if ours["gloo"] else ("bad", text + remedy)))
+
+
+def check_folder(directory: Path) -> Iterator[Check]:
+    """Try on a directory's file system what runs do there; nothing is left behind.
+
+    Args:
+        directory: A run directory, or where one is to be; the nearest parent that is there is used.
+    """
+    paths = directory.absolute(), *directory.absolute().parents
+    there = next(path for path in paths if lexists(path))
+    if not there.is_dir():
+        yield Check("writable", "bad", f"{there} is no folder. Move it, or choose another out=.")
+        return
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".forgekit-doctor-", dir=there))
+    except OSError as error:
+        remedy = f"Make {there} writable, or choose another out=."
+        yield Check("writable", "bad", f"{error.strerror}: {there}. {remedy}")
+        return
+    usage = shutil.disk_usage(folder)
+    yield Check("space", "good", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
+    other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
+    lock = "See to it yourself that no second run writes into the directory."
+    try:
+        yield _tried("rename", lambda: _rename(folder), other)
+        yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ranks(directory: str, device: str | None = None) -> list[Check]:
+    """Let all ranks of this job add up and look at one folder; each rank calls it.
+
+    Args:
+        directory: A run directory, which all ranks have to see.
+        device: As for ``build_mesh``.
+
+    Returns:
+        What was found, the same on every rank.
+    """
+    mesh = build_mesh(device=device)
+    return [*_sums(mesh.device_type), _shared(Path(directory).absolute())]
+
+
+def _tried(
+    name: str,
+    look: Callable[[], str],
+    remedy: str,
+    otherwise: Literal["note", "bad"] = "bad",
+) -> Check:
+    try:
+        return Check(name, "good", look())
+    except Exception as error:  # a driver, a network and a file system fail in their own ways
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return Check(name, otherwise, f"{reason}. {remedy}")
+
+
+def _version(name: str, bounds: str) -> str:
+    """The installed version of a package, which has to be in a range such as ``>=2.11,<3``."""
+    version = importlib.metadata.version(name)
+    limits = re.findall(r"(>=|<)([\d.]+)", bounds)
+    if not all(BOUNDS[sign](TorchVersion(version), bound) for sign, bound in limits):
+        raise ValueError(f"{name} {version} is installed and {bounds} is needed")
+    return version
+
+
+def _devices() -> Iterator[Check]:
+    kind = devices_here(bindable=True)[0]
+    if kind == "cpu":
+        remedy = "where there is one, install torch's build for it (pytorch.org), and its driver."
+        yield Check("accelerator", "note", f"torch {torch.__version__} finds none; {remedy}")
+        return
+    remedy = "Look at its driver (nvidia-smi); a process that hangs on it may have to be ended."
+    for index in range(torch.get_device_module(kind).device_count()):
+        yield _tried(f"{kind}:{index}", lambda i=index: _device(kind, i), remedy)
+
+
+def _device(kind: str, index: int) -> str:
+    """Name and memory of a device, after it has multiplied two matrices."""
+    square = torch.full((64, 64), 2.0, device=torch.device(kind, index))
+    if (square @ square).sum().item() != 4.0 * 64**3:
+        raise RuntimeError("a product of matrices is wrong")
+    module = torch.get_device_module(kind)
+    free, total = (number / GIB for number in module.mem_get_info(index))
+    return f"{module.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free"
+
+
+def _rename(folder: Path) -> str:
+    """Files replace files, folders get their final names, and both reach the disk."""
+    new, step = folder / "file.new", folder / "step.writing"
+    (folder / "file").write_bytes(b"old")
+    with new.open("wb") as file:
+        file.write(bytes(2**22))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(folder / "file")
+    step.mkdir()
+    step.rename(folder / "step")
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if (folder / "file").stat().st_size != 2**22 or not (folder / "step").is_dir():
+        raise OSError("a renamed file has other bytes")
+    return "files are replaced, folders renamed, and both synced"
+
+
+def _lock(folder: Path) -> str:
+    path = folder / "lock"
+    with path.open("w") as first, path.open("w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "a second run is refused"
+    raise OSError("a file was locked twice")
+
+
+def _sums(kind: str) -> Iterator[Check]:
+    world = dist.get_world_size()
+    for device in dict.fromkeys((kind, "cpu")):
+        total = torch.ones((), device=device)
+        dist.all_reduce(total)
+        text = f"{world} ranks added ones up to {total.item():g}"
+        if total.item() == world:
+            yield Check(f"sum on {device}", "good", text)
+        else:
+            yield Check(f"sum on {device}", "bad", f"{text}. Update the driver and torch.")
+
+
+def _shared(folder: Path) -> Check:
+    """Whether every rank sees a file that the first one has written."""
+    while not folder.is_dir():
+        folder = folder.parent
+    names: list[str | None] = [f".forgekit-doctor-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names)
+    file, rank = folder / str(names[0]), dist.get_rank()
+    with suppress(OSError):  # the others wait for it, whether or not it can write
+        if rank == 0:
+            file.touch()
+    dist.barrier()
+    seen = torch.zeros(dist.get_world_size())
+    seen[rank] = file.exists()
+    dist.all_reduce(seen)  # no rank comes out of it before all have looked
+    if rank == 0:
+        file.unlink(missing_ok=True)
+    if not seen[0]:
+        text = f"rank 0 cannot write into {folder}. Make it writable, or choose another out=."
+        return Check("shared folder", "bad", text)
+    if seen.all():
+        return Check("shared folder", "good", f"{len(seen)} of {len(seen)} ranks see {folder}")
+    blind = ", ".join(str(rank) for rank, value in enumerate(seen) if not value)
+    text = f"ranks {blind} do not see a file that rank 0 wrote into {folder}. "
+    return Check("shared folder", "bad", f"{text}Choose an out= that all machines share.")

@@ -1,1 +1,0 @@
-"""A recipe in a layout against one process in float64."""

@@ -1,0 +1,5 @@
+"""A recipe in a layout against one process in float64."""
+
+from forgekit.verification.verify import VerifyReport
+
+__all__ = ["VerifyReport"]
