@@ -10,7 +10,6 @@ import pytest
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
     check_micro_batches,
-    forward_at,
     schedule_class,
     stages_of,
     stages_per_rank,
@@ -117,20 +116,3 @@ def _torch_takes(schedule, ranks, micro_batches):
 def test_a_number_that_does_not_fit_gets_the_nearest(schedule, micro_batches, message):
     with pytest.raises(ValueError, match=message):
         check_micro_batches(schedule, 4, micro_batches)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forward_slots_move_each_micro_batch_one_stage_further(schedule):
-    ranks, micro_batches = 3, 7
-    slots: dict[tuple[int, int], int] = {}
-    for slot in range(100):
-        for rank in range(ranks):
-            at = forward_at(schedule, ranks, rank, slot)
-            if at is not None and at[1] < micro_batches:
-                assert at[0] in stages_of(schedule, ranks, rank)
-                assert at not in slots
-                slots[at] = slot
-    assert len(slots) == ranks * stages_per_rank(schedule) * micro_batches
-    for (stage, micro_batch), slot in slots.items():
-        assert stage == 0 or slots[stage - 1, micro_batch] == slot - 1
-        assert micro_batch == 0 or slots[stage, micro_batch - 1] < slot

@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import re
 from functools import partial
+from unittest import mock
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of, in_turn, some_of
 from oracle import SPEC, full_tensors, relative_error
@@ -353,6 +355,31 @@ def _check_rehearsal(rank, world):
 
 def test_mistakes_in_a_loss_function_reach_every_rank_before_the_first_step():
     run_ranks(_check_rehearsal, 2)
+
+
+def _order(rank, world, schedule):
+    """What this rank sends and receives in an evaluation, in order."""
+    state, batches, order = _state(world, schedule), _batches(5), []
+    send, receive = dist.isend, dist.recv
+
+    def noting(name, call, *args):
+        order.append(name)
+        return call(*args)
+
+    with (
+        mock.patch.object(dist, "isend", partial(noting, "send", send)),
+        mock.patch.object(dist, "recv", partial(noting, "receive", receive)),
+    ):
+        fk.evaluate(state, batches, _logits_loss)
+    return order
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives(schedule):
+    """NCCL matches what two ranks exchange by one order for both directions; gloo does not."""
+    first, second = run_ranks(_order, 2, schedule)
+    assert [{"send": "receive", "receive": "send"}[name] for name in first] == second
+    assert {"send", "receive"} == set(first)
 
 
 class _Short(list):

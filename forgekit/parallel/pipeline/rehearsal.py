@@ -171,7 +171,7 @@ def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
         for attribute, value in vars(module).items():
             if attribute in own:
                 continue
-            for tensor in _tensors(value):
+            for tensor in _contents(value):
                 if tensor.grad_fn is not None and not any(tensor is other for other in returned):
                     raise ValueError(
                         f"{name} keeps a differentiable tensor of shape {tuple(tensor.shape)} in "

@@ -1,7 +1,6 @@
 """Pipeline schedules by name: which stages a rank has, and in which order it works on them.
 
-A step's order is that of torch's schedule class. Evaluation needs forward passes only and has one
-order for each arrangement of stages, for any number of micro-batches.
+A step's order is that of torch's schedule class.
 """
 
 from __future__ import annotations
@@ -100,35 +99,3 @@ def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: i
         f"{micro_batches} micro-batches do not fit the pipeline schedule {schedule!r} on {ranks} "
         f"ranks; it needs {needs}. Use {' or '.join(map(str, nearest))}."
     )
-
-
-def forward_at(
-    schedule: PipelineSchedule, ranks: int, rank: int, slot: int
-) -> tuple[int, int] | None:
-    """What a rank does in a slot of a forward-only pass through the pipeline.
-
-    A micro-batch is one stage further in each slot, and no rank has two stages in one slot, so
-    ranks that walk through the slots together pass everything on at their ends. A V takes a new
-    micro-batch every second slot; interleaved stages take as many as there are ranks, then wait
-    until those come round to the first rank's next stage.
-
-    Args:
-        schedule: The schedule.
-        ranks: Ranks of the pipeline.
-        rank: This rank.
-        slot: Number of the slot, from 0.
-
-    Returns:
-        ``(stage, micro_batch)``, or None to wait.
-
-    Examples:
-        >>> [forward_at("zbv", ranks=2, rank=1, slot=slot) for slot in range(5)]
-        [None, (1, 0), (2, 0), (1, 1), (2, 1)]
-    """
-    rule = _RULES[schedule]
-    if rule.is_v:
-        stage = rank if (slot - rank) % 2 == 0 else 2 * ranks - 1 - rank
-        return (stage, (slot - stage) // 2) if slot >= stage else None
-    round_, at = divmod(slot - rank, ranks * rule.per_rank)
-    turn, micro_batch = divmod(at, ranks)
-    return (turn * ranks + rank, round_ * ranks + micro_batch) if slot >= rank else None

@@ -151,7 +151,9 @@ class Stages:
                 "checkpoint."
             )
         digest = hashlib.blake2b(shown.encode(), digest_size=7).digest()
-        mine = torch.tensor([int.from_bytes(digest), error is not None], device=self._wire)
+        mine = torch.tensor(
+            [int.from_bytes(digest, "little"), error is not None], device=self._wire
+        )
         everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(everyone, mine, group=self._group)
         numbers = [each.tolist() for each in everyone]
@@ -322,10 +324,14 @@ class Stages:
         kept: dict[int, Sequence[Tensor]] = {}
         on_their_way = []
         for stage in self.mine:
+            source, target = self._owners.get(stage - 1), self._owners.get(stage + 1)
+            if source == target:
+                # NCCL has one order for all that two ranks send each other: a send between two
+                # receives here would wait for a send of the other rank that waits for this one.
+                kept = {number: self._receive(stage, shape) for number, shape in shapes.items()}
             for number, shape in shapes.items():
                 received = kept.pop(number) if number in kept else self._receive(stage, shape)
                 out = compute(stage, number, tuple(received))
-                target = self._owners.get(stage + 1)
                 if target == self._owners[stage]:
                     kept[number] = out
                 elif target is not None:
