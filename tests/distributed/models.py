@@ -104,7 +104,7 @@ def sgd(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
     """AdamW with decay; fused in the layouts, so that its kernel takes the factor."""
-    return torch.optim.AdamW(model.parameters(), lr=0.0, eps=1e-3, weight_decay=0.1, fused=fused)
+    return torch.optim.AdamW(model.parameters(), eps=1e-3, weight_decay=0.1, fused=fused)
 
 
 LOSSES = {"logits": logits_loss, "head": head_loss}
