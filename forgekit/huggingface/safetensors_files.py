@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import attrs
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forgekit.files import open_regular
@@ -42,9 +43,6 @@ DTYPES = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-
-LARGEST_HEADER = 100_000_000
-"""Bytes; the package refuses more as well."""
 
 BUFFER = 16 << 20
 """Bytes that are read at once where they cannot go straight to where they belong."""
@@ -77,33 +75,33 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         CheckpointError: If a file is missing, damaged or cut short, a tensor stands in two files,
             or the index lists others than there are.
     """
-    index = directory / INDEX
-    if not index.exists():
-        if not (directory / SINGLE).exists():
-            found = sorted(path.name for path in directory.iterdir())
-            raise CheckpointError(
-                f"{directory} has neither {SINGLE} nor {INDEX}; it has {brief(found)}. Save the "
-                "model with save_pretrained(..., safe_serialization=True)."
-            )
-        return _read_header(directory / SINGLE)
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
-        raise CheckpointError(f"{index} has no weight_map of names to files.")
-    if odd := [f for f in listed.values() if Path(f).name != f]:
-        raise CheckpointError(f"{index} names a file outside of its directory: {brief(odd[0])}.")
-    stored: dict[str, Stored] = {}
-    for file in dict.fromkeys(listed.values()):
-        header = _read_header(directory / file)
-        if twice := stored.keys() & header.keys():
-            first = sorted(twice)[0]
-            raise CheckpointError(f"{first!r} stands in {stored[first].file.name} and in {file}.")
-        stored |= header
-    wrong = [n for n, file in listed.items() if n not in stored or stored[n].file.name != file]
-    if wrong or (wrong := [name for name in stored if name not in listed]):
-        where = stored[wrong[0]].file.name if wrong[0] in stored else "no file"
+    index, listed = directory / INDEX, None
+    if index.exists():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+            raise CheckpointError(f"{index} has no weight_map of names to files.")
+    elif not (directory / SINGLE).exists():
+        names = sorted(path.name for path in directory.iterdir())
         raise CheckpointError(
-            f"{index} says that {wrong[0]!r} is in {listed.get(wrong[0], 'no file')}, and it is in "
-            f"{where}. Index and files are not of one save; fetch them again."
+            f"{directory} has neither {SINGLE} nor {INDEX}; it has {brief(names)}. Save the model "
+            "with save_pretrained(..., safe_serialization=True)."
+        )
+    stored: dict[str, Stored] = {}
+    for file in dict.fromkeys([SINGLE] if listed is None else listed.values()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names a file outside of its directory: {brief(file)}.")
+        header = _read_header(directory / file)
+        if twice := sorted(stored.keys() & header.keys()):
+            raise CheckpointError(
+                f"{twice[0]!r} stands in {stored[twice[0]].file.name} and in {file}."
+            )
+        stored |= header
+    files = {name: one.file.name for name, one in stored.items()}
+    if listed is not None and files != listed:
+        name = next(name for name in {**listed, **files} if listed.get(name) != files.get(name))
+        raise CheckpointError(
+            f"{index} says that {name!r} is in {listed.get(name, 'no file')}, and it is in "
+            f"{files.get(name, 'no file')}. Index and files are not of one save; fetch them again."
         )
     return stored
 
@@ -131,40 +129,28 @@ def write_json(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
+    """Where each tensor of a file lies; the package checks header, sizes and the file's length."""
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            with safe_open(path, "pt"):
+                pass
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"it has {size:,} bytes, fewer than its header")
             entries = parse_json(file.read(length))
-        stored = dict(_entries(path, entries, 8 + length, size))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{path} is damaged or was not written to the end: {error}. Fetch it again."
+            f"{path} is missing, damaged or was not written to the end: {why}. Fetch it again."
         ) from None
-    return stored
-
-
-def _entries(path: Path, entries: Any, data: int, size: int) -> Iterator[tuple[str, Stored]]:
-    """Each entry of a header; together they are all bytes of the file."""
-    end = 0
-    entries = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-    for name, entry in sorted(entries.items(), key=lambda pair: pair[1]["data_offsets"]):
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} is of dtype {entry['dtype']}, which is not read here")
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        start, stop = entry["data_offsets"]
-        if any(not isinstance(one, int) or one < 0 for one in shape):
-            raise ValueError(f"{name!r} has the shape {shape}")
-        if start != end or stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} of shape {shape} is said to be the bytes {start} to {stop}")
-        end = stop
-        yield name, Stored(path, dtype, shape, data + start)
-    if data + end != size:
-        raise ValueError(f"it has {size:,} bytes and its header describes {data + end:,}")
+    entries.pop("__metadata__", None)
+    if odd := [(n, one["dtype"]) for n, one in entries.items() if one["dtype"] not in DTYPES]:
+        raise CheckpointError(f"{path}: {odd[0][0]!r} is of dtype {odd[0][1]}, which is not read.")
+    start = 8 + length
+    return {
+        name: Stored(
+            path, DTYPES[one["dtype"]], tuple(one["shape"]), start + one["data_offsets"][0]
+        )
+        for name, one in entries.items()
+    }
 
 
 @contextmanager

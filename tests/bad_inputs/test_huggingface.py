@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import attrs
 import pytest
@@ -176,6 +177,11 @@ def cut(saved, size):
         file.truncate(size)
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def reword(saved, old, new):
     content = first(saved).read_bytes()
     assert old in content
@@ -183,27 +189,27 @@ def reword(saved, old, new):
 
 
 EMBEDDING = "model.embed_tokens.weight"
-DAMAGED = "is damaged or was not written to the end: "
+DAMAGED = "is missing, damaged or was not written to the end: "
 FILES = {
-    "a file cut short": (
-        lambda saved: cut(saved, first(saved).stat().st_size - 3),
-        DAMAGED + r"it has [\d,]+ bytes and its header describes [\d,]+\. Fetch it again",
-    ),
-    "a header cut short": (lambda saved: cut(saved, 40), DAMAGED + "it has 40 bytes, fewer than"),
-    "an empty file": (lambda saved: cut(saved, 0), DAMAGED + "it has 0 bytes, fewer than its"),
-    "a header that is no JSON": (lambda saved: reword(saved, b'{"', b"{{"), DAMAGED + "Expecting"),
+    "a file cut short": (lambda saved: cut(saved, first(saved).stat().st_size - 3), DAMAGED),
+    "a header cut short": (lambda saved: cut(saved, 40), DAMAGED),
+    "an empty file": (lambda saved: cut(saved, 0), DAMAGED),
+    "a header that is no JSON": (lambda saved: reword(saved, b'{"', b"{{"), DAMAGED),
     "a dtype of eight bits": (
-        lambda saved: reword(saved, b'"F32"', b'"F8_"'),
-        DAMAGED + r"'model\.embed_tokens\.weight' is of dtype F8_, which is not read here",
+        lambda saved: resave(
+            saved, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e5m2)})
+        ),
+        r"'model\.embed_tokens\.weight' is of dtype F8_E5M2, which is not read",
     ),
     "a shape that is not its bytes": (
         lambda saved: reword(saved, b"[16,16]", b"[16,17]"),
-        DAMAGED + r"'model\.embed_tokens\.weight' of shape \(16, 17\) is said to be the bytes",
+        DAMAGED,
     ),
     "a file that is gone": (
         lambda saved: first(saved).unlink(),
-        r"model-00001-of-\d+\.safetensors cannot be read: No such file",
+        r"model-00001-of-\d+\.safetensors is missing, .* No such file",
     ),
+    "a pipe": (lambda saved: pipe(first(saved)), DAMAGED + "Not a regular file"),
     "a tensor that is gone": (
         lambda saved: resave(saved, lambda tensors: tensors.pop(EMBEDDING)),
         r"does not fit the model: it lacks model\.embed_tokens\.weight\.",
