@@ -20,9 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from forgekit.data.batches.sequence_slices import slice_positions
-from forgekit.data.mixture.interleave import BLOCK
-from forgekit.data.mixture.order import make_order
-from forgekit.data.mixture.phases import Phase
+from forgekit.data.order import BLOCK, Phase, make_order
 from forgekit.data.packing import pack
 from forgekit.data.rows import packed_dataset
 from forgekit.model.attention import document_mask
@@ -152,7 +150,7 @@ def draw_packing(rows: int = 24, longest: int = 2048) -> Figure:
 
 def draw_mixture(blocks: int = 120) -> Figure:
     """The shares of three sources along a run of two phases, and the epochs of each."""
-    sizes = {"code": 40_000, "prose": 60_000, "tables": 15_000}
+    sizes = {"code": 640_000, "prose": 960_000, "tables": 240_000}
     phases = (
         Phase(start=50 * BLOCK, weights={"code": 3, "tables": 1}),
         Phase(start=95 * BLOCK, weights={"prose": 0.5, "tables": 0}, lr_scale=0.5),

@@ -26,9 +26,8 @@ if _TYPE_CHECKING:
         packed_dataset as packed_dataset,
         token_dataset as token_dataset,
     )
-    from forgekit.data.mixture.phases import Phase as Phase
-    from forgekit.data.mixture.order import make_order as make_order
-    from forgekit.data.mixture.mixture_dataset import mixture_dataset as mixture_dataset
+    from forgekit.data.order import Phase as Phase, make_order as make_order
+    from forgekit.data.mixture import mixture_dataset as mixture_dataset
     from forgekit.data.batches.batch import check_batch as check_batch, shift_labels as shift_labels
     from forgekit.data.batches.sequence_slices import (
         shard_sequence as shard_sequence,
@@ -128,9 +127,8 @@ _NAMES = _MappingProxyType(
         "data.token_files": "write_tokens",
         "data.packing": "pack",
         "data.rows": "check_vocabulary packed_dataset token_dataset",
-        "data.mixture.phases": "Phase",
-        "data.mixture.order": "make_order",
-        "data.mixture.mixture_dataset": "mixture_dataset",
+        "data.order": "Phase make_order",
+        "data.mixture": "mixture_dataset",
         "data.batches.batch": "check_batch shift_labels",
         "data.batches.sequence_slices": "shard_sequence unshard_sequence",
         "data.loading.loader": "make_loader",

@@ -8,8 +8,7 @@ from forgekit.data.token_files import open_tokens, token_documents
 from forgekit.data.prepare_corpus import prepare
 from forgekit.data.packing import Bins, LongDocuments, PackingMethod, cached_bins
 from forgekit.data.chat import chat_dataset, preference_dataset
-from forgekit.data.mixture.permutation import permute, sample_rows
-from forgekit.data.mixture.order import Order
+from forgekit.data.order import Order, permute, sample_rows
 from forgekit.data.batches.batch import mask_batch
 from forgekit.data.samples import collate
 from forgekit.data.batches.transforms import mask_prompts, pad_places, pad_positions

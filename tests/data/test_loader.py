@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from forgekit.data.batches.batch import shift_labels
 from forgekit.data.loading.loader import make_loader
-from forgekit.data.mixture.permutation import sample_rows
+from forgekit.data.order import sample_rows
 
 
 class Rows:

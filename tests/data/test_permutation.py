@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgekit.data.hashing import hash_integers
-from forgekit.data.mixture.permutation import permute, recall_rows, sample_rows
+from forgekit.data.order import permute, sample_rows
 
 SIZES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))
 
@@ -78,19 +78,6 @@ def test_ranges_of_several_sizes_at_once_are_those_one_by_one(data, seed):
     seeds = hash_integers(np.arange(len(sizes)), seed)
     one_by_one = [sample_rows(*each) for each in zip(samples, sizes, seeds, strict=True)]
     assert sample_rows(samples, sizes, seeds).tolist() == [int(row) for row in one_by_one]
-
-
-@given(
-    samples=st.lists(st.integers(0, 2**62), max_size=9),
-    start=st.integers(0, 2**40),
-    n=SIZES,
-    seed=st.integers(0, 2**64),
-)
-@settings(max_examples=30, deadline=None)
-def test_remembered_rows_are_the_same(samples, start, n, seed):
-    for asked in (samples, range(start, start + 1500), [[start, start]]):
-        asked = np.array(asked, dtype=np.int64)
-        assert recall_rows(asked, n, seed).tolist() == sample_rows(asked, n, seed).tolist()
 
 
 @pytest.mark.parametrize("n", [2**40, 2**40 + 1, 10**15])

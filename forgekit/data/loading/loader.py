@@ -23,7 +23,7 @@ from forgekit.data.loading.batch_size import count_micro_batches
 from forgekit.data.loading.device_prefetch import DeviceCopies
 from forgekit.data.loading.skipped_samples import Skips, check_skips, positions
 from forgekit.data.loading.workers import Reader, compute_ahead
-from forgekit.data.mixture.permutation import recall_rows, sample_rows
+from forgekit.data.order import sample_rows
 from forgekit.data.samples import MOST_ROWS, apply_transforms, read_rows
 from forgekit.devices import check_device
 from forgekit.inputs import LARGEST, check_integers, check_rank
@@ -183,8 +183,7 @@ class MicroBatches:
         samples = positions(samples, self.skips)
         if _is_endless(self.dataset):
             return samples
-        find = recall_rows if self.shuffle else partial(sample_rows, shuffle=False)
-        return find(samples, len(self.dataset), self.seed)
+        return sample_rows(samples, len(self.dataset), self.seed, shuffle=self.shuffle)
 
     def _read(self, samples: Integers) -> TensorDict:
         return read_rows(self.dataset, self.rows(samples).tolist())

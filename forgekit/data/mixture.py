@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from forgekit.data.fingerprint import facts_of, state_facts
-from forgekit.data.mixture.order import Order
+from forgekit.data.order import Order
 from forgekit.data.samples import check_alike, read_rows
 from forgekit.inputs import quoted
 
@@ -35,7 +35,7 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
         ValueError: If names, lengths or sequence lengths differ; on reading, if rows do.
 
     Examples:
-        >>> from forgekit.data.mixture.order import make_order
+        >>> from forgekit.data.order import make_order
         >>> code, prose = ([{"input_ids": torch.tensor([n, i])} for i in range(3)] for n in (8, 9))
         >>> order = make_order({"code": 3, "prose": 3})
         >>> rows = mixture_dataset({"code": code, "prose": prose}, order)

@@ -1,1 +1,0 @@
-"""A sample number becomes a source and a row: permutation, weights, phases."""

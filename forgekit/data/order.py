@@ -1,0 +1,525 @@
+"""The order of the data as a pure function: sample number in, source and row out.
+
+A shuffled array would have to be stored, rebuilt at each resume and equal on all ranks. A keyed
+permutation needs none of this: sample ``i`` of seed ``s`` is the same row on any number of ranks
+and workers, and the whole position is one integer. So weights of a mixture change at exactly their
+sample, whatever was read ahead. No library's random generator is used, since its stream may change
+with the next version.
+
+Samples of a mixture are assigned in blocks of 16,384. Before block ``t`` each source has had its
+share of the samples, rounded to the nearest, and the largest source the rest: an integer formula,
+so that nothing is replayed and no rounding adds up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forgekit.data.fingerprint import SAMPLE_ORDER
+from forgekit.data.hashing import U64, as_unsigned, hash_integers, mix_bits
+from forgekit.inputs import check_integers, check_numbers, quoted
+
+Integers = NDArray[np.int64]
+
+ROUNDS = 8
+"""After three or four neighbours correlate; eight are indistinguishable from a shuffled array."""
+
+SMALL = 256
+"""Up to this size a table by sorting hashes is cheaper than the network, and more random."""
+
+BLOCK = 2**14
+"""Samples per block: of more than 128 sources, as many as the square of their number."""
+
+UNITS = 2**40
+"""Weights are whole multiples of ``1 / UNITS``."""
+
+LEAST_SHARE = 1e-6
+"""One row in a million; of a smaller share nobody would ever see one."""
+
+BLOCKS_KEPT = 4
+
+_POWERS = 2 ** np.arange(63)
+
+
+def permute(index: ArrayLike, n: ArrayLike, key: ArrayLike) -> Integers:
+    """Map each index by the permutation of ``range(n)`` that ``key`` selects.
+
+    A Feistel network permutes the next power of two. A result outside ``range(n)`` is mapped again
+    until it falls inside (cycle walking), which is again a permutation. The power of two is below
+    ``2 * n``, so this takes less than two passes on average.
+
+    Args:
+        index: Integers in ``range(n)``, of any shape.
+        n: Sizes of the permuted ranges, integers that broadcast against ``index``.
+        key: Integers that broadcast against ``index``; each selects another permutation.
+
+    Returns:
+        ``int64`` of the broadcast shape.
+
+    Raises:
+        ValueError: If an ``n`` is not positive.
+        IndexError: If an index is outside its ``range(n)``.
+
+    References:
+        Black and Rogaway, Ciphers with arbitrary finite domains,
+        https://doi.org/10.1007/3-540-45760-7_9
+
+    Examples:
+        >>> permute(range(5), 5, key=1)
+        array([4, 2, 1, 0, 3])
+    """
+    sizes = _positive(n, "there is no permutation of nothing")
+    indices, sizes, keys = np.broadcast_arrays(
+        np.asarray(index, dtype=np.int64), sizes, as_unsigned(key)
+    )
+    outside = (indices < 0) | (indices >= sizes)
+    if outside.any():
+        raise IndexError(
+            f"index {indices[outside][0]} is outside range({sizes[outside][0]}), "
+            "which this permutation permutes."
+        )
+    shape, indices, sizes, keys = indices.shape, indices.ravel(), sizes.ravel(), keys.ravel()
+    out = np.empty(indices.shape, dtype=np.int64)
+    for size in np.unique(sizes[sizes <= SMALL]).tolist():
+        chosen = np.flatnonzero(sizes == size)
+        out[chosen] = _permute_table(indices[chosen], size, keys[chosen])
+    chosen = np.flatnonzero(sizes > SMALL)
+    if chosen.size:
+        out[chosen] = _permute_network(indices[chosen], sizes[chosen], keys[chosen])
+    return out.reshape(shape)
+
+
+def sample_rows(
+    samples: ArrayLike, n: ArrayLike, seed: ArrayLike, *, shuffle: bool = True
+) -> Integers:
+    """Find the row of each sample number, epoch after epoch.
+
+    Args:
+        samples: Sample numbers since the start of training, 0 and up, of any shape.
+        n: Rows in the data; samples ``e * n .. (e + 1) * n - 1`` are epoch ``e``. Integers that
+            broadcast against ``samples``, for several datasets at once.
+        seed: Selects the order; each epoch has another one. Broadcasts like ``n``.
+        shuffle: False keeps the rows in their own order.
+
+    Returns:
+        ``int64`` rows in ``range(n)``, of the broadcast shape.
+
+    Raises:
+        ValueError: If an ``n`` is not positive or a sample number is negative.
+
+    Examples:
+        >>> sample_rows(range(6), 3, seed=0, shuffle=False)
+        array([0, 1, 2, 0, 1, 2])
+    """
+    sizes = _positive(n, "there are no rows to order")
+    samples = np.asarray(samples, dtype=np.int64)
+    if samples.size and samples.min() < 0:
+        raise ValueError(f"sample {samples.min()} is negative; samples are counted from 0.")
+    epochs, indices = np.divmod(samples, sizes)
+    return permute(indices, sizes, hash_integers(epochs, seed)) if shuffle else indices
+
+
+def _copied(weights: Mapping[str, float]) -> dict[str, float]:
+    return dict(weights)
+
+
+@attrs.frozen
+class Phase:
+    """Other weights and another scale of the learning rate from a sample number on.
+
+    A phase lasts until the next one starts and inherits nothing from the one before: whatever it
+    does not set has its original value.
+
+    Attributes:
+        start: Its first sample, counted over all ranks since the start of training.
+        weights: Weights by source; a source that is not named keeps its original weight.
+        lr_scale: Factor of the learning rate; see ``forgekit.with_phases``.
+
+    Raises:
+        ValueError: If ``start`` is negative, or ``lr_scale`` is negative or not finite.
+
+    Examples:
+        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5)
+        Phase(start=50000, weights={'code': 0.1}, lr_scale=0.5)
+    """
+
+    start: int
+    weights: dict[str, float] = attrs.field(factory=dict, converter=_copied)
+    lr_scale: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        check_integers(start=(self.start, 0))
+        check_numbers(lr_scale=(self.lr_scale, 0))
+        # Not a converter: type checkers would treat the attribute as a descriptor.
+        object.__setattr__(self, "start", operator.index(self.start))
+
+
+def make_order(
+    sizes: Mapping[str, int],
+    weights: Mapping[str, float] | None = None,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    phases: Sequence[Phase] = (),
+) -> Order:
+    """Assign to each sample number a source and a row of it.
+
+    Each source is read without replacement, epoch after epoch, in another shuffle each epoch; other
+    weights change how fast, and repeat or skip nothing. Samples are assigned in blocks of 16,384,
+    counted from the last change of weights. Up to each block every source has had its share of the
+    samples, rounded to the nearest.
+
+    Args:
+        sizes: Rows of each source, by name. The order depends on the sequence of the names.
+        weights: Relative weights of all sources, of any sum; 0 leaves a source out. By default
+            each source's share of all rows.
+        temperature: Weights are raised to the power ``1 / temperature`` and then normalised, in
+            every phase. Above 1 small sources come more often; ``inf`` makes all equal.
+        seed: Selects the shuffles. A loader's seed is ignored.
+        phases: Changes of the weights, by increasing start.
+
+    Returns:
+        The order: ``order(i)`` is the name of a source and a row.
+
+    Raises:
+        TypeError: If a number of rows is no integer.
+        ValueError: If there is no source or one of no rows, if weights are missing, unknown,
+            negative, not finite or all 0, if a share is positive and below 1e-6, if phases do not
+            increase, or ``temperature`` is not positive.
+
+    Examples:
+        >>> sizes, change = {"code": 1000, "prose": 500}, Phase(start=163_840, weights={"code": 2})
+        >>> order = make_order(sizes, weights={"code": 6, "prose": 2}, phases=[change])
+        >>> order(0), order(10**9)
+        (('prose', 233), ('prose', 316))
+        >>> order.taken(163_840), order.shares(163_840, 16_384 * 50)
+        (array([122880,  40960]), array([0.5, 0.5]))
+    """
+    if not sizes:
+        raise ValueError('sizes are empty; name each source and its rows: {"code": 1000}.')
+    check_integers(**{f"sizes[{name!r}]": (size, 1) for name, size in sizes.items()})
+    rows, seed = tuple(map(operator.index, sizes.values())), operator.index(seed)
+    stretches: list[Stretch] = []
+    for start, mixed in _mixed_weights(sizes, weights, temperature, phases):
+        units = _units_of(sizes, mixed)
+        if stretches and stretches[-1].units == units:
+            continue
+        before = stretches[-1].taken(start) if stretches else np.zeros(len(rows), np.int64)
+        stretches.append(Stretch(start, units, int(_key("blocks", seed)), before))
+    # By name: the shuffle of a source does not depend on the other sources.
+    keys = np.stack([_key(name, seed) for name in sizes])
+    return Order(tuple(sizes), rows, seed, tuple(phases), tuple(stretches), keys)
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """A range of samples with constant weights.
+
+    Attributes:
+        start: The first sample; blocks are counted from it.
+        units: The weights, whole numbers that sum to ``UNITS``.
+        key: Selects the shuffles of the blocks.
+        before: ``[sources]`` samples of each source before ``start``.
+    """
+
+    start: int
+    units: tuple[int, ...]
+    key: int
+    before: Integers
+
+    @property
+    def size(self) -> int:
+        """Samples per block: so many that the largest source can give all others their rest."""
+        return max(BLOCK, len(self.units) ** 2)
+
+    def counts_until(self, block: int) -> Integers:
+        """Count the samples of each source in the blocks before this one.
+
+        Each has its share, rounded to the nearest, and the largest one the rest. In Python's
+        integers, since these products take more than 64 bits.
+        """
+        samples = block * self.size
+        counts = [(2 * samples * units + UNITS) // (2 * UNITS) for units in self.units]
+        counts[self.units.index(max(self.units))] += samples - sum(counts)
+        return np.array(counts, dtype=np.int64)
+
+    def taken(self, samples: int) -> Integers:
+        """Count the samples of each source among the first ``samples``, at least ``start``."""
+        block, rest = divmod(samples - self.start, self.size)
+        taken = self.before + self.counts_until(block)
+        if rest:
+            taken += np.bincount(self.assign(block)[0][:rest], minlength=len(taken))
+        return taken
+
+    def assign(self, block: int) -> tuple[Integers, Integers]:
+        """Find the source of each sample of a block, and that source's samples before it."""
+        before = self.counts_until(block)
+        counts = self.counts_until(block + 1) - before
+        positions = np.arange(self.size)
+        unshuffled = np.repeat(np.arange(len(counts)), counts)
+        key = int(hash_integers(self.start + block * self.size, self.key))
+        sources = unshuffled[np.argsort(hash_integers(positions, key), kind="stable")]
+        nth = np.empty_like(positions)  # of its source within the block
+        nth[np.argsort(sources, kind="stable")] = (
+            positions - (np.cumsum(counts) - counts)[unshuffled]
+        )
+        return sources, (self.before + before)[sources] + nth
+
+
+@attrs.frozen(eq=False)
+class Order:
+    """Which row of which source each sample is; ``make_order`` makes one.
+
+    Attributes:
+        sources: Their names; an integer that stands for a source is an index into them.
+        sizes: Rows of each.
+        seed: Selects the shuffles.
+        phases: Changes of the weights.
+    """
+
+    sources: tuple[str, ...]
+    sizes: tuple[int, ...]
+    seed: int
+    phases: tuple[Phase, ...]
+    _stretches: tuple[Stretch, ...] = attrs.field(repr=False)
+    _keys: U64 = attrs.field(repr=False)
+    # The last blocks: eight samples cost as much as a block, and the next batch needs the next.
+    _blocks: dict[Any, tuple[Integers, Integers]] = attrs.field(
+        factory=dict, init=False, repr=False
+    )
+
+    def __call__(self, sample: int) -> tuple[str, int]:
+        """Find the source, by name, and the row of one sample."""
+        sources, rows = self.find(operator.index(sample))
+        return self.sources[int(sources)], int(rows)
+
+    def span(self, start: int, count: int) -> tuple[Integers, Integers]:
+        """Find the samples ``start`` to ``start + count - 1``.
+
+        Args:
+            start: The first sample.
+            count: How many.
+
+        Returns:
+            ``[count]`` indices into ``sources`` and ``[count]`` rows, int64.
+
+        Raises:
+            ValueError: If a number is negative.
+
+        Examples:
+            >>> make_order({"a": 3, "b": 3}, seed=1).span(10**12, 4)
+            (array([1, 1, 0, 0]), array([0, 2, 2, 0]))
+        """
+        if count < 0:
+            raise ValueError(f"count {count} must be at least 0.")
+        return self.find(np.arange(start, start + count))
+
+    def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
+        """Find any samples; consecutive ones cost least.
+
+        Args:
+            samples: Sample numbers of any shape.
+
+        Returns:
+            Indices into ``sources`` and rows, each int64 of the shape of ``samples``.
+
+        Raises:
+            ValueError: If a number is negative.
+        """
+        samples = np.asarray(samples, dtype=np.int64)
+        if samples.size and samples.min() < 0:
+            raise ValueError(f"sample {samples.min()} must be at least 0.")
+        starts = np.array([stretch.start for stretch in self._stretches])
+        stretch = np.searchsorted(starts, samples, side="right") - 1
+        block, inside = np.divmod(samples - starts[stretch], self._stretches[0].size)
+        sources, rows = np.empty_like(samples), np.empty_like(samples)
+        for at in set(zip(stretch.ravel().tolist(), block.ravel().tolist(), strict=True)):
+            here = (stretch == at[0]) & (block == at[1])
+            sources[here], rows[here] = (column[inside[here]] for column in self._block(at))
+        return sources, rows
+
+    def taken(self, samples: int) -> Integers:
+        """Count the samples of each source among the first ``samples``.
+
+        Divided by ``sizes`` these are the epochs of each source. Takes constant time.
+
+        Args:
+            samples: How many samples.
+
+        Returns:
+            ``[sources]`` int64.
+
+        Raises:
+            ValueError: If ``samples`` is negative.
+        """
+        check_integers(samples=(samples, 0))
+        which = bisect_right(self._stretches, samples, key=lambda stretch: stretch.start) - 1
+        return self._stretches[which].taken(samples)
+
+    def shares(self, start: int, count: int) -> NDArray[np.float64]:
+        """Compute each source's share of the samples ``start`` to ``start + count - 1``.
+
+        Args:
+            start: The first sample.
+            count: How many, at least 1.
+
+        Returns:
+            ``[sources]`` float64 that sum to 1.
+
+        Raises:
+            ValueError: If ``start`` is negative or ``count`` is not positive.
+
+        Examples:
+            >>> make_order({"a": 30, "b": 10}).shares(0, 16_384)
+            array([0.75, 0.25])
+        """
+        check_integers(count=(count, 1))
+        return (self.taken(start + count) - self.taken(start)) / count
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the order: equal strings mean the same row at each sample."""
+        return self.fingerprint_at(self._stretches[-1].start + 1)
+
+    def fingerprint_at(self, samples: int) -> str:
+        """Identify the order of the first ``samples`` samples.
+
+        Phases that start later are not included, so they may be moved, changed or added during a
+        run. The scale of the learning rate is never included.
+        """
+        parts = [
+            [stretch.start, stretch.units]
+            for stretch in self._stretches
+            if stretch.start < max(samples, 1)
+        ]
+        facts = [SAMPLE_ORDER, self.seed, self.sources, self.sizes, parts]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def _block(self, at: tuple[int, int]) -> tuple[Integers, Integers]:
+        """Find the sources and rows of a whole block, by the number of its stretch and its own."""
+        if (block := self._blocks.get(at)) is None:
+            sources, nth = self._stretches[at[0]].assign(at[1])
+            block = sources, sample_rows(nth, np.array(self.sizes)[sources], self._keys[sources])
+            if len(self._blocks) >= BLOCKS_KEPT:
+                self._blocks.clear()
+            self._blocks[at] = block
+        return block
+
+
+def _mixed_weights(
+    sizes: Mapping[str, int],
+    weights: Mapping[str, float] | None,
+    temperature: float,
+    phases: Sequence[Phase],
+) -> Iterator[tuple[int, list[float]]]:
+    """Yield the start and the weights of each phase, also of the time before the first.
+
+    The largest weight is 1, so no power overflows.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature} must be above 0; 1.0 leaves the weights as they are."
+        )
+    for before, after in itertools.pairwise(phases):
+        if after.start <= before.start:
+            raise ValueError(
+                f"a phase at sample {after.start} follows one at sample {before.start}; "
+                "put phases in increasing order, one per sample."
+            )
+    if weights is None:
+        weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
+    _check_weights(weights, sizes, "weights")
+    if missing := [name for name in sizes if name not in weights]:
+        raise ValueError(
+            f"weights lack {quoted(missing)}; give each source a weight. 0 leaves one out."
+        )
+    starts_at_once = bool(phases) and phases[0].start == 0
+    for phase in phases if starts_at_once else (Phase(start=0), *phases):
+        of_phase = f"the phase at sample {phase.start}: weights" if phase.weights else "weights"
+        _check_weights(phase.weights, sizes, of_phase)
+        mixed = {**weights, **phase.weights}
+        if not (largest := max(mixed.values())):
+            raise ValueError(
+                f"{of_phase} leave every source at 0: {mixed}; at least one must be above 0."
+            )
+        shares = (mixed[name] / largest for name in sizes)
+        yield (
+            phase.start,
+            [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares],
+        )
+
+
+def _check_weights(weights: Mapping[str, float], sizes: Mapping[str, int], of_phase: str) -> None:
+    if unknown := [name for name in weights if name not in sizes]:
+        raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
+    check_numbers(**{f"{of_phase}[{name!r}]": (weight, 0) for name, weight in weights.items()})
+
+
+def _units_of(sources: Mapping[str, Any], weights: Sequence[float]) -> tuple[int, ...]:
+    """Divide ``UNITS`` among weights; the largest takes the rest, relative to which it is least."""
+    total = sum(weights)
+    for name, weight in zip(sources, weights, strict=True):
+        if 0 < weight / total < LEAST_SHARE:
+            raise ValueError(
+                f"source {name!r} would have a share of {weight / total:.1e}; it must be at least "
+                f"{LEAST_SHARE}, or 0. Give it a larger weight or a higher temperature."
+            )
+    units = [round(weight / total * UNITS) for weight in weights]
+    units[units.index(max(units))] += UNITS - sum(units)
+    return tuple(units)
+
+
+def _key(text: str, seed: int) -> U64:
+    return hash_integers(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]), seed)
+
+
+def _positive(n: ArrayLike, otherwise: str) -> Integers:
+    sizes = np.asarray(n, dtype=np.int64)
+    if sizes.size and sizes.min() < 1:
+        raise ValueError(f"n {sizes.min()} must be positive: {otherwise}.")
+    return sizes
+
+
+def _permute_table(indices: NDArray[np.int64], n: int, keys: U64) -> NDArray[np.int64]:
+    distinct, which = np.unique(keys, return_inverse=True)
+    tables = np.argsort(hash_integers(np.arange(n), distinct[:, None]), axis=1, kind="stable")
+    return tables[which, indices]
+
+
+def _permute_network(indices: NDArray[np.int64], n: NDArray[np.int64], keys: U64) -> U64:
+    bits = np.searchsorted(_POWERS, n).astype(np.uint64)
+    out, sizes = indices.astype(np.uint64), n.astype(np.uint64)
+    round_keys = hash_integers(np.arange(ROUNDS)[:, None], keys)
+    walking = np.arange(out.size)  # elements whose value is still outside range(n)
+    while walking.size:
+        out[walking] = _network(out[walking], bits[walking], round_keys[:, walking])
+        walking = walking[out[walking] >= sizes[walking]]
+    return out
+
+
+def _network(values: U64, bits: U64, round_keys: U64) -> U64:
+    """Permute ``range(2**bits)``: each half in turn is XORed with a hash of the other.
+
+    XOR with a function of the other half is invertible whatever the function, so every round is a
+    permutation. The halves differ by a bit if ``bits`` is odd.
+    """
+    one = np.uint64(1)
+    low_bits = bits >> one
+    low_mask = (one << low_bits) - one
+    high_mask = (one << (bits - low_bits)) - one
+    high, low = values >> low_bits, values & low_mask
+    for turn in range(0, ROUNDS, 2):
+        high = high ^ (mix_bits(low ^ round_keys[turn]) & high_mask)
+        low = low ^ (mix_bits(high ^ round_keys[turn + 1]) & low_mask)
+    return (high << low_bits) | low
