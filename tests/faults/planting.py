@@ -16,6 +16,8 @@ from unittest import mock
 
 import attrs
 
+import forgekit as fk
+
 __all__ = ["Count", "Plant", "both", "function", "method", "nothing", "value"]
 
 
@@ -61,6 +63,7 @@ def function(name: str, by: Callable[..., Any]) -> Plant:
 
     @contextmanager
     def plant() -> Iterator[Count]:
+        getattr(fk, name, None)  # its file is imported where it is used first
         modules = [m for n, m in [*sys.modules.items()] if n.split(".")[0] == "forgekit"]
         originals = {
             value

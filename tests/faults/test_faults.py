@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from faults.planting import function
 from faults.table import all_checks, all_faults, run
+
+import forgekit as fk
+from forgekit.steps import make_step as make_step_file
 
 FAULTS = all_faults()
 QUICK = {fault.check for fault in FAULTS.values() if fault.quick}
@@ -46,3 +50,18 @@ def test_without_a_fault_there_is_nothing_to_see(check):
 
 def test_every_check_has_a_fault():
     assert all_checks().keys() == {fault.check for fault in FAULTS.values()}
+
+
+def test_a_function_that_is_gone_is_no_fault_that_nothing_sees():
+    with pytest.raises(AssertionError, match="forgekit has 0 functions 'sum_slices_of', not one"):
+        function("sum_slices_of", lambda original: None)().__enter__()
+
+
+def test_what_is_planted_stands_wherever_the_function_is_called_and_counts_its_calls():
+    clip = fk.clip
+    totals = fk.Totals.of(targets=8, grad_sq=16.0, loss_scale=1.0)
+    with function("clip", lambda original, *args: "planted")() as count:
+        assert fk.clip is make_step_file.clip is not clip
+        assert fk.clip(totals) == "planted"
+    assert fk.clip is make_step_file.clip is clip
+    assert count.calls == 1
