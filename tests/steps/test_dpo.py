@@ -13,9 +13,9 @@ import attrs
 import pytest
 import torch
 from oracle import full
-from preferences import SPEC, alone, expected, rows
 from ranks import run_ranks
 from steps import trl_figures
+from steps.preferences import SPEC, alone, expected, rows
 from torch.func import functional_call
 
 import forgekit as fk

@@ -70,7 +70,7 @@ def write_inputs(folder: Path) -> dict:
     """Save both models, and the pairs as trl takes them: chosen answers, then rejected ones."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import attrs
-    from preferences import SPEC, alone, rows
+    from steps.preferences import SPEC, alone, rows
 
     import forgekit as fk
 
