@@ -44,14 +44,14 @@ def check_values(tensors: Mapping[str, Tensor], names: NameMap, directory: Path)
             if (found := overlaps(local, box, part)) is None:
                 continue
             view, there = found
-            source = stored[part.theirs]
+            source = stored[part.key]
             expected = view.to("cpu", source.dtype).contiguous()
             read = torch.empty_like(expected)
             with reading(source.file) as file:
                 fill(read, file, source, there)
             if not torch.equal(_bits(read), _bits(expected)):
                 raise CheckpointError(
-                    f"{part.theirs!r} was read back with other values than {name!r} has."
+                    f"{part.key!r} was read back with other values than {name!r} has."
                 )
 
 

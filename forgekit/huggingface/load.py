@@ -172,19 +172,17 @@ def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
         A view of the rank's values, laid out as on disk, and where they are there; None if it
         holds nothing of the part.
     """
-    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.ours_box, strict=True)]
+    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
     if any(start >= stop for start, stop in shared):
         return None
-    inside = (slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))
-    view = local[tuple(inside)]
-    # Dimensions in their order on disk; one that is a tensor for each index comes first, and goes.
-    order = sorted(range(len(box)), key=lambda dim: -1 if (a := part.axes[dim]) is None else a)
-    view = view.permute(order)
-    if None in part.axes:
-        view, order = view.squeeze(0), order[1:]
-    starts = zip(order, part.theirs_box, strict=True)
-    moved = {dim: start - part.ours_box[dim][0] for dim, (start, _) in starts}
-    return view, tuple((shared[d][0] + by, shared[d][1] + by) for d, by in moved.items())
+    view = local[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
+    view = view[0] if part.is_stacked else view
+    view = view.mT if part.is_transposed else view
+    # From where the box begins in the model's tensor to where it does on disk.
+    begins = part.to_key([start for start, _ in part.box])
+    moved = [there - here for here, (there, _) in zip(begins, part.key_box, strict=True)]
+    pairs = zip(part.to_key(shared), moved, strict=True)
+    return view, tuple((start + by, stop + by) for (start, stop), by in pairs)
 
 
 def _check(
@@ -215,11 +213,11 @@ def _check_kinds(
     for name, tensor in tensors.items():
         is_float = tensor.is_floating_point() or is_packed(tensor)
         for part in names.parts.get(name, ()):
-            dtype = stored[part.theirs].dtype
+            dtype = stored[part.key].dtype
             if dtype.is_floating_point != is_float:
                 here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
                 raise CheckpointError(
-                    f"{part.theirs!r} holds {there} and the model's is {here}; neither scales nor "
+                    f"{part.key!r} holds {there} and the model's is {here}; neither scales nor "
                     "packing are undone here. Name a directory of the weights as they were trained."
                 )
 
@@ -276,7 +274,7 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
             local[max(names.padded[name] - box[0][0], 0) :].zero_()
         for part in names.parts[name]:
             if (found := overlaps(local, box, part)) is not None:
-                wanted += [(stored[part.theirs], part.theirs, found[1], found[0])]
+                wanted += [(stored[part.key], part.key, found[1], found[0])]
     wanted.sort(key=lambda one: (str(one[0].file), one[0].start, one[2]))
     for path, boxes in itertools.groupby(wanted, key=lambda one: one[0].file):
         with reading(path) as file:
@@ -293,9 +291,9 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
     for name, tensor in packed.items():
         # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
         parts = names.parts[name]
-        stops = [[stop for _, stop in part.ours_box] for part in parts]
+        stops = [[stop for _, stop in part.box] for part in parts]
         shape = [max(axis) for axis in zip(*stops, strict=True)]
-        whole = torch.empty(shape, dtype=stored[parts[0].theirs].dtype)
+        whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
         read_into({name: whole}, names, stored)
         copy_full(tensor, whole)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 import torch
@@ -20,18 +21,19 @@ from torch import Tensor, nn
 
 from forgekit.inputs import brief, check_integers, wrong_type
 
+T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]
 """First and last index, exclusive, of each dimension."""
 
 
 @attrs.frozen
 class Rule:
-    """How tensors of a model are found on disk; made by the functions of this file.
+    """How tensors of a model are stored on disk; made by the functions of this file.
 
     Attributes:
-        ours: Patterns of names in the model; several share one tensor on disk.
-        theirs: Pattern of the name on disk; None where the tensor is not there.
-        more: Patterns of tensors on disk that lie behind ``theirs`` in the model's tensor.
+        names: Patterns of names in the model; several share one tensor on disk.
+        keys: Patterns of keys on disk, in their order in the model's tensor; none where it is not
+            stored.
         dim: Dimension of the model's tensors along which several are joined on disk, or here.
         is_stacked: Whether each index of the first dimension is a tensor on disk; its number
             stands for ``{}`` in ``theirs``.
@@ -40,9 +42,8 @@ class Rule:
         rows: Rows that are on disk, the first ones; all if None.
     """
 
-    ours: tuple[str, ...]
-    theirs: str | None
-    more: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
     dim: int = 0
     is_stacked: bool = False
     is_transposed: bool = False
@@ -50,44 +51,43 @@ class Rule:
     rows: int | None = None
 
 
-def rename(ours: str, theirs: str) -> Rule:
-    """Find a tensor under another name.
+def rename(name: str, key: str) -> Rule:
+    """Store a tensor under another key.
 
     Examples:
         >>> rule = rename("layers.*.up.weight", "model.layers.*.mlp.up_proj.weight")
     """
-    return _checked(Rule((ours,), theirs))
+    return _checked(Rule((name,), (key,)))
 
 
-def split(ours: Iterable[str], theirs: str, *, dim: int = 0) -> Rule:
+def split(names: Iterable[str], key: str, *, dim: int = 0) -> Rule:
     """Find several tensors side by side in one on disk, such as queries, keys and values.
 
     Args:
-        ours: Their patterns, in the order on disk; all with the same ``*``.
-        theirs: Pattern of the name on disk.
+        names: Their patterns, in the order on disk; all with the same ``*``.
+        key: Pattern of the key on disk.
         dim: Dimension of the model's tensors along which they are joined.
 
     Examples:
         >>> rule = split(["layers.*.gate", "layers.*.up"], "h.*.gate_up.weight")
     """
     check_integers(dim=(dim, 0))
-    return _checked(Rule(tuple(ours), theirs, dim=dim))
+    return _checked(Rule(tuple(names), (key,), dim))
 
 
-def join(ours: str, theirs: Iterable[str], *, dim: int = 0) -> Rule:
+def join(name: str, keys: Iterable[str], *, dim: int = 0) -> Rule:
     """Find a tensor as several of one size on disk, which lie side by side in the model.
 
     Args:
-        ours: Its pattern.
-        theirs: Patterns of the names on disk, in their order in the model; all with the same ``*``.
+        name: Its pattern.
+        keys: Patterns of the keys on disk, in their order in the model; all with the same ``*``.
         dim: Dimension of the model's tensor along which they are joined.
 
     Examples:
         >>> rule = join("layers.*.gate_up", ["layers.*.gate.weight", "layers.*.up.weight"])
     """
     check_integers(dim=(dim, 0))
-    first, *more = theirs
-    return _checked(Rule((ours,), first, tuple(more), dim=dim))
+    return _checked(Rule((name,), tuple(keys), dim))
 
 
 def stack(rule: Rule) -> Rule:
@@ -96,9 +96,9 @@ def stack(rule: Rule) -> Rule:
     Examples:
         >>> rule = stack(rename("layers.*.experts.up", "layers.*.experts.{}.up_proj.weight"))
     """
-    if odd := [name for name in (rule.theirs, *rule.more) if name is None or name.count("{}") != 1]:
+    if odd := [key for key in rule.keys if key.count("{}") != 1]:
         raise ValueError(f"stack: {odd[0]!r} needs {{}} once, where the number stands.")
-    if rule.more and not rule.dim:
+    if len(rule.keys) > 1 and not rule.dim:
         raise ValueError("stack takes the first dimension; give join another one, such as dim=1.")
     return attrs.evolve(rule, is_stacked=True)
 
@@ -121,9 +121,9 @@ def pad(rule: Rule, rows: int) -> Rule:
     return attrs.evolve(rule, rows=rows)
 
 
-def leave_out(ours: str) -> Rule:
+def leave_out(name: str) -> Rule:
     """Say that a tensor is not on disk; reading leaves it as it is."""
-    return Rule((ours,), None)
+    return Rule((name,), ())
 
 
 @attrs.frozen
@@ -131,19 +131,25 @@ class Part:
     """A box of a model's tensor, and the box of a tensor on disk with the same values.
 
     Attributes:
-        ours: Name in the model.
-        ours_box: Where in the model's tensor.
-        theirs: Name on disk.
-        theirs_box: Where in the tensor on disk.
-        axes: For each dimension of the model's tensor the one on disk; None where an index of it
-            is a tensor of its own.
+        name: Name in the model.
+        box: Where in the model's tensor.
+        key: Key on disk.
+        key_box: Where in the tensor on disk.
+        is_stacked: Whether the first dimension of the model's, one index of it, is not on disk.
+        is_transposed: Whether the last two dimensions are swapped on disk.
     """
 
-    ours: str
-    ours_box: Box
-    theirs: str
-    theirs_box: Box
-    axes: tuple[int | None, ...]
+    name: str
+    box: Box
+    key: str
+    key_box: Box
+    is_stacked: bool = False
+    is_transposed: bool = False
+
+    def to_key(self, sizes: Sequence[T]) -> tuple[T, ...]:
+        """Put what is known of each dimension of the model's tensor into the order on disk."""
+        kept = tuple(sizes[1:] if self.is_stacked else sizes)
+        return (*kept[:-2], kept[-1], kept[-2]) if self.is_transposed else kept
 
 
 class NameMap:
@@ -181,20 +187,20 @@ class NameMap:
 
     def _take(self, part: Part, rule: Rule) -> None:
         """Note what is on disk, and refuse what other values have been put there already."""
-        makers = self.names.setdefault(part.theirs, [])
-        known, stops = self.shapes.get(part.theirs), [stop for _, stop in part.theirs_box]
-        if known is not None:
-            starts = [start for start, _ in part.theirs_box]
-            if part.ours in makers or starts[0:] == [0] * len(starts) or len(known) != len(stops):
+        names, shape = self.names.setdefault(part.key, []), self.shapes.get(part.key)
+        stops = tuple(stop for _, stop in part.key_box)
+        if shape is not None:
+            starts_anew = not any(start for start, _ in part.key_box)
+            if part.name in names or starts_anew or len(shape) != len(stops):
                 raise ValueError(
-                    f"{makers[0]!r} and {part.ours!r} are both {part.theirs!r} on disk, in the "
-                    "same position; give them names of their own, or split them."
+                    f"{names[0]!r} and {part.name!r} are both {part.key!r} on disk, in the same "
+                    "position; give them names of their own, or split them."
                 )
-            stops = [max(pair) for pair in zip(known, stops, strict=True)]
-        makers.append(part.ours)
-        self.shapes[part.theirs] = tuple(stops)
+            stops = tuple(map(max, shape, stops))
+        names.append(part.name)
+        self.shapes[part.key] = stops
         if rule.dtype is not None:
-            self.dtypes[part.theirs] = rule.dtype
+            self.dtypes[part.key] = rule.dtype
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -205,9 +211,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checked(rule: Rule) -> Rule:
-    if not rule.ours:
-        raise ValueError(f"{rule.theirs!r} is no tensor of the model's; name at least one.")
-    stars = {pattern: pattern.count("*") for pattern in (*rule.ours, rule.theirs or "", *rule.more)}
+    if not rule.names:
+        raise ValueError(f"{rule.keys[0]!r} is no tensor of the model's; name at least one.")
+    stars = {pattern: pattern.count("*") for pattern in (*rule.names, *rule.keys)}
     if len(set(stars.values())) > 1:
         raise ValueError(f"patterns of a rule must have the same number of *; they have {stars}.")
     return rule
@@ -217,18 +223,19 @@ def _matches(
     rules: tuple[Rule, ...], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Rule, list[str]]]:
     """Each tensor with its rule and what stands for ``*``."""
-    patterns = [(rule, _compile(one), one) for rule in rules for one in rule.ours]
+    patterns = [(rule, _compile(one), one) for rule in rules for one in rule.names]
     used: set[str] = set()
     for name in tensors:
-        found = [(r, m, one) for r, regex, one in patterns if (m := regex.fullmatch(name))]
-        if len(found) != 1:
-            what = f"match {[one for *_, one in found]}" if found else "match no rule"
+        matching = [(r, m, one) for r, regex, one in patterns if (m := regex.fullmatch(name))]
+        if len(matching) != 1:
+            count = f"match {[one for *_, one in matching]}" if matching else "match no rule"
             raise ValueError(
-                f"{name!r} must match one rule of the name map, and does {what}. Add "
-                f"{'a rule, or leave_out(...)' if not found else 'narrower patterns'}."
+                f"{name!r} must match one rule of the name map, and does {count}. Add "
+                f"{'a rule, or leave_out(...)' if not matching else 'narrower patterns'}."
             )
-        used.add(found[0][2])
-        yield name, found[0][0], list(found[0][1].groups())
+        ((rule, match, pattern),) = matching
+        used.add(pattern)
+        yield name, rule, list(match.groups())
     if unused := [one for *_, one in patterns if one not in used]:
         raise ValueError(f"{unused} match no tensor of the model; it has {brief(list(tensors))}.")
 
@@ -245,10 +252,42 @@ def _fill(pattern: str, stars: list[str]) -> str:
 def _parts_of(
     name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]
 ) -> Iterator[Part]:
-    """The boxes of one tensor, after what stands before it in the same tensor on disk."""
-    if rule.theirs is None:
+    """The parts of one tensor: of each key, and of each index of a stack."""
+    if not rule.keys:
         return
-    group = [_fill(pattern, stars) for pattern in rule.ours]
+    dim, shape = rule.dim, list(tensors[name].shape)
+    if len(shape) < rule.is_stacked + 2 * rule.is_transposed or (shape and dim >= len(shape)):
+        raise ValueError(f"{name!r} has shape {tuple(shape)}, too few dimensions for its rule.")
+    if rule.rows is not None:
+        if rule.rows > shape[0]:
+            raise ValueError(f"{name!r} has {shape[0]} rows and pad asks for {rule.rows}.")
+        shape[0] = rule.rows
+    if len(rule.keys) > 1 and shape[dim] % len(rule.keys):
+        raise ValueError(
+            f"{name!r} of shape {tuple(shape)} cannot be {len(rule.keys)} tensors of one size on "
+            f"disk along dimension {dim}."
+        )
+    offset = _offset(name, rule, stars, tensors)
+    for number, pattern in enumerate(rule.keys):
+        key, box = _fill(pattern, stars), [(0, size) for size in shape]
+        key_box = list(box)
+        if shape:
+            size = shape[dim] // len(rule.keys)
+            box[dim] = number * size, (number + 1) * size
+            key_box[dim] = offset, offset + size
+        part = Part(name, tuple(box), key, (), rule.is_stacked, rule.is_transposed)
+        part = attrs.evolve(part, key_box=part.to_key(key_box))
+        if not rule.is_stacked:
+            yield part
+            continue
+        for index in range(shape[0]):
+            one = (index, index + 1), *box[1:]
+            yield attrs.evolve(part, box=one, key=key.replace("{}", str(index)))
+
+
+def _offset(name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]) -> int:
+    """Where a tensor begins on disk, behind those that share its key."""
+    group = [_fill(pattern, stars) for pattern in rule.names]
     if absent := [one for one in group if one not in tensors]:
         raise ValueError(
             f"{name!r} is joined with {absent} on disk, which the model does not have."
@@ -260,57 +299,4 @@ def _parts_of(
             f"{sizes} cannot be joined along dimension {rule.dim}; the others must be equal, and "
             "stack takes the first."
         )
-    before = group[: group.index(name)]
-    offset = sum(tensors[one].shape[rule.dim] for one in before)
-    shape, count = tensors[name].shape, 1 + len(rule.more)
-    if rule.more and rule.dim < len(shape) and shape[rule.dim] % count:
-        raise ValueError(
-            f"{name!r} of shape {tuple(shape)} cannot be {count} tensors of one size on disk along "
-            f"dimension {rule.dim}."
-        )
-    for number, theirs in enumerate((rule.theirs, *rule.more)):
-        size = shape[rule.dim] // count if rule.more and rule.dim < len(shape) else 0
-        begins = {rule.dim: (number * size, size)} if size else {}
-        yield from _boxes(name, tensors[name], rule, _fill(theirs, stars), offset, begins)
-
-
-def _boxes(
-    name: str,
-    tensor: Tensor,
-    rule: Rule,
-    theirs: str,
-    offset: int,
-    begins: Mapping[int, tuple[int, int]],
-) -> Iterator[Part]:
-    """One box, or one for each index of the first dimension.
-
-    Args:
-        name: Name of a tensor of the model.
-        tensor: The tensor.
-        rule: How it is found.
-        theirs: Name on disk.
-        offset: Where it begins on disk along the rule's dimension.
-        begins: Where the box begins in the tensor, and its size, by dimension; all of it if empty.
-    """
-    shape = [begins.get(dim, (0, size))[1] for dim, size in enumerate(tensor.shape)]
-    first = 1 if rule.is_stacked else 0
-    if len(shape) < first + (2 if rule.is_transposed else 0) or (shape and rule.dim >= len(shape)):
-        raise ValueError(f"{name!r} has shape {tuple(shape)}, too few dimensions for its rule.")
-    if rule.rows is not None:
-        if rule.rows > shape[0]:
-            raise ValueError(f"{name!r} has {shape[0]} rows and pad asks for {rule.rows}.")
-        shape[0] = rule.rows
-    dims = list(range(first, len(shape)))
-    if rule.is_transposed:
-        dims[-2:] = dims[-1], dims[-2]
-    starts = {rule.dim: offset}
-    theirs_box = tuple((starts.get(d, 0), starts.get(d, 0) + shape[d]) for d in dims)
-    axes = tuple(dims.index(d) if d in dims else None for d in range(len(shape)))
-    origin = [begins.get(dim, (0, 0))[0] for dim in range(len(shape))]
-    whole = tuple((start, start + size) for start, size in zip(origin, shape, strict=True))
-    if not rule.is_stacked:
-        yield Part(name, whole, theirs, theirs_box, axes)
-        return
-    for number in range(shape[0]):
-        box = ((number, number + 1), *whole[1:])
-        yield Part(name, box, theirs.replace("{}", str(number)), theirs_box, axes)
+    return sum(tensors[one].shape[rule.dim] for one in group[: group.index(name)])

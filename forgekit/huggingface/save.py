@@ -267,8 +267,8 @@ def _plan(
             f"the model has {odd[0]!r}, which has no name on disk. Merge adapters before the "
             "export, or pass names= with a rule for it."
         )
-    if lost := [part.ours for parts in names.parts.values() for part in parts
-                if part.ours not in owners]:  # fmt: skip
+    if lost := [part.name for parts in names.parts.values() for part in parts
+                if part.name not in owners]:  # fmt: skip
         raise CheckpointError(f"no rank has {lost[0]!r}, which has a name on disk.")
     entries: Entries = {}
     for name, shape in names.shapes.items():
@@ -357,18 +357,18 @@ def _values(ranks: Ranks, plan: _Plan, tensors: Mapping[str, Tensor]) -> Iterato
     parts: dict[str, list[Part]] = {name: [] for name in plan.names.shapes}
     for one in plan.names.parts.values():
         for part in one:
-            parts[part.theirs].append(part)
+            parts[part.key].append(part)
     left = {name: len(own) for name, own in plan.names.parts.items()}
     whole: dict[str, Tensor] = {}
     for name, (dtype, shape) in (pair for file in plan.files.values() for pair in file.items()):
         for part in parts[name]:
-            if part.ours not in whole:
-                whole[part.ours] = _gather(ranks, plan, tensors.get(part.ours), part.ours)
+            if part.name not in whole:
+                whole[part.name] = _gather(ranks, plan, tensors.get(part.name), part.name)
         yield _assemble(parts[name], whole, dtype, shape) if ranks.rank == 0 else torch.empty(0)
         for part in parts[name]:
-            left[part.ours] -= 1
-            if not left[part.ours]:
-                del whole[part.ours]
+            left[part.name] -= 1
+            if not left[part.name]:
+                del whole[part.name]
 
 
 def _assemble(
@@ -376,7 +376,7 @@ def _assemble(
 ) -> Tensor:
     pieces = []
     for part in parts:
-        full = whole[part.ours]
+        full = whole[part.name]
         found = overlaps(full, tuple((0, size) for size in full.shape), part)
         if found is not None:
             pieces.append(found)
