@@ -67,9 +67,12 @@ if _TYPE_CHECKING:
         TrainState as TrainState,
         donate as donate,
     )
-    from forgekit.steps.losses import Loss as Loss, cross_entropy as cross_entropy
+    from forgekit.steps.losses import (
+        Loss as Loss,
+        cross_entropy as cross_entropy,
+        losses_by_source as losses_by_source,
+    )
     from forgekit.steps.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from forgekit.steps.per_source_loss import losses_by_source as losses_by_source
     from forgekit.steps.dpo import (
         check_dpo as check_dpo,
         document_log_probs as document_log_probs,
@@ -79,8 +82,11 @@ if _TYPE_CHECKING:
     from forgekit.steps.totals import Totals as Totals, reduce_totals as reduce_totals
     from forgekit.steps.audit.agreement import UnreducedError as UnreducedError
     from forgekit.steps.gradients import grad_norms as grad_norms, gradients as gradients
-    from forgekit.steps.clip import Correction as Correction, clip as clip
-    from forgekit.steps.spikes import SpikeLimit as SpikeLimit
+    from forgekit.steps.clip import (
+        Correction as Correction,
+        SpikeLimit as SpikeLimit,
+        clip as clip,
+    )
     from forgekit.steps.update import update as update
     from forgekit.steps.make_step import make_step as make_step, step_metrics as step_metrics
     from forgekit.run.recipe_parts import (
@@ -151,16 +157,14 @@ _NAMES = _MappingProxyType(
         "parallel.context.context_parallel": "ContextParallel",
         "parallel.parallelize": "parallelize",
         "state": "DonatedStateError TrainState donate",
-        "steps.losses": "Loss cross_entropy",
+        "steps.losses": "Loss cross_entropy losses_by_source",
         "steps.linear_cross_entropy": "linear_cross_entropy",
-        "steps.per_source_loss": "losses_by_source",
         "steps.dpo": "check_dpo document_log_probs dpo_loss",
         "steps.accumulate": "accumulate count_ahead",
         "steps.totals": "Totals reduce_totals",
         "steps.audit.agreement": "UnreducedError",
         "steps.gradients": "grad_norms gradients",
-        "steps.clip": "Correction clip",
-        "steps.spikes": "SpikeLimit",
+        "steps.clip": "Correction SpikeLimit clip",
         "steps.update": "update",
         "steps.make_step": "make_step step_metrics",
         "run.recipe_parts": "Setup fitting_batch_size held_out_loader train_loader",

@@ -1,6 +1,6 @@
 """One optimizer step, its parts in the order in which they happen."""
 
-from forgekit.steps.spikes import limit_spikes
+from forgekit.steps.clip import limit_spikes
 
 __all__ = [
     "limit_spikes",

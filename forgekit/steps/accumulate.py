@@ -84,6 +84,7 @@ def accumulate(
             pipeline always waits for the last.
         audit: Whether a run's first step proves the tensor-parallel plan, that positions under
             context parallelism are those of whole sequences, and that ranks run the same modules.
+            Left out here, ``reduce_totals`` leaves its comparisons out too.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
@@ -134,7 +135,9 @@ def accumulate(
         if samples is None:
             samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
         totals = sums.totals(state.loss_scale, samples).plus(**routers.sums())
-        return attrs.evolve(totals, rows=rows, digest=proofs.digest, unreduced=unreduced)
+        return attrs.evolve(
+            totals, rows=rows, digest=proofs.digest, unreduced=unreduced, audit=audit
+        )
     except BaseException:
         reset_iteration(sharded)
         clear_gradients(state.model, sharded)

@@ -8,7 +8,7 @@ sharded by the vocabulary; a loss function may mix them with plain tensors, whic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import MappingProxyType
@@ -25,11 +25,9 @@ from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.layout import full
 from forgekit.state import Layout
-from forgekit.steps.losses import Loss, pair_of, values_of
+from forgekit.steps.losses import Loss, LossFn, pair_of, values_of
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
-
-LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
 OUTSIDE = (
     "loss_fn computes with sharded parameters outside of the model's own forward, where each rank "

@@ -13,9 +13,8 @@ from forgekit.data.loading.skipped_samples import positions
 from forgekit.optim.lr_schedules import PhasedSchedule, check_rates
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
-from forgekit.steps.clip import Correction, check_max_norm, clip
+from forgekit.steps.clip import Correction, SpikeLimit, check_max_norm, clip, limit_spikes
 from forgekit.steps.experts import expert_metrics
-from forgekit.steps.spikes import SpikeLimit, limit_spikes
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 

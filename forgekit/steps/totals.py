@@ -42,6 +42,7 @@ class Totals:
             ``reduce_totals``, on all ranks together.
         problem: Why a loss of this rank cannot be trained on; raised like ``unreduced``.
         agreed: What the ranks agreed to add up, once reduced; ``update`` keeps it in the state.
+        audit: Whether a first step's proofs were asked of ``accumulate``.
     """
 
     sums: TensorDictBase
@@ -51,6 +52,7 @@ class Totals:
     unreduced: tuple[str, ...] = ()
     problem: str | None = None
     agreed: Agreement | None = None
+    audit: bool = True
 
     @classmethod
     def of(cls, *, samples: int = 0, **sums: float | Tensor) -> Self:
@@ -179,7 +181,8 @@ def reduce_totals(
     Args:
         totals: What ``accumulate`` returned, with votes added where there are any.
         state: The state whose gradients were accumulated; not changed.
-        audit: Whether the first step compares replicas and ``settings``.
+        audit: Whether the first step compares replicas and ``settings``; it does not where
+            ``accumulate`` was told to leave its proofs out.
         settings: Options by name that have to be the same on all ranks; compared as text.
 
     Returns:
@@ -197,7 +200,7 @@ def reduce_totals(
     if agreed is None:
         options = {"step": state.step, "samples": state.samples, "seed": state.seed}
         options |= settings or {}
-        agreed = agree(_claim(totals, state), state, audit=audit, settings=options)
+        agreed = agree(_claim(totals, state), state, audit=audit and totals.audit, settings=options)
     else:
         _check_names(totals, state, agreed.sums)
     if totals.unreduced:  # the others learn it from a gradient that is not a number

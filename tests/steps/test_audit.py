@@ -607,6 +607,23 @@ def _differing_rates(rank, world):
     return True
 
 
+def _own_loop(rank, world, audit):
+    """Parts of a step, written out, with settings that differ between the ranks."""
+    state = _state(_Model().double())
+    totals = fk.accumulate(state, _batches(rank), _loss, audit=audit)
+    try:
+        fk.reduce_totals(totals, state, settings={"my own": rank})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_one_switch_leaves_out_all_proofs_of_a_first_step():
+    for message in run_ranks(_own_loop, 2, True):
+        assert message.startswith("ranks differ in my own: 0 on rank 0, 1 on rank 1.")
+    assert run_again(_own_loop, 2, False) == ["", ""]
+
+
 def test_ranks_with_other_rates_are_refused_unless_nothing_is_compared():
     assert run_again(_differing_rates, 2) == [True, True]
 
