@@ -156,7 +156,6 @@ FAULTS = [
         "resume",
         value(USER, "fingerprint", lambda: {"data": "b"}),
         "^CheckpointError.*other data",
-        quick=True,
     ),
     Fault(
         "another model",

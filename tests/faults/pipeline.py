@@ -74,8 +74,7 @@ FAULTS = [
             f"{kind} of a part on another stage",
             "stages",
             value(USER, "model", partial(Absent, kind)),
-            # Either it travels, and the steps are exact, or all ranks refuse it.
-            seen="^$|return it|stage",
+            seen="[Ll]et the blocks take and return it",
         )
         for kind in KINDS
     ),
