@@ -5,7 +5,7 @@ from forgekit.run.checkpoints.save import wait_for_saves
 from forgekit.run.checkpoints.migration import SavedState, SavedValue
 from forgekit.run.bad_steps import BadStepError, roll_back
 from forgekit.metrics.bad_step_records import read_bad_steps
-from forgekit.run.run_status import RunLockedError, lock_run, write_status
+from forgekit.run.run_status import RunLockedError, is_running, lock_run, write_status
 from forgekit.run.data_end import DataEnd
 from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
@@ -36,6 +36,7 @@ __all__ = [
     "roll_back",
     "read_bad_steps",
     "RunLockedError",
+    "is_running",
     "lock_run",
     "write_status",
     "DataEnd",

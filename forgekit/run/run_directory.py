@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -44,6 +44,9 @@ from forgekit.run.start_table import start_table
 from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_ignored, put_back
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
+
+STATUS_EVERY_S = 30.0
+"""Between two updates of a running run's ``status.json``, by ``is_over``."""
 
 USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
@@ -79,6 +82,7 @@ class Run:
     _stop: StopSignal | None = None
     _options: dict[str, Any] = attrs.field(factory=dict)  # of checkpoint_save
     _saved: int | None = None
+    _noted: float = 0.0
 
     @property
     def checkpoints(self) -> Path:
@@ -162,6 +166,9 @@ class Run:
 
     def is_over(self, state: TrainState) -> bool:
         """Whether all steps are done or the ranks agreed to stop; for all ranks, between steps."""
+        if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
+            with suppress(OSError):  # a full disk: the next row of metrics says so
+                self._note(state, "running")
         return state.step >= self._total or (self._stop is not None and self._stop.requested)
 
     def save(self, state: TrainState) -> None:
@@ -296,6 +303,7 @@ class Run:
         )
 
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
+        self._noted = time.monotonic()
         at = {"step": state.step, "samples": state.samples}
         write_status(self.out, status, is_writer=self.is_writer, **at, **fields)
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgekit.files import UNSUPPORTED, append_lines, overwrite, write_atomic
-from forgekit.inputs import check_choice
+from forgekit.files import UNSUPPORTED, append_lines, is_locked, overwrite, write_atomic
+from forgekit.inputs import check_choice, parse_json
 
 log = logging.getLogger("forgekit")
 
@@ -99,6 +99,24 @@ def write_status(
             raise
         with path.open("r+b", buffering=0) as file:
             overwrite(file, 0, encoded, file.read())
+
+
+def is_running(out: str | os.PathLike[str]) -> bool:
+    """Whether a run goes on: ``status.json`` says so, and a living process holds the directory.
+
+    The status of a run that was killed says "running" for good. From another machine only a file
+    system that shares locks shows the holder; there the ``time`` of the status tells, which a run
+    renews every half a minute while it takes steps.
+
+    Args:
+        out: The run directory.
+    """
+    try:
+        status = parse_json((Path(out) / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    is_said = isinstance(status, dict) and status.get("status") == "running"
+    return is_said and is_locked(Path(out) / ".lock")
 
 
 def append_history(

@@ -512,6 +512,21 @@ def test_targets_of_a_source_are_whole_numbers_unless_they_are_weighted(tmp_path
     assert math.isnan(row["source/c/targets"])
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"moe/load_max": 1.456, "moe/dropped": 0.0}, " tokens/s  load 1.46x"),
+        ({"dpo/margin": 0.25, "dpo/accuracy": 0.75}, " tokens/s  margin 0.250  accuracy 0.750"),
+    ],
+)
+def test_the_line_shows_what_experts_and_pairs_are_watched_by(
+    tmp_path, state, capfd, metrics, shown
+):
+    with MetricsLog(tmp_path, every=1) as log:
+        log(at(state, 1), metrics_of(1, **metrics))
+    assert capfd.readouterr().err.splitlines()[0].endswith(shown)
+
+
 def test_a_row_has_the_share_of_the_peak_since_the_last_row(tmp_path, state, capsys):
     flops = Flops(per_token=2e6, per_pair=5e5, parameters=1, active_parameters=1)
     documents = [range(1, 3 + index) for index in range(32)]

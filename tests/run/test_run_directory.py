@@ -303,6 +303,29 @@ def test_the_configuration_is_kept(tmp_path):
     assert found == config | {"out": "runs/a"}
 
 
+def test_the_status_of_a_running_run_is_renewed(tmp_path, monkeypatch):
+    """Not in each step: a file that is made durable is not free."""
+    with fk.open_run(tmp_path, {}) as run, run.start(create(), every=1, total=9):
+        assert not run.is_over(create(step=3))
+        assert status(tmp_path)["step"] == 0
+        monkeypatch.setattr(f"{fk.run.Run.__module__}.STATUS_EVERY_S", 0.0)
+        assert not run.is_over(create(step=4))
+        assert status(tmp_path).items() >= {"status": "running", "step": 4, "samples": 32}.items()
+
+
+def test_a_killed_run_is_not_running(tmp_path):
+    assert not fk.run.is_running(tmp_path / "nowhere")
+    with fk.open_run(tmp_path, {}) as run:
+        assert not fk.run.is_running(tmp_path), "set-up is not over"
+        run.start(create(), every=1).close()
+        assert fk.run.is_running(tmp_path)
+        left = (tmp_path / "status.json").read_bytes()
+        run.end(create())
+        assert not fk.run.is_running(tmp_path)
+    (tmp_path / "status.json").write_bytes(left)  # as a kill leaves it
+    assert not fk.run.is_running(tmp_path)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_process_groups_are_destroyed(tmp_path, fails):
     try:
