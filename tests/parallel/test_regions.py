@@ -175,7 +175,6 @@ def _gradients(rank, world, layout, kind, plan, options, audit=True):
     return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
 
 
-WHOLE = {"tp2": (2, {"tp": 2}), "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2})}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2}),
@@ -242,9 +241,7 @@ def _refused(rank, world, layout, kind, plan, options):
     state, batches = _started(layout, kind, plan, **options)
     before = full_tensors(state.model)
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
-    with pytest.raises(
-        ValueError, match=r"^(tensor parallelism \(tp 2\)|the tensor-par.* out): "
-    ) as caught:
+    with pytest.raises(ValueError, match=r"^tensor parallelism \(tp 2\): ") as caught:
         step(state, batches)
     raised = str(caught.value)
     assert all(torch.equal(value, before[n]) for n, value in full_tensors(state.model).items())
@@ -253,19 +250,19 @@ def _refused(rank, world, layout, kind, plan, options):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, WHOLE))
+@pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, LAYOUTS))
 def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
-    (kind, plan, message), (world, layout) = FORGOTTEN[case], WHOLE[where]
+    (kind, plan, message), (world, layout) = FORGOTTEN[case], LAYOUTS[where]
     everyone = run_again(_refused, world, layout, kind, plan, {})
     for raised in everyone:
         assert re.search(message, raised), raised
         assert raised == everyone[0]
 
 
-START = r"^the tensor-parallel plan leaves something out: "
 OF_A_STAGE = {
-    "the first": ("act then right", r"the parameter 'layers\.0\.act\.weight' has the style 'repl"),
-    "what the last takes": ("right then bypass", "an input of the model or of its stage, with all"),
+    "the first": ("act then right", r"the gradient of 'layers\.0\.act\.weight' differs"),
+    "what the last takes": ("right then bypass", r"the gradient of input 0 of 'layers\.1' differs"),
+    "across channels of the last": ("right then rms", r"what 'layers\.1' returns differs"),
 }
 
 
@@ -274,7 +271,7 @@ OF_A_STAGE = {
 def test_each_stage_is_proved_by_itself(stage):
     kind, message = OF_A_STAGE[stage]
     for raised in run_again(_refused, 4, {"pp": 2, "tp": 2}, kind, FEED, {}):
-        assert re.search(START + message, raised), raised
+        assert re.search(message, raised), raised
 
 
 @pytest.mark.parametrize("mode", some_of(["full", "selective"], "full"))
@@ -294,9 +291,7 @@ def _compiled(rank, world, layout, kind, plan, is_right):
 
     state, batches = _started(layout, kind, plan, backend)
     if not is_right:
-        with pytest.raises(
-            ValueError, match=r"^(tensor parallelism \(tp 2\)|the tensor-par.* out): "
-        ) as caught:
+        with pytest.raises(ValueError, match=r"^tensor parallelism \(tp 2\): ") as caught:
             fk.accumulate(state, batches, loss_fn)
         return str(caught.value)
     totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
@@ -350,15 +345,17 @@ class Handing(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
-        angles = torch.arange(ids.shape[1], dtype=self.head.weight.dtype).cos()[:, None]
-        stream = {"x": self.embed(ids)}
+        x = self.embed(ids)
+        angles = torch.arange(ids.shape[1], dtype=x.dtype).cos()[:, None]
+        stream = {"x": x}
         for layer in self.layers:
             stream = layer(stream, angles=angles)
         return self.head(stream["x"])
 
 
 def _handed(rank, world, plan, audit, options):
-    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+    options = dict(options)
+    mesh = fk.build_mesh(fk.MeshSpec(tp=2, pp=options.pop("pp", 1)), device="cpu")
     torch.manual_seed(5)
     model = fk.parallelize(Handing(), mesh, plan=plan, **options)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
@@ -379,14 +376,20 @@ HANDED = {**FEED, "*.mix": "heads"}
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precision": "bf16"}, {"activation_checkpoint": "full"}, {"cpu_offload": True}],
-    ids=["fp32", "bf16", "recomputed", "offloaded"],
+    [
+        {},
+        {"precision": "bf16"},
+        {"activation_checkpoint": "full"},
+        {"cpu_offload": True},
+        {"pp": 2},
+    ],
+    ids=["fp32", "bf16", "recomputed", "offloaded", "stages"],
 )
 def test_a_right_plan_passes_and_the_step_is_the_same_to_the_bit(options):
     """Blocks hand sharded channels on in a dict, drop out, and count their calls in a buffer."""
     for one, other in zip(
-        run_again(_handed, 2, HANDED, True, options),
-        run_again(_handed, 2, HANDED, False, options),
+        run_again(_handed, 2 * options.get("pp", 1), HANDED, True, options),
+        run_again(_handed, 2 * options.get("pp", 1), HANDED, False, options),
         strict=True,
     ):
         gradients, buffers, generator, called = one
@@ -395,7 +398,7 @@ def test_a_right_plan_passes_and_the_step_is_the_same_to_the_bit(options):
         assert buffers.keys() == other[1].keys()
         assert all(torch.equal(buffers[name], other[1][name]) for name in buffers)
         assert torch.equal(generator, other[2])
-        assert len(called) == len(other[3]) + 2
+        assert len(called) == len(other[3]) + 2 or "pp" in options
 
 
 def _from_zero(rank, world):
@@ -422,13 +425,15 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["norm", "softmax", "rms", "centred"])
-def test_operations_across_channels_are_refused_beside_sharded_positions(kind):
-    for raised in run_again(_refused, 2, {"tp": 2}, kind, PLACED, {}):
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("kind", some_of(["norm", "softmax", "rms", "centred"], "norm", "rms"))
+def test_operations_across_channels_are_refused_beside_sharded_positions(kind, pp):
+    for raised in run_again(_refused, 2 * pp, {"pp": pp, "tp": 2}, kind, PLACED, {}):
         assert "what 'layers.0' returns differs" in raised
 
 
-def test_a_feed_forward_beside_sharded_positions_is_exact():
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_feed_forward_beside_sharded_positions_is_exact(pp):
     expected = reference("plain", 1)
-    for found in run_again(_gradients, 2, {"tp": 2}, "plain", PLACED, {}):
-        assert relative_error(found, expected) < 1e-10
+    for found in run_again(_gradients, 2 * pp, {"pp": pp, "tp": 2}, "plain", PLACED, {}):
+        assert relative_error(found, {name: expected[name] for name in found}) < 1e-10

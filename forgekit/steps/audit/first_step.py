@@ -17,12 +17,11 @@ from tensordict import TensorDictBase
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import FsdpModules, watching_shards
 from forgekit.parallel.layout import world_of
-from forgekit.parallel.tensor.plan_proof import proving_plan, runs_compiled
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.audit.running_alike import running_alike
+from forgekit.steps.audit.running_alike import running_alike, runs_compiled
 from forgekit.steps.forward import LossFn
 
 
@@ -54,7 +53,7 @@ class Audit:
         self.digest = digest_rows(batch)
         if layout.context > 1:
             check_positions(self._state, batch, self._loss_fn)
-        if layout.tensor > 1 and layout.stages is None:
+        if layout.tensor > 1:
             check_plan(self._state, batch, self._loss_fn)
 
     def running(self, micro_batch: int) -> AbstractContextManager[None]:
@@ -79,8 +78,5 @@ def auditing(
     """
     layout, audit = state.layout, Audit(state, loss_fn, sharded, is_due)
     rows_differ = data_ranks(state.mesh)[1] * layout.context > 1
-    with (
-        proving_plan(state.model, layout, is_due=is_due and layout.stages is not None),
-        watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read,
-    ):
+    with watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read:
         yield audit

@@ -45,6 +45,7 @@ from forgekit.parallel.tensor.plan import ROUTED
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.state import Layout, TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, take_part
+from forgekit.steps.pipelined import evaluate_staged
 
 CLOSE = 1e-3
 """Largest difference over the size of what is compared; what is wrong differs by far more."""
@@ -82,7 +83,8 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     """Raise on every rank if tensor parallelism would train another model than one rank.
 
     Args:
-        state: The state, its model whole on this rank; nothing in it changes.
+        state: The state; nothing in it changes. Of a pipeline's stages each part is checked by
+            itself, where it runs.
         batch: The first micro-batch, whole sequences ``[b s]``.
         loss_fn: ``loss_fn(model, batch) -> Loss``; called twice more, in evaluation.
 
@@ -94,9 +96,9 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     device, tensor = state.targets.device, layout.tensor
     ranks = cast("DeviceMesh", state.mesh)["tp"]
     # Rows that tensor-parallel ranks do not share are refused elsewhere.
-    short = [_shorten(batch, tensor * POSITIONS, tensor).cpu()]
-    dist.broadcast_object_list(short, group=ranks.get_group(), group_src=0)
-    part = take_part(short[0], layout, device)
+    sent = [_shorten(batch, tensor * POSITIONS, tensor).cpu()]
+    dist.broadcast_object_list(sent, group=ranks.get_group(), group_src=0)
+    short = sent[0]
     stated: dict[str, _Statement] = {}
     with (
         torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
@@ -105,11 +107,20 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
         with_sockets(state.model, layout.sockets),
         _exact_products(),
     ):
-        for is_whole in (True, False):
-            run = _Pass(layout, ranks, device, stated, is_whole)
-            with run.taking(state.model), torch.no_grad():
-                compute_loss(state.model, part, loss_fn)
-    problem = run.problem and f"tensor parallelism (tp {tensor}): {run.problem}{REMEDY}"
+        whole = _Pass(layout, ranks, device, stated, is_whole=True)
+        sharded = _Pass(layout, ranks, device, stated, is_whole=False)
+        if layout.stages is None:
+            part = take_part(short, layout, device)
+            for run in (whole, sharded):
+                with run.taking(state.model), torch.no_grad():
+                    compute_loss(state.model, part, loss_fn)
+        else:
+            shared = attrs.evolve(state, layout=layout)
+            with torch.no_grad(), _keeping_buffers(layout.stages.modules):
+                evaluate_staged(shared, [short], loss_fn)  # which rehearses
+                with _checking_parts(whole, sharded):
+                    evaluate_staged(shared, [short], loss_fn)
+    problem = sharded.problem and f"tensor parallelism (tp {tensor}): {sharded.problem}{REMEDY}"
     raise_together(problem)
 
 
@@ -146,12 +157,25 @@ class _Pass:
                 if module in units:  # in place of its hooks, and of compiled code
                     run = partial(self._run, module, list(_modules_of(module, units)))
                     stack.enter_context(_with(module, {"_compiled_call_impl": run}))
-                if self.layout.experts > 1 and self.layout.styles.get(name) == ROUTED:
-                    stack.enter_context(_with(module, {"forward": self._stand_in}))
-                elif self.is_whole:
-                    unsharded = self.layout.unsharded.get(module, {})
-                    stack.enter_context(_with(module, unsharded))
+                self._prepare(module, name, stack)
             yield
+
+    def _prepare(self, module: nn.Module, name: str, stack: ExitStack) -> None:
+        """Let a module compute as in this pass, for a while."""
+        if self.layout.experts > 1 and self.layout.styles.get(name) == ROUTED:
+            stack.enter_context(_with(module, {"forward": self._stand_in}))
+        elif self.is_whole:
+            stack.enter_context(_with(module, self.layout.unsharded.get(module, {})))
+
+    def run_part(
+        self, module: nn.Module, names: dict[nn.Module, str], args: Any, kwargs: Any
+    ) -> None:
+        """Run a part of a pipeline's stage, in place of the pass that it belongs to."""
+        self._names, self._depth = names, 1
+        with ExitStack() as stack:
+            for each in module.modules():
+                self._prepare(each, names[each], stack)
+            self._run(module, list(module.modules()), *args, **kwargs)
 
     def _run(self, module: nn.Module, modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Run a module forward and backward; return what it returns, detached from its graph."""
@@ -276,6 +300,71 @@ class _Pass:
         return parts.redistribute(placements=(output,)).to_local()
 
 
+@contextmanager
+def _checking_parts(whole: _Pass, sharded: _Pass) -> Iterator[None]:
+    """Check the parts of this rank's pipeline stages inside the block, each where it is called.
+
+    A rank has no whole pass there, only what the ranks are given: what they have alike is whole,
+    and else it is their positions, or their channels.
+    """
+    layout = sharded.layout
+    with ExitStack() as stack:
+        for root in layout.stages.modules:
+            names = {module: name for name, module in root.named_modules()}
+            for part in _parts_of(root, layout):
+                call = partial(_check_part, whole, sharded, part, names, part.forward)
+                stack.enter_context(_with(part, {"forward": call}))
+        yield
+
+
+def _check_part(
+    whole: _Pass,
+    sharded: _Pass,
+    part: nn.Module,
+    names: dict[nn.Module, str],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tensors: list[Tensor] = []
+    _map(tensors.append, (args, kwargs))
+    digests = [
+        _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0 for t in tensors
+    ]
+    everywhere: list[Any] = [None] * whole.layout.tensor
+    dist.all_gather_object(everywhere, digests, group=whole.ranks.get_group())
+    is_alike = iter([all(one[n] == d for one in everywhere) for n, d in enumerate(digests)])
+
+    def gather(tensor: Tensor) -> Tensor:
+        if next(is_alike):
+            return full(tensor)
+        dim = 1 if whole.layout.sequence > 1 and tensor.ndim > 2 else tensor.ndim - 1
+        shards = DTensor.from_local(tensor, whole.ranks, (Shard(dim),), run_check=False)
+        return shards.full_tensor()
+
+    with _with(part, {"forward": forward}):
+        given = _map(gather, (args, kwargs))
+        try:
+            whole.run_part(part, names, *given)
+            sharded.run_part(part, names, args, kwargs)
+        except Exception as error:  # told to the ranks of other stages, which would wait
+            said = f"{names[part]!r} does not run as on one rank ({type(error).__name__}: {error})"
+            sharded.problem = sharded.problem or said
+    return forward(*args, **kwargs)
+
+
+def _parts_of(root: nn.Module, layout: Layout) -> Iterator[nn.Module]:
+    """The blocks of a stage, and modules of the plan outside of them."""
+    blocks = set(fsdp_modules(root)) - {root}
+    waiting = list(root.children())
+    while waiting:
+        module = waiting.pop(0)
+        if module in blocks or module in layout.unsharded:
+            yield module
+        else:
+            waiting += module.children()
+
+
 @attrs.define(eq=False)
 class _Inputs:
     """What a module is given: copies to differentiate for, and where a graph goes on around it."""
@@ -394,6 +483,16 @@ def _with(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
         for name in attributes:
             vars(module).pop(name)
         vars(module).update(before)
+
+
+@contextmanager
+def _keeping_buffers(roots: list[nn.Module]) -> Iterator[None]:
+    """Give modules copies of their buffers for a while."""
+    with ExitStack() as stack:
+        for module in (module for root in roots for module in root.modules()):
+            buffers = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
+            stack.enter_context(_with(module, {"_buffers": buffers}))
+        yield
 
 
 @contextmanager

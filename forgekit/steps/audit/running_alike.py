@@ -50,6 +50,11 @@ def running_alike(model: nn.Module, sharded: FsdpModules, *, is_due: bool) -> It
     _compare(END)
 
 
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module in it, runs compiled code in place of its own forward."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 def _compare(name: str, *_: Any) -> None:
     everyone = exchange(name)
     if other := next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), 0):
