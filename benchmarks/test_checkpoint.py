@@ -11,7 +11,7 @@ from bare import Size, our_state
 from pairs import Times, band, ratio, take_turns
 
 import forgekit as fk
-from forgekit.run.checkpoints.contents import collect
+from forgekit.checkpoints.state_dict import collect
 
 # 16.7 million parameters and both moments: 200 MB.
 SIZE = Size(dim=512, layers=4, seq_len=16, vocab_size=4096, heads=8, rows=1, micro_batches=1)

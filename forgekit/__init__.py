@@ -96,14 +96,14 @@ if _TYPE_CHECKING:
         train_loader as train_loader,
     )
     from forgekit.run.run_directory import every as every, open_run as open_run
-    from forgekit.run.checkpoints.save import (
+    from forgekit.checkpoints.save import (
+        Keep as Keep,
         PendingSave as PendingSave,
         checkpoint_save as checkpoint_save,
     )
-    from forgekit.run.checkpoints.load import checkpoint_load as checkpoint_load
+    from forgekit.checkpoints.load import checkpoint_load as checkpoint_load
     from forgekit.ranks import CheckpointError as CheckpointError
-    from forgekit.run.checkpoints.storage import latest_checkpoint as latest_checkpoint
-    from forgekit.run.checkpoints.retention import Keep as Keep
+    from forgekit.checkpoints.directory import latest_checkpoint as latest_checkpoint
     from forgekit.huggingface.load import (
         huggingface_spec as huggingface_spec,
         load_huggingface as load_huggingface,
@@ -169,11 +169,10 @@ _NAMES = _MappingProxyType(
         "steps.make_step": "make_step step_metrics",
         "run.recipe_parts": "Setup fitting_batch_size held_out_loader train_loader",
         "run.run_directory": "every open_run",
-        "run.checkpoints.save": "PendingSave checkpoint_save",
-        "run.checkpoints.load": "checkpoint_load",
+        "checkpoints.save": "Keep PendingSave checkpoint_save",
+        "checkpoints.load": "checkpoint_load",
         "ranks": "CheckpointError",
-        "run.checkpoints.storage": "latest_checkpoint",
-        "run.checkpoints.retention": "Keep",
+        "checkpoints.directory": "latest_checkpoint",
         "huggingface.load": "huggingface_spec load_huggingface",
         "huggingface.save": "save_huggingface",
         "run.bad_steps": "BadSteps bad_step_policy",

@@ -7,7 +7,6 @@ interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -65,12 +64,6 @@ class Ranks:
             raise CheckpointError(error)
         return cast(T, value)
 
-    def torch_options(self) -> dict[str, Any]:
-        """Return the arguments by which torch's own save and load take these ranks."""
-        if self.group is None:  # torch would warn each time that there is no group
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        return {"process_group": self.group, "no_dist": self.group is None}
-
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on the first rank, and nothing on the others."""
         if self.group is None:
@@ -80,35 +73,8 @@ class Ranks:
         return values or []
 
 
-def _attempt(function: Callable[[], T]) -> tuple[Any, str | BaseException | None]:
-    try:
-        return function(), None
-    except BaseException as error:  # torch's CheckpointException derives from it
-        return None, interruption_of(error) or explain(error)
-
-
-def _raise_interruption(error: str | BaseException) -> None:
-    if isinstance(error, BaseException):
-        raise error
-
-
-def interruption_of(error: BaseException) -> BaseException | None:
-    """Return the stop request or Ctrl-C behind an error: torch wraps it like any failure."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    if isinstance(error, CheckpointException):
-        causes = [interruption_of(cause) for cause, _ in error.failures.values()]
-        return next(filter(None, causes), None)
-    return None if isinstance(error, Exception) else error
-
-
 def explain(error: BaseException) -> str:
-    """Say what failed in one line, without the tracebacks that torch wraps around it."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    if isinstance(error, CheckpointException):
-        rank, (error, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {explain(error)}"
+    """Say what failed in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -125,3 +91,17 @@ def ranks_sharing(tensors: Iterable[Tensor]) -> Ranks:
     """Return all ranks if some of a model's tensors are sharded, and else this one alone."""
     # A pipeline's rank may have shards over itself alone, and share the model even so.
     return all_ranks() if any(isinstance(tensor, DTensor) for tensor in tensors) else Ranks()
+
+
+def _attempt(function: Callable[[], T]) -> tuple[Any, str | BaseException | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, explain(error)
+    except BaseException as interruption:
+        return None, interruption
+
+
+def _raise_interruption(error: str | BaseException) -> None:
+    if isinstance(error, BaseException):
+        raise error

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forgekit.run.checkpoints.manifest import format_manifest
+from forgekit.checkpoints.directory import format_manifest
 
-__all__ = ["age", "edit", "rewrite"]
+__all__ = ["edit", "rewrite"]
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -25,9 +25,3 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     edit(folder, change)
     file = folder / "manifest.json"
     file.write_bytes(format_manifest(json.loads(file.read_text())))
-
-
-def age(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:
-    """Make it one of before there were checksums."""
-    edit(folder, change)
-    edit(folder, lambda manifest: manifest.pop("checksum"))

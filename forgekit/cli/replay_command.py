@@ -127,7 +127,7 @@ def _ask_for_script(options: argparse.Namespace, noted: object) -> str:
 
 def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
     """Let a run directory seem to have no checkpoint of a step, or of later ones."""
-    from forgekit.run.checkpoints.storage import committed, storage_of
+    from forgekit.checkpoints.directory import committed, storage_of
 
     (out / "checkpoints").mkdir()
     for step, path in committed(storage_of(run / "checkpoints")).items():

@@ -20,6 +20,7 @@ from forgekit.model.lora import (
     LoraLayer,
     LoraLinear,
     adapter_names,
+    check_unmerged,
     full_of,
     local_of,
     lora_layers,
@@ -270,22 +271,6 @@ def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
         elif isinstance(module, Experts):
             found |= dict.fromkeys((_join(name, stack) for stack in STACKS), module)
     return found
-
-
-def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
-    """List a model's layers with adapters; raise if they are merged.
-
-    Args:
-        model: The model.
-        why: What would go wrong otherwise.
-    """
-    layers = lora_layers(model)
-    if merged := [name for name, layer in layers.items() if layer.bases]:
-        raise ValueError(
-            f"the adapters of {len(merged)} layers (first: {merged[0]!r}) are merged into their "
-            f"weights: {why}. Call forgekit.unmerge_lora(model) first."
-        )
-    return list(layers.values())
 
 
 def reshard(model: nn.Module) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from forgekit.files import atomic_directory
 from forgekit.inputs import is_integer, is_number, parse_json, path_of, quoted
-from forgekit.lora.adapters import add_chosen, check_unmerged, find_matrices, reshard
+from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.lora.peft_layout import BASE_WEIGHTS, Key, Shapes, from_peft, to_peft
 from forgekit.model.initial import copy_full
-from forgekit.model.lora import Adapter, adapter_names, full_of, lora_layers
+from forgekit.model.lora import Adapter, adapter_names, check_unmerged, full_of, lora_layers
 from forgekit.model.transformer import Transformer
 from forgekit.ranks import CheckpointError, all_ranks, ranks_sharing
 

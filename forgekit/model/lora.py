@@ -270,6 +270,22 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in named if isinstance(module, LoraLayer)}
 
 
+def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
+    """List a model's layers with adapters; raise if they are merged.
+
+    Args:
+        model: The model.
+        why: What would go wrong otherwise.
+    """
+    layers = lora_layers(model)
+    if merged := [name for name, layer in layers.items() if layer.bases]:
+        raise ValueError(
+            f"the adapters of {len(merged)} layers (first: {merged[0]!r}) are merged into their "
+            f"weights: {why}. Call forgekit.unmerge_lora(model) first."
+        )
+    return list(layers.values())
+
+
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the parameters of a model's adapters; those that this rank has."""
     return [

@@ -1,8 +1,7 @@
 """Around the loop: checkpoints, metrics, evaluation, generation, and stopping cleanly."""
 
 from forgekit.run.run_directory import Run
-from forgekit.run.checkpoints.save import wait_for_saves
-from forgekit.run.checkpoints.migration import SavedState, SavedValue
+from forgekit.checkpoints.save import wait_for_saves
 from forgekit.run.bad_steps import BadStepError, roll_back
 from forgekit.metrics.bad_step_records import read_bad_steps
 from forgekit.run.run_status import RunLockedError, is_running, lock_run, write_status
@@ -30,8 +29,6 @@ from forgekit.huggingface.export import check_new_directory, export_tuned
 __all__ = [
     "Run",
     "wait_for_saves",
-    "SavedState",
-    "SavedValue",
     "BadStepError",
     "roll_back",
     "read_bad_steps",

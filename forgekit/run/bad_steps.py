@@ -9,18 +9,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
+from forgekit.checkpoints.directory import committed, discard_after, storage_of
+from forgekit.checkpoints.load import checkpoint_load
+from forgekit.checkpoints.save import ranks_of, wait_for_saves
+from forgekit.checkpoints.state_dict import is_per_rank, saved_fields
 from forgekit.inputs import check_choice, check_integers, counted
 from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.contents import saved_fields
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.migration import Migration
-from forgekit.run.checkpoints.per_rank_fields import is_per_rank
-from forgekit.run.checkpoints.ranks import ranks_of
-from forgekit.run.checkpoints.save import wait_for_saves
-from forgekit.run.checkpoints.storage import committed, discard_after, storage_of
 from forgekit.state import TrainState, donate
 
 BadSteps = Literal["raise", "warn", "skip", "roll_back"]
@@ -100,8 +96,6 @@ def roll_back(
     directory: str | os.PathLike[str],
     *,
     times: int = 3,
-    version: int = 1,
-    migrate: Migration | None = None,
 ) -> StateT:
     """Load the last checkpoint before the bad steps, and leave out the samples that broke them.
 
@@ -120,8 +114,6 @@ def roll_back(
         state: A state whose last steps were bad; consumed.
         directory: What ``checkpoint_save`` was given.
         times: How often a run may be rolled back, from its start on.
-        version: As for ``checkpoint_load``.
-        migrate: As for ``checkpoint_load``.
 
     Returns:
         The state of the checkpoint, with one more entry in ``skips``.
@@ -154,10 +146,7 @@ def roll_back(
             "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more."
         )
     wait_for_saves(state)
-    load = partial(checkpoint_load, version=version, migrate=migrate)
-    state = _load_before(state, directory, step - bad, which, load)
-    if since < 0:  # the checkpoint is older than this field: steps since then count alike
-        since = samples - bad * ((samples - state.samples) // (step - state.step))
+    state = _load_before(state, directory, step - bad, which)
     skip = since, samples - since
     _log.warning(
         "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
@@ -172,7 +161,6 @@ def _load_before(
     directory: str | os.PathLike[str],
     step: int,
     which: str,
-    load: Callable[..., StateT],
 ) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
     ranks, storage = ranks_of(state), storage_of(directory)
@@ -180,7 +168,7 @@ def _load_before(
     damaged = []
     for candidate in [known for known in reversed(found) if known <= step]:
         try:
-            state = load(state, directory, step=candidate)
+            state = checkpoint_load(state, directory, step=candidate)
         except CheckpointError as error:
             damaged.append(str(error))
             continue

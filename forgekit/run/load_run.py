@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from forgekit.checkpoints.directory import storage_of
+from forgekit.checkpoints.load import checkpoint_load, choose_checkpoint
 from forgekit.huggingface.load import huggingface_spec
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.huggingface.transformers_models import transformers_model
@@ -25,9 +27,6 @@ from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Router
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.read import choose_checkpoint
-from forgekit.run.checkpoints.storage import storage_of
 from forgekit.state import TrainState
 
 Tensors = Mapping[str, Mapping[str, Any]]
@@ -102,7 +101,7 @@ def read_model(
             router.reset_buffers()
     state = TrainState.create(model, torch.optim.SGD(model.parameters()))
     at = int(manifest["step"])
-    checkpoint_load(state, folder, step=at, parts=("model",), allow_other_data=True)
+    checkpoint_load(state, folder, step=at, parts=("model", "fields"), allow_other_data=True)
     return model.eval(), at
 
 

@@ -23,6 +23,8 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 import torch
 
+from forgekit.checkpoints.directory import committed, storage_of
+from forgekit.checkpoints.save import Keep, checkpoint_save, join_saves, wait_for_saves
 from forgekit.environment import is_library
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown
@@ -31,10 +33,6 @@ from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
-from forgekit.run.checkpoints.migration import Migration
-from forgekit.run.checkpoints.retention import Keep
-from forgekit.run.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
-from forgekit.run.checkpoints.storage import committed, storage_of
 from forgekit.run.health.rendezvous import barrier
 from forgekit.run.recipe_parts import Setup
 from forgekit.run.run_config import keep_config
@@ -98,7 +96,6 @@ class Run:
         loader: Any = None,
         keep: int | Keep | None = 3,
         fingerprint: Any = None,
-        version: int = 1,
         peak_flops: float | None = None,
     ) -> MetricsLog:
         """End set-up and open the run's log, which continues that of a resumed run.
@@ -114,7 +111,6 @@ class Run:
             loader: Given beside a state; it measures waits for data, and ``roll_back`` moves it.
             keep: As for ``checkpoint_save``.
             fingerprint: As for ``checkpoint_save``; None is that of the loader's dataset.
-            version: As for ``checkpoint_save``.
             peak_flops: Floating-point operations per second that one device can do, for
                 ``perf/mfu``; None is that of ``forgekit.metrics.device_specs``, or no such metric.
 
@@ -159,7 +155,7 @@ class Run:
             self._say(f"all {total} steps are done already; set more steps to go on")
         if fingerprint is None:  # of a mixture only that of the samples consumed, if it has one
             fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
-        self._options = {"keep": keep, "fingerprint": fingerprint, "version": version}
+        self._options = {"keep": keep, "fingerprint": fingerprint}
         self._saves = state.saves
         self._saved = state.step  # it was loaded, or there is nothing to save yet
         return log
@@ -190,8 +186,6 @@ class Run:
         save: Callable[[StateT, Path], Any] | None = None,
         *,
         times: int = 3,
-        version: int | None = None,
-        migrate: Migration | None = None,
     ) -> StateT:
         """Go back to the last checkpoint before the bad steps; data and log follow.
 
@@ -201,8 +195,6 @@ class Run:
             state: A state whose last steps were bad; consumed.
             save: ``checkpoint_save``, or it with some arguments given; None saves as ``self.save``.
             times: How often this run may be rolled back, from its start on.
-            version: As for ``checkpoint_load``; None is that of ``start``.
-            migrate: As for ``checkpoint_load``.
 
         Returns:
             The state to go on from; see ``forgekit.run.roll_back``, which raises too.
@@ -215,9 +207,7 @@ class Run:
                 f"a {type(self._loader).__name__} has no seek, so it cannot go back and leave "
                 "samples out. Roll back on a loader of numbered rows, of forgekit.make_loader."
             )
-        if version is None:
-            version = int(self._options.get("version", 1))
-        state = roll_back(state, self.checkpoints, times=times, version=version, migrate=migrate)
+        state = roll_back(state, self.checkpoints, times=times)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
         if self._log is not None:

@@ -27,7 +27,7 @@ from runs import load_recipe
 from shells import draw
 
 import forgekit as fk
-from forgekit.run.checkpoints.save import wait_for_saves
+from forgekit.checkpoints.save import wait_for_saves
 
 Recipe = Any
 """A recipe's module, whose names a fault puts its own functions in the place of."""

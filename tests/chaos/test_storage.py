@@ -83,18 +83,18 @@ def test_the_run_directory_is_read_only_from_the_start(scene, stopped, survived)
 
 
 def _truncate(newest: Path) -> None:
-    os.truncate(newest / "__0_0.distcp", 1000)
+    os.truncate(newest / "rank_00000.safetensors", 1000)
 
 
 def _flip(newest: Path) -> None:
-    file = newest / "__1_0.distcp"
+    file = newest / "rank_00001.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def _lose_shard(newest: Path) -> None:
-    (newest / "__1_0.distcp").unlink()
+    (newest / "rank_00001.safetensors").unlink()
 
 
 def _lose_manifest(newest: Path) -> None:

@@ -16,9 +16,9 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
+from forgekit.checkpoints.state_dict import copy_to_host
 from forgekit.metrics.bad_step_records import read_bad_steps
 from forgekit.metrics.memory_use import memory_of
-from forgekit.run.checkpoints.contents import copy_to_host
 
 SETUP = "device.pretend:install"
 

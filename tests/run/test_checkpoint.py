@@ -19,16 +19,20 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from manifests import age
+from manifests import rewrite
 from ranks import run_ranks
 from torch import nn
 
+from forgekit.checkpoints.directory import (
+    LocalStorage,
+    discard_after,
+    latest_checkpoint,
+    storage_of,
+)
+from forgekit.checkpoints.load import checkpoint_load
+from forgekit.checkpoints.save import checkpoint_save, wait_for_saves
+from forgekit.checkpoints.state_dict import copy_to_host, model_tensors
 from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.contents import copy_to_host, model_tensors
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.local_storage import LocalStorage
-from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves
-from forgekit.run.checkpoints.storage import discard_after, latest_checkpoint, storage_of
 from forgekit.state import DonatedStateError, TrainState, donate
 
 
@@ -275,7 +279,7 @@ def test_optional_fields_keep_their_values_where_a_checkpoint_lacks_them(tmp_pat
     def without(manifest):
         del manifest["fields"]["good_steps"], manifest["tensors"]["state.good_steps"]
 
-    age(tmp_path / "step_00000001", without)
+    rewrite(tmp_path / "step_00000001", without)
     later = {"phase": torch.tensor(3), "stream": Stream({"at": 4})}
     fresh = donate(build(cls=LaterState, **later), good_steps=torch.tensor(5))
     new = checkpoint_load(fresh, tmp_path)
@@ -315,9 +319,9 @@ def _flip(file):
 
 
 DAMAGES = {
-    "truncated": (_truncate, r"__0_0\.distcp has \d+ bytes instead of \d+"),
-    "flipped bit": (_flip, r"__0_0\.distcp has crc32 \w{8} instead of \w{8}"),
-    "missing": (Path.unlink, r"__0_0\.distcp is missing \(\d+ bytes expected\)"),
+    "truncated": (_truncate, r"rank_00000\.safetensors has \d+ bytes instead of \d+"),
+    "flipped bit": (_flip, r"rank_00000\.safetensors has crc32 \w{8} instead of \w{8}"),
+    "missing": (Path.unlink, r"rank_00000\.safetensors is missing \(\d+ bytes expected\)"),
 }
 
 
@@ -326,7 +330,7 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(tmp_path, caplog, 
     spoil, message = DAMAGES[damage]
     expected = everything(saved(tmp_path / "good", 1))
     saved(tmp_path / "runs", 1, 2)
-    spoil(tmp_path / "runs" / "step_00000002" / "__0_0.distcp")
+    spoil(tmp_path / "runs" / "step_00000002" / "rank_00000.safetensors")
     state = build(seed=1)
     before = everything(state)
     with pytest.raises(CheckpointError, match=message + r".*Others are there: 1, 2\."):
@@ -340,8 +344,8 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(tmp_path, caplog, 
 def test_without_a_whole_checkpoint_loading_raises_instead_of_starting_over(tmp_path):
     saved(tmp_path, 1, 2)
     for step in (1, 2):
-        _flip(tmp_path / f"step_0000000{step}" / ".metadata")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to load: .*2/.meta.*1/.meta"):
+        _flip(tmp_path / f"step_0000000{step}" / "rank_00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint to load: .*2/rank.*1/rank"):
         checkpoint_load(build(), tmp_path)
 
 
@@ -410,8 +414,8 @@ def test_what_does_not_belong_is_refused_and_changes_nothing(tmp_path, case):
 def test_a_newer_format_is_refused_rather_than_skipped(tmp_path):
     saved(tmp_path, 1, 2)
     file = tmp_path / "step_00000002" / "manifest.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match=r"2 has format 2, from a newer version, .*Upgrade"):
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match=r"2 has format 3, from a newer version, .*Upgrade"):
         checkpoint_load(build(), tmp_path)
 
 

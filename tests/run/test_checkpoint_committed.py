@@ -14,8 +14,8 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.run.checkpoints import save
-from forgekit.run.checkpoints.local_storage import LocalStorage
+from forgekit.checkpoints import save
+from forgekit.checkpoints.directory import LocalStorage
 
 
 def build(step=0):

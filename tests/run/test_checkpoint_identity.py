@@ -48,7 +48,7 @@ def save(directory, *steps, seed=0):
         fk.checkpoint_save(build(step, seed), directory, blocking=True)
 
 
-def failing(times, error, monkeypatch, name="__0_0.distcp"):
+def failing(times, error, monkeypatch, name="rank_00000.safetensors"):
     """Let reading a file fail so many times, as a storage over a network does."""
     real, left, pauses = os.open, [times], []
 
@@ -71,7 +71,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_a_file_that_cannot_be_read_for_a_moment_costs_no_step(tmp_path, monkeypatch, error, name):
     save(tmp_path, 1, 2)
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_costs_no_step(tmp_path, monkeyp
     assert pauses[0] < pauses[1]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(
     tmp_path, monkeypatch, error, name
@@ -111,6 +111,7 @@ def test_a_store_that_does_not_answer_for_a_moment_costs_no_step(monkeypatch):
     left[0] = 10**6
     with pytest.raises(fk.CheckpointError, match="cannot be read: RuntimeError: SlowDown"):
         fk.checkpoint_load(build(), url)
+    MemoryFileSystem().rm("/patient", recursive=True)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):

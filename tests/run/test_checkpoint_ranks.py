@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
+from forgekit.checkpoints.directory import latest_checkpoint
+from forgekit.checkpoints.load import checkpoint_load
+from forgekit.checkpoints.save import checkpoint_save, wait_for_saves
+from forgekit.checkpoints.state_dict import model_tensors
 from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.contents import model_tensors
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.save import checkpoint_save, wait_for_saves
-from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.state import Layout, TrainState, donate, set_layout
 
 OPTIMIZERS = {
@@ -101,7 +101,7 @@ def _load(rank, world, directory, optimizer):
 @pytest.mark.parametrize("optimizer", some_of(OPTIMIZERS, "momentum"))
 def test_a_checkpoint_of_four_ranks_loads_on_any_number(tmp_path, optimizer):
     expected = run_again(_save, 4, tmp_path, optimizer)[0]
-    assert len(list(tmp_path.glob("step_*/*.distcp"))) == 4
+    assert len(list(tmp_path.glob("step_*/*.safetensors"))) == 4
     for world in (4, 3, 2, 1):
         for found in run_again(_load, world, tmp_path, optimizer):
             assert_same(found, expected)
@@ -217,7 +217,7 @@ def test_ranks_agree_on_damage_and_on_what_to_load_instead(tmp_path):
     state = train(build(1), 1)
     checkpoint_save(state, tmp_path, blocking=True)
     checkpoint_save(train(state, 1), tmp_path, blocking=True)
-    shard = next((tmp_path / "step_00000002").glob("*.distcp"))
+    shard = next((tmp_path / "step_00000002").glob("*.safetensors"))
     os.truncate(shard, 10)
     messages, steps = zip(*run_ranks(_load_damaged, 3, tmp_path), strict=True)
     assert len(set(messages)) == 1
@@ -266,7 +266,7 @@ def _replicated(rank, world, directory):
 def _size(directory):
     path = latest_checkpoint(directory)
     assert path is not None
-    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def test_replicated_shards_are_written_once(tmp_path):

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from forgekit.checkpoints.directory import latest_checkpoint
+from forgekit.checkpoints.load import checkpoint_load
+from forgekit.checkpoints.save import checkpoint_save
 from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.save import checkpoint_save
-from forgekit.run.checkpoints.storage import latest_checkpoint
 from forgekit.state import TrainState
 
 
@@ -77,11 +77,11 @@ def objects(step=None):
 
 
 def shard(step):
-    (name,) = (n for n in MemoryFileSystem.store if f"{step:08d}/" in n and "distcp" in n)
+    (name,) = (n for n in MemoryFileSystem.store if f"{step:08d}/" in n and "safetensors" in n)
     return name
 
 
-WHOLE = ["data/.metadata", "data/__0_0.distcp", "manifest.json"]
+WHOLE = ["data/rank_00000.safetensors", "manifest.json"]
 
 
 def whole(*steps):
@@ -102,7 +102,7 @@ def test_resumed_training_is_bitwise_the_same(url, blocking):
 def test_where_there_is_none_the_state_itself_comes_back(url, caplog):
     state = build()
     assert checkpoint_load(state, url) is state
-    MemoryFileSystem().pipe_file("/runs/a/step_00000007/data-1/__0_0.distcp", b"half")
+    MemoryFileSystem().pipe_file("/runs/a/step_00000007/data-1/rank_00000.safetensors", b"half")
     assert latest_checkpoint(url) is None
     assert checkpoint_load(state, url + "/") is state
     assert "step_00000007 has no readable manifest.json" in caplog.text
@@ -138,7 +138,7 @@ def test_saving_a_step_twice_replaces_it(url):
 
 
 @pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.parametrize(("method", "calls"), [("put_file", 1), ("put_file", 2), ("pipe_file", 1)])
+@pytest.mark.parametrize(("method", "calls"), [("put_file", 1), ("pipe_file", 1)])
 def test_whatever_upload_fails_the_earlier_one_is_whole(url, monkeypatch, method, calls, step):
     """Also where the same step is saved again."""
     expected = everything(saved(url, 2))
@@ -163,11 +163,11 @@ def test_an_upload_that_lost_bytes_is_not_committed(url, monkeypatch):
 
     def lossy(self, local, remote, **options):
         put(self, local, remote, **options)
-        if remote.endswith("distcp"):
+        if remote.endswith("safetensors"):
             self.pipe_file(remote, self.cat_file(remote)[:-1])
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", lossy)
-    with pytest.raises(CheckpointError, match=r"distcp has \d+ bytes after the upload instead of"):
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes after the upload instead"):
         saved(url, 1)
     assert latest_checkpoint(url) is None
 
@@ -183,9 +183,15 @@ def _flip(content):
 
 
 DAMAGES = {
-    "truncated": (lambda: _change(lambda c: bytes(c[:-1])), r"distcp has \d+ bytes instead of \d+"),
-    "flipped": (lambda: _change(_flip), r"distcp has crc32 \w{8} instead of"),
-    "missing": (lambda: MemoryFileSystem().rm(shard(2)), r"distcp is missing \(\d+ bytes expected"),
+    "truncated": (
+        lambda: _change(lambda c: bytes(c[:-1])),
+        r"has \d+ bytes instead of \d+",
+    ),
+    "flipped": (lambda: _change(_flip), r"safetensors has crc32 \w{8} instead of"),
+    "missing": (
+        lambda: MemoryFileSystem().rm(shard(2)),
+        r"is missing \(\d+ bytes expected",
+    ),
 }
 
 
@@ -203,8 +209,8 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(url, caplog, damag
 
 def test_a_format_of_a_newer_version_is_refused(url):
     saved(url, 1)
-    MemoryFileSystem().pipe_file("/runs/a/step_00000002/manifest.json", b'{"format": 2}')
-    with pytest.raises(CheckpointError, match="step_00000002 has format 2, from a newer version"):
+    MemoryFileSystem().pipe_file("/runs/a/step_00000002/manifest.json", b'{"format": 3}')
+    with pytest.raises(CheckpointError, match="step_00000002 has format 3, from a newer version"):
         checkpoint_load(build(), url)
 
 
@@ -248,7 +254,7 @@ def _load(rank, world, url):
 def test_two_ranks_save_and_any_number_loads(tmp_path):
     url = f"file://{tmp_path}/runs"
     expected = run_again(_save, 2, url, 2)[0]
-    assert len(list(tmp_path.glob("runs/step_00000002/data-*/__[01]_0.distcp"))) == 2
+    assert len(list(tmp_path.glob("runs/step_00000002/data-*/rank_0000[01].safetensors"))) == 2
     for world in (2, 1):
         for found in run_again(_load, world, url):
             assert_same(found, expected)
@@ -283,7 +289,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
 
 
 def _refuse(rank, world, url):
-    with pytest.raises(CheckpointError, match=r"1_0\.distcp is missing .*Others are there: 2, 3\."):
+    with pytest.raises(CheckpointError, match=r"rank_00001\.\w+ is missing .* there: 2, 3\."):
         checkpoint_load(build(world), url, step=3)
     return checkpoint_load(build(world), url).step
 
@@ -292,5 +298,5 @@ def test_ranks_agree_on_damage(tmp_path):
     url = f"file://{tmp_path}/runs"
     for steps in (2, 3):
         run_again(_save, 2, url, steps)
-    next(tmp_path.glob("runs/step_00000003/data-*/__1_0.distcp")).unlink()
+    next(tmp_path.glob("runs/step_00000003/data-*/rank_00001.safetensors")).unlink()
     assert run_ranks(_refuse, 2, url) == [2, 2]

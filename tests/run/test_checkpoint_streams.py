@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
+from forgekit.checkpoints.load import checkpoint_load
+from forgekit.checkpoints.save import checkpoint_save
 from forgekit.data.documents import random_documents
 from forgekit.data.loading.document_stream import stream_documents
 from forgekit.data.loading.groups import groups
 from forgekit.ranks import CheckpointError
-from forgekit.run.checkpoints.load import checkpoint_load
-from forgekit.run.checkpoints.save import checkpoint_save
 from forgekit.state import TrainState
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manifests import age
+from manifests import rewrite
 
 import forgekit as fk
 from forgekit.files import locked
@@ -104,9 +104,9 @@ def test_what_is_being_loaded_is_not_deleted_until_it_is_loaded(tmp_path):
     assert steps(tmp_path) == [4]
 
 
-def test_checkpoints_of_before_there_were_metrics_count_as_without(tmp_path):
+def test_checkpoints_without_metrics_are_not_the_best(tmp_path):
     saved(tmp_path, {1: 2.0, 2: 3.0}, keep=None)
-    age(tmp_path / "step_00000001", lambda manifest: manifest.pop("metric"))
+    rewrite(tmp_path / "step_00000001", lambda manifest: manifest.pop("metric"))
     assert fk.checkpoint_load(build(), tmp_path, step=1).step == 1
     saved(tmp_path, {3: 9.0}, keep=fk.Keep(last=1, best=1))
     assert steps(tmp_path) == [2, 3]

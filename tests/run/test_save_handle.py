@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.run.checkpoints.ranks import GROUP_NAME
+from forgekit.checkpoints.save import GROUP_NAME
 
 LONG_S = 20
 

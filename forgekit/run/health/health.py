@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.checkpoints.save import GROUP_NAME
 from forgekit.inputs import check_integers
 from forgekit.metrics.log import Waits
-from forgekit.run.checkpoints.ranks import GROUP_NAME
 from forgekit.run.health.memory import periodic_collection, report_out_of_memory
 from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, find_difference
 from forgekit.run.health.watchdog import Watchdog

@@ -2,47 +2,45 @@
 
 There is no rename, no lock and no symlink there, and an object appears when it is complete. So the
 manifest does what the rename does on a disk: it is written last, and what it does not name does not
-count. Each save has a folder of its own, ``step_00000100/data-1f3a90c2/``, because overwriting the
-files of an earlier save of the same step would leave a mixture if it stopped half-way::
+count. Each save has a folder of its own, because overwriting the files of an earlier save of the
+same step would leave a mixture if it stopped half-way::
 
-    step_00000100/data-1f3a90c2/__0_0.distcp
-    step_00000100/data-1f3a90c2/.metadata
+    step_00000100/data-1f3a90c2/rank_00000.safetensors
     step_00000100/manifest.json
 
-Files are written to the local disk first (``TMPDIR``), which is where their checksums come from,
-and uploaded by the rank that wrote them. ``latest`` is found by listing. Nothing tells a running
-save from a dead one, so only one run at a time may save to a URL: each save deletes folders that no
-manifest names. Nor does anything keep a checkpoint while another run loads it.
+Nothing tells a running save from a dead one there, so only one run at a time may save to a URL:
+each save deletes folders that no manifest names. Nor does anything keep a checkpoint while another
+run loads it.
 """
 
 from __future__ import annotations
 
 import posixpath
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import attrs
 
-from forgekit.data.optional_packages import require
-from forgekit.ranks import CheckpointError, Ranks
-from forgekit.run.checkpoints.local_storage import only_warns
-from forgekit.run.checkpoints.manifest import (
+from forgekit.checkpoints.directory import (
+    CHUNK_BYTES,
     MANIFEST,
     ManifestError,
     format_manifest,
+    only_warns,
     parse_manifest,
+    step_name,
+    steps_among,
+    unique,
 )
-from forgekit.run.checkpoints.step_names import step_name, steps_among, unique
+from forgekit.data.optional_packages import require
+from forgekit.ranks import CheckpointError, Ranks
 
-if TYPE_CHECKING:
-    from forgekit.run.checkpoints.tensor_shards import Downloads
-
-
-_DATA = "data"
+_DATA = "data-"
 
 
 @attrs.frozen
@@ -75,8 +73,13 @@ class RemoteStorage:
 
     def steps(self) -> dict[int, str]:
         """Return every ``step_*`` folder by step, committed or not."""
-        named = steps_among(self._names(self.root))
+        named = steps_among(self.names(self.root))
         return {step: f"{self.url}/{name}" for step, name in named.items()}
+
+    def names(self, path: str) -> list[str]:
+        """List a folder; what unfinished saves left there is not listed."""
+        names = self._names(path if path == self.root else self._inside(path))
+        return [name for name in names if not name.startswith(_DATA)]
 
     def load_manifest(self, path: str) -> dict[str, Any]:
         """Read the manifest of a checkpoint; raises ``ManifestError`` if it is not one."""
@@ -85,25 +88,31 @@ class RemoteStorage:
         except (FileNotFoundError, NotADirectoryError):
             raise ManifestError("is missing") from None
 
-    def opened(self, path: str, name: str) -> AbstractContextManager[BinaryIO]:
+    def opened(self, path: str, name: str) -> BinaryIO:
         """Open a file of a checkpoint."""
         return self.fs.open(self._inside(path, name), "rb")
 
     @contextmanager
-    def reading(self, path: str, folder: str) -> Iterator[tuple[str, Downloads]]:
-        """Yield the folder of a checkpoint's shards, and what torch opens them with."""
-        from forgekit.run.checkpoints.tensor_shards import Downloads
+    def reading(self, path: str) -> Iterator[None]:  # noqa: ARG002
+        """Nothing can lock a URL."""
+        yield
 
-        yield folder, Downloads(partial(self.opened, path))
+    @contextmanager
+    def fetched(self, path: str, name: str) -> Iterator[Path]:
+        """Yield a copy of a file on the local disk."""
+        with tempfile.NamedTemporaryFile() as local, self.opened(path, name) as stream:
+            shutil.copyfileobj(stream, local, CHUNK_BYTES)
+            local.flush()
+            yield Path(local.name)
 
     @contextmanager
     def workspace(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
-        """Make a directory on each rank's own disk; remove what was not committed in the end.
+        """Make a folder on each rank's own disk; remove what was not committed in the end.
 
         Yields:
-            The directory, and the folder of the checkpoint to which the files are uploaded.
+            The folder, and that of the checkpoint to which the files are uploaded.
         """
-        folder = ranks.first(lambda: self.remove_leftovers() or unique(_DATA))
+        folder = ranks.first(lambda: self.remove_leftovers() or unique(_DATA[:-1]))
         with ExitStack() as stack:
             prefix = f"forgekit-{step_name(step)}-"
             fresh = partial(tempfile.TemporaryDirectory, prefix=prefix)
@@ -115,12 +124,11 @@ class RemoteStorage:
                     with only_warns(f"could not delete what no checkpoint of {self} needs"):
                         self.remove_leftovers()
 
-    def deliver(self, path: Path, folder: str, step: int, names: list[str]) -> None:
-        """Upload this rank's files."""
+    def deliver(self, path: Path, folder: str, step: int, name: str) -> None:
+        """Upload this rank's file."""
         target = self._inside(step_name(step), folder)
         self.fs.makedirs(target, exist_ok=True)
-        for name in names:
-            self.fs.put_file(str(path / name), f"{target}/{name}")
+        self.fs.put_file(str(path / name), f"{target}/{name}")
 
     def commit(self, _path: Path, manifest: dict[str, Any]) -> str:
         """Write the manifest, after checking that all files have arrived."""
@@ -137,18 +145,18 @@ class RemoteStorage:
         return final
 
     def point_latest(self, name: str) -> None:
-        """Do nothing: a URL has no ``latest``; the newest step is found by listing."""
+        """A URL has no ``latest``; the newest step is found by listing."""
 
     def discard(self, path: str) -> None:
         """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
         self.fs.rm_file(self._inside(path, MANIFEST))
         self.fs.rm(self._inside(path), recursive=True)
 
-    def check_directory(self) -> None:
-        """Accept any URL: an object store has no directories that could be something else."""
+    def check_empty(self) -> None:
+        """A store has no directories that could be something else."""
 
     def restore_replaced(self) -> None:
-        """Do nothing: no save sets a checkpoint aside here."""
+        """No save sets a checkpoint aside here."""
 
     def remove_leftovers(self) -> None:
         """Delete what dead saves left, and what a save of the same step replaced."""
@@ -158,7 +166,7 @@ class RemoteStorage:
             except ManifestError:
                 named = None
             for name in self._names(self._inside(path)):
-                if name.startswith(f"{_DATA}-") and name != named:
+                if name.startswith(_DATA) and name != named:
                     self.fs.rm(self._inside(path, name), recursive=True)
 
     def _names(self, path: str) -> list[str]:

@@ -1,0 +1,437 @@
+"""Save a ``TrainState`` while training goes on.
+
+A save blocks only to copy the state into host memory. A thread then writes it and commits it: see
+``directory.py`` for what a crash leaves and ``state_dict.py`` for what is in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import posixpath
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from forgekit.checkpoints.directory import (
+    FORMAT,
+    Storage,
+    committed,
+    only_warns,
+    retain,
+    runs_of,
+    step_name,
+    storage_of,
+)
+from forgekit.checkpoints.state_dict import (
+    DTYPES,
+    check_inner_optimizers,
+    collect,
+    copy_to_host,
+    local_of,
+    merge,
+    share_out,
+    stateless_members,
+)
+from forgekit.inputs import check_integers
+from forgekit.model.lora import check_unmerged
+from forgekit.ranks import CheckpointError, Ranks, explain
+from forgekit.state import SaveHandle, TrainState
+
+GROUP_NAME = "forgekit checkpoints"
+"""Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
+
+log = logging.getLogger("forgekit")
+
+
+@attrs.frozen(kw_only=True)
+class Keep:
+    """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
+
+    The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
+    Only committed checkpoints count.
+
+    Attributes:
+        last: How many of the newest, at least 1.
+        every: Keep steps that are multiples of this number; None for none.
+        milestones: Keep step 0 and powers of two.
+        best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
+        largest: Count the largest metrics as the best.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> sorted(Keep(last=1, every=300, milestones=True).of(dict.fromkeys(range(0, 1000, 100))))
+        [0, 300, 600, 900]
+        >>> sorted(Keep(last=1, best=1).of({100: 3.5, 200: 3.1, 300: None, 400: 3.3}))
+        [200, 400]
+    """
+
+    last: int = 3
+    every: int | None = None
+    milestones: bool = False
+    best: int = 0
+    largest: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(
+                f"keep {self.last} must be at least 1: retention never deletes the newest "
+                "checkpoint. Pass None to keep all."
+            )
+        every = 1 if self.every is None else self.every
+        check_integers(every=(every, 1), best=(self.best, 0))
+
+    def of(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """Choose among checkpoints.
+
+        Args:
+            metrics: The metric of each committed step; None or NaN where there is none.
+
+        Returns:
+            The steps that stay.
+        """
+        steps = sorted(metrics)
+        kept = set(steps[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step and step % self.every == 0}
+        if self.milestones:
+            kept |= {step for step in steps if step & (step - 1) == 0}
+        known = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
+        # Of equally good ones the newest.
+        ranked = sorted(known, key=lambda s: (-known[s] if self.largest else known[s], -s))
+        return kept | set(ranked[: self.best])
+
+
+class PendingSave:
+    """A save that may still be running in its thread.
+
+    Attributes:
+        step: The step that is being saved.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._future: futures.Future[Path | str] = futures.Future()
+        self._reported = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._future.done()
+
+    def wait(self) -> Path | str:
+        """Block until the checkpoint is durable.
+
+        Returns:
+            The committed directory, a ``Path``; for a URL its URL.
+
+        Raises:
+            CheckpointError: If the save failed, on every rank if it failed on one. Earlier
+                checkpoints and ``latest`` are as they were.
+        """
+        try:
+            return self._future.result()
+        except CheckpointError:
+            self._reported = True
+            raise
+
+    def _run(self, work: Callable[[], Path | str]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:
+            log.error("%s", error)
+            self._future.set_exception(error)
+
+
+class _SaveThread(threading.Thread):
+    """The thread of a save; Python's list of threads says which saves are running."""
+
+    def __init__(self, save: PendingSave, work: Callable[[], Path | str]) -> None:
+        # Not a daemon: the interpreter waits for it, so a script may end right after a save.
+        super().__init__(target=save._run, args=(work,), name=f"checkpoint {save.step}")
+        self.save = save
+
+
+def checkpoint_save(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    *,
+    keep: int | Keep | None = 3,
+    blocking: bool = False,
+    fingerprint: Any = None,
+    metric: float | None = None,
+) -> PendingSave:
+    """Save a state as ``directory/step_00000100``; training may go on while it is written.
+
+    Every rank calls it. The state is copied before the call returns and is not consumed. A run has
+    one save at a time: the next one first waits for it, and raises if it failed. State that an
+    optimizer keeps in its parameter groups is configuration and is not saved.
+
+    Args:
+        state: The state to save. Values that differ between ranks and are not sharded are saved as
+            the first rank has them. Streams (fields that have a ``state_dict`` and can be iterated)
+            and fields with ``metadata={"per_rank": True}`` are saved as each rank has them; they
+            load on the same number of ranks only.
+        directory: Where checkpoints are kept, on a file system that all ranks share, or a URL such
+            as ``s3://bucket/run/checkpoints``: see ``remote.py`` for what differs there.
+        keep: How many checkpoints to retain, newest first; a ``Keep`` for other rules; None for
+            all.
+        blocking: Return only when the checkpoint is durable; a failure is raised at once.
+        fingerprint: What identifies the data, any JSON value; ``checkpoint_load`` compares it. Or
+            a function from ``state.samples`` to it, so that only the data consumed so far are
+            compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
+        metric: A number by which ``Keep(best=...)`` compares checkpoints, the same on every rank.
+
+    Returns:
+        A handle whose ``wait()`` returns the committed directory.
+
+    Raises:
+        ValueError: If ``keep`` is less than 1, a URL was made into a ``Path``,
+            adapters are merged, or the call is within ``averaged``.
+        ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
+        TypeError: If a value of the state cannot be saved, or the optimizer keeps its state where
+            a checkpoint cannot find it, on every rank; nothing is written then.
+        CheckpointError: If the run's previous save failed and that was not raised yet.
+
+    Examples:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> state = TrainState.create(model, optimizer)
+        >>> pending = checkpoint_save(state, tempfile.mkdtemp())
+        >>> pending.wait().name
+        'step_00000000'
+    """
+    rule = Keep(last=keep) if isinstance(keep, int) else keep
+    if not isinstance(rule, Keep | None):
+        raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
+    check_inner_optimizers(state.optimizer)
+    if state.saves.is_averaged:
+        raise ValueError(
+            "checkpoint_save was called within forgekit.averaged, where the average stands in the "
+            "place of the weights, which would be lost. Save before or after the block."
+        )
+    check_unmerged(state.model, "a checkpoint would hold the adapters twice")
+    storage, ranks = storage_of(directory), ranks_of(state)
+    wait_for_saves(state)
+    tensors, description = _collect(state, ranks)
+    description |= {
+        "format": FORMAT,
+        "forgekit": version_of("forgekit"),
+        "step": state.step,
+        "fingerprint": as_json(fingerprint, state.samples),
+        "metric": None if metric is None or math.isnan(metric) else float(metric),
+        "torch": torch.__version__,
+    }
+    # Only now: the save before this one was still reading the buffers.
+    copies = copy_to_host(tensors, state.saves.buffers)
+    work = partial(_write, ranks, storage, copies, description, rule)
+    pending = state.saves.pending = PendingSave(state.step)
+    if blocking:
+        pending._run(work)
+        pending.wait()
+    else:
+        _SaveThread(pending, work).start()
+    return pending
+
+
+def wait_for_saves(state: TrainState | SaveHandle | None = None) -> None:
+    """Block until a run's last save has ended; call it before process groups are destroyed.
+
+    Args:
+        state: Any state of the run, or its ``saves``. Without it the call waits for all saves that
+            are running in this process; one that failed before is only in the log then.
+
+    Raises:
+        CheckpointError: If such a save failed and that was not raised yet.
+    """
+    saves: list[PendingSave | None] = [*join_saves()] if state is None else []
+    if state is not None:
+        saves = [(state.saves if isinstance(state, TrainState) else state).pending]
+    for save in saves:
+        if save is not None and not save._reported:
+            save.wait()
+
+
+def join_saves() -> list[PendingSave]:
+    """Wait for all saves that are running in this process, and return them."""
+    running = [t.save for t in threading.enumerate() if isinstance(t, _SaveThread)]
+    futures.wait([save._future for save in running])
+    return running
+
+
+def ranks_of(state: TrainState) -> Ranks:
+    """Return the ranks that hold a state, with the process group of its saves.
+
+    The first call on every rank makes the group; the state's handle keeps it.
+    """
+    mesh = state.mesh
+    if mesh is None:
+        sharded = (p for p in state.model.parameters() if isinstance(p, DTensor))
+        mesh = next((p.device_mesh for p in sharded), None)
+    if mesh is None or mesh.size() == 1:
+        return Ranks()
+    members = tuple(mesh.mesh.flatten().tolist())
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if default is None or dist.get_rank() not in members:
+        raise CheckpointError(
+            f"this process is not one of the ranks {members} that hold the state, or its process "
+            "groups are gone. Save and load on every rank, before forgekit.shutdown()."
+        )
+    key = default, members
+    if state.saves.group is None or state.saves.group[0] != key:
+        # A save runs in a thread beside the collectives of training. On the group of training
+        # both would take each other's messages, which aborts the process.
+        # In a plan the other ranks are not there, and its group can reach none.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        options = {"backend": backend, "use_local_synchronization": True, "group_desc": GROUP_NAME}
+        state.saves.group = key, dist.new_group(list(members), **options)
+    group = state.saves.group[1]
+    return Ranks(group, dist.get_rank(group), len(members))
+
+
+def shard_name(rank: int) -> str:
+    """Name the file of a rank's chunks."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def chunk_name(key: str, box: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
+    """Name a chunk in its file: a whole tensor's key, or with the range of each dimension."""
+    if box is None:
+        return key
+    return f"{key}[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
+
+
+def as_json(fingerprint: Any, samples: int) -> Any:
+    """Return a fingerprint as a manifest gives it back: a tuple becomes a list."""
+    value = fingerprint(samples) if callable(fingerprint) else fingerprint
+    return json.loads(json.dumps(value))
+
+
+def _collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Collect on all ranks; what one of them cannot save, all refuse."""
+    problem, collected, stateless = None, ({}, {}), {}
+    try:
+        collected, stateless = collect(state, ranks.rank), stateless_members(state)
+    except TypeError as error:
+        problem = str(error)
+    answers = ranks.each(lambda: (problem, stateless))
+    for other, _ in answers:
+        if other is not None:
+            raise TypeError(other)
+    for name in stateless:
+        # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
+        if all(each[name] for _, each in answers):
+            raise TypeError(
+                f"{name.partition(' ')[2]} has no state after step {state.step}. Kept anywhere but "
+                "in optimizer.state[parameter] it would be lost in a checkpoint: keep it there. If "
+                "it needs none, say so with stateless = True in its class."
+            )
+    return collected
+
+
+def _write(
+    ranks: Ranks,
+    storage: Storage,
+    tensors: dict[str, Tensor],
+    description: dict[str, Any],
+    keep: Keep | None,
+) -> Path | str:
+    """Write and commit on all ranks; what goes wrong after the commit is logged."""
+    step, done = description["step"], []
+    try:
+        with storage.workspace(ranks, step) as (path, folder):
+            descriptions = ranks.gather(description)
+            keys = ranks.first(lambda: share_out(descriptions))
+
+            def write() -> dict[str, Any]:
+                mine = {key: tensors[key] for key in keys[ranks.rank]}
+                file = path / shard_name(ranks.rank)
+                written = _write_shard(file, mine, description["boxes"])
+                storage.deliver(path, folder, step, file.name)
+                return {posixpath.join(folder, file.name): written}
+
+            # Every rank has delivered when this returns, so the manifest lists only what is there.
+            files = ranks.each(write)
+
+            def commit() -> Path | str:
+                boxes = [one["boxes"] for one in descriptions]
+                runs = runs_of(storage, committed(storage))
+                manifest = merge(descriptions) | {
+                    "run": max(runs, key=lambda run: runs[run], default=uuid.uuid4().hex),
+                    "world": ranks.world,
+                    "files": {name: entry for part in files for name, entry in part.items()},
+                    "folder": folder,
+                }
+                for rank, written in enumerate(keys):
+                    for key in written:
+                        chunks = manifest["tensors"][key].setdefault("chunks", [])
+                        chunks.append([rank, chunk_name(key, boxes[rank][key]), boxes[rank][key]])
+                done.append(storage.commit(path, manifest))
+                with only_warns(f"{done[0]} is saved, but older ones could not be deleted"):
+                    retain(storage, keep, step)
+                return done[0]
+
+            # The first rank has noted the commit already. If telling the others fails, the
+            # checkpoint is there all the same, and the save has not failed.
+            done[:] = [ranks.first(commit)]
+    except Exception as error:
+        if not done:
+            raise CheckpointError(
+                f"step {step} could not be saved to {storage}: {explain(error)}. "
+                f"Checkpoints that were there are untouched: {_remains(storage)}."
+            ) from error
+        log.warning("%s is saved; what came after failed: %s", done[0], explain(error))
+    return done[0]
+
+
+def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) -> dict[str, Any]:
+    """Write a safetensors file; return its size and checksum.
+
+    By hand, because ``save_file`` copies everything into memory once more before it writes.
+    """
+    parts = {key: local_of(tensor).contiguous() for key, tensor in tensors.items()}
+    header, end = {}, 0
+    for key, part in parts.items():
+        start, end = end, end + part.numel() * part.itemsize
+        header[chunk_name(key, boxes[key])] = {
+            "dtype": DTYPES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [start, end],
+        }
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)  # readers map the values, which must be aligned
+    size, crc32 = 0, 0
+    with file.open("wb") as stream:
+        for content in (len(head).to_bytes(8, "little"), head, *map(_bytes_of, parts.values())):
+            stream.write(content)
+            size, crc32 = size + len(content), zlib.crc32(content, crc32)
+    return {"bytes": size, "crc32": f"{crc32:08x}"}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _remains(storage: Storage) -> str:
+    try:
+        found = committed(storage)
+    except Exception:  # whatever made the save fail
+        return "they cannot be listed now"
+    return f"{step_name(max(found))} is good" if found else "there is none"

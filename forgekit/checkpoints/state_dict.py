@@ -1,0 +1,717 @@
+"""What a checkpoint holds: a ``TrainState`` as named tensors and a description in JSON.
+
+Tensors have flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry>``,
+``average.<parameter name>``, ``state.<field>``. Everything else goes into trees of JSON values:
+a dict is ``{"$dict": [[key, value], ...]}``, lists and tuples are ``{"$list": [...]}`` and
+``{"$tuple": [...]}``, and ``{"$tensor": key}`` stands for a tensor. Optimizer state is filed under
+parameter names, never under positions, so that it finds its parameter again when groups are
+reordered or another rank holds it. The trees also say which tensors there are: loading builds what
+a fresh optimizer does not have yet.
+
+A sharded tensor is written in chunks, each by one of the ranks that hold it; the description says
+which part of the whole a chunk is, so that any layout can read it. What each rank has for itself,
+above all a stream, is kept rank by rank, as ``{"$ranks": [[rank, tree], ...]}``, with its tensors
+under ``state.<field>.rank<rank>``; it loads on as many ranks as saved it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import empty as distributed_empty
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from forgekit.optim.average import average_of
+from forgekit.optim.chain import Chained
+from forgekit.ranks import CheckpointError
+from forgekit.state import TrainState, check_optimizer
+
+NAMES_SHOWN = 3
+PARTS = ("model", "optimizer", "fields")
+"""What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+)
+"""What safetensors files hold, by their names for it."""
+
+_AVERAGE, _AVERAGE_COUNT = "average.", "average"
+"""Keys of averages, before the name of a parameter; and of how many steps they hold."""
+_RANKS = "$ranks"
+_NOT_FACTS = (
+    *("max_seq_len", "dropout", "capacity", "aux_loss", "sequence_aux_loss", "z_loss"),
+    *("bias_rate", "centered", "force_balance"),
+)
+"""Of a model's ``spec``: how it is trained, and not what it computes; a run may change them."""
+_ROTARY = ("rope_theta", "rope_scaling")
+"""What a new run may change to lengthen the context of a model."""
+_NOT_FIELDS = ("model", "optimizer", "mesh")
+_REMEDY = (
+    "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
+    "Give it state_dict and load_state_dict, or leave it out with "
+    'attrs.field(metadata={"checkpoint": False}).'
+)
+
+
+def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """List what is to be saved of a state, without copying a tensor.
+
+    Args:
+        state: The state.
+        rank: This rank among those that hold it, under which a stream's position is filed.
+
+    Returns:
+        This rank's tensors by key, sharded ones as DTensors, and what it adds to the manifest:
+
+        - ``tensors``: global shape and dtype of each tensor, and whether it is in host memory;
+        - ``boxes``: where this rank's part of a sharded tensor begins, and its size; None if whole;
+        - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
+          without state is there too, so that a forgotten parameter can be told from a new one;
+        - ``optimizer_class``: its class's name;
+        - ``optimizer_members``: of a chain, the class of the member that steps each parameter;
+        - ``model``: the facts of its ``spec`` that no shape shows, such as the number of heads;
+        - ``average``: keys of averages by parameter name; empty if the state has none;
+        - ``fields``: the other fields of the state as trees.
+
+    Raises:
+        TypeError: If something cannot be saved; names it and the remedy.
+    """
+    tensors = model_tensors(state.model)
+    optimizer = {
+        name: _encode_entries(name, parameter, state.optimizer.state.get(parameter, {}), tensors)
+        for name, parameter in _optimizer_parameters(state).items()
+    }
+    fields = {
+        name: _encode_field(state, name, rank if is_per_rank(state, field) else None, tensors)
+        for name, field in saved_fields(state).items()
+    }
+    averages = _average_tensors(state)
+    tensors |= averages
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{key} is {tensor.dtype}, which safetensors files cannot hold. Keep it as "
+                "torch.view_as_real(tensor), or as numbers of another dtype."
+            )
+    description = {
+        "tensors": {key: _describe(tensor) for key, tensor in tensors.items()},
+        "boxes": {key: box_of(t) if isinstance(t, DTensor) else None for key, t in tensors.items()},
+        "average": {key.removeprefix(_AVERAGE): key for key in averages if key != _AVERAGE_COUNT},
+        "model": _model_facts(state.model),
+        "optimizer": optimizer,
+        "optimizer_class": _name_of(state.optimizer),
+        "optimizer_members": _members(state),
+        "fields": fields,
+    }
+    return tensors, description
+
+
+def share_out(descriptions: list[dict[str, Any]]) -> list[list[str]]:
+    """Choose for each chunk the rank that writes it.
+
+    Of values that are not sharded the first rank's are kept; a chunk that several ranks hold is
+    written by the one with the least to write.
+
+    Returns:
+        The keys that each rank writes.
+    """
+    holders: dict[tuple[str, Any], list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        for key, box in description["boxes"].items():
+            holders.setdefault((key, box), []).append(rank)
+    keys: list[list[str]] = [[] for _ in descriptions]
+    load = [0] * len(descriptions)
+    for (key, box), ranks in holders.items():
+        shape = descriptions[ranks[0]]["tensors"][key]["shape"] if box is None else box[1]
+        writer = ranks[0] if box is None else min(ranks, key=lambda rank: load[rank])
+        if math.prod(shape):  # an uneven shard may be empty
+            keys[writer].append(key)
+            load[writer] += math.prod(shape)
+    return keys
+
+
+def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join what the ranks described; where they differ, the first rank counts.
+
+    Pipeline stages hold different parameters, so no rank knows all of them.
+    """
+    # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
+    merged, *others = [dict(description) for description in descriptions]
+    for other in others:
+        for part in ("tensors", "optimizer", "optimizer_members", "average"):
+            merged[part] = other[part] | merged[part]
+        trees = {name: _per_rank(tree) for name, tree in other["fields"].items()}
+        merged["fields"] = merged["fields"] | {
+            name: {_RANKS: _per_rank(merged["fields"][name]) + added}
+            for name, added in trees.items()
+            if added
+        }
+    del merged["boxes"]
+    return merged
+
+
+def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
+    """Give a checkpoint's parameters and buffers, with all that belongs to them, today's names.
+
+    Args:
+        manifest: The checkpoint's manifest.
+        renames: Names then by names now, of a tensor or of a module with all that is inside.
+
+    Raises:
+        CheckpointError: If the checkpoint has no such name, or two get one name.
+    """
+    saved = [key.removeprefix("model.") for key in manifest["tensors"] if key.startswith("model.")]
+    names = {}
+    for then in saved:
+        inside = [new for new, old in renames.items() if f"{then}.".startswith(f"{old}.")]
+        new = max(inside, key=lambda one: len(renames[one]), default=None)
+        names[then] = then if new is None else new + then[len(renames[new]) :]
+    for old in renames.values():
+        if not any(f"{then}.".startswith(f"{old}.") for then in saved):
+            raise CheckpointError(f"it has no {old!r} to rename")
+    if len(set(names.values())) < len(names):
+        twice = next(new for new in names.values() if [*names.values()].count(new) > 1)
+        raise CheckpointError(f"two of its names become {twice!r}")
+    keys = {p + old: p + new for p in ("model.", _AVERAGE) for old, new in names.items()}
+    parts = {
+        part: {names.get(name, name): value for name, value in manifest[part].items()}
+        for part in ("optimizer", "optimizer_members")
+    }
+    average = {names[name]: _AVERAGE + names[name] for name in manifest["average"]}
+    tensors = {keys.get(key, key): spec for key, spec in manifest["tensors"].items()}
+    return manifest | parts | {"tensors": tensors, "average": average}
+
+
+def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
+    """Remove the parts that are not to be loaded from a description or manifest."""
+    chosen = dict(description)
+    if "optimizer" not in parts:
+        chosen |= {"optimizer": {}, "optimizer_class": None}
+    if "fields" not in parts:
+        facts = {k: v for k, v in chosen["model"].items() if not k.startswith(_ROTARY)}
+        chosen |= {"fields": {}, "average": {}, "model": facts}
+    return chosen
+
+
+def saved_fields(state: TrainState) -> dict[str, Any]:
+    """Return the attrs fields that a checkpoint keeps besides model and optimizer, by name."""
+    return {
+        field.name: field
+        for field in attrs.fields(type(state))
+        if field.init and field.name not in _NOT_FIELDS and field.metadata.get("checkpoint", True)
+    }
+
+
+def optional_fields(state: TrainState) -> set[str]:
+    """Return the saved fields that keep their value where a checkpoint was written without them."""
+    return {name for name, f in saved_fields(state).items() if f.metadata.get("optional", False)}
+
+
+def is_per_rank(state: TrainState, field: Any) -> bool:
+    """Say whether each rank has its own value: streams, and fields that are marked so."""
+    value = getattr(state, field.name)
+    is_stream = hasattr(value, "__iter__") and not isinstance(value, nn.Module)
+    return field.metadata.get("per_rank", _is_stateful(value) and is_stream)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by key; tied parameters appear once."""
+    # state_dict also makes FSDP put back the shards of modules that are still gathered after an
+    # evaluation; until then named_parameters yields full tensors that the optimizer has never seen.
+    kept = model.state_dict(keep_vars=True)
+    persistent = {id(tensor) for tensor in kept.values()}
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in persistent)
+    named = itertools.chain(model.named_parameters(), buffers)
+    return {f"model.{name}": tensor.detach() for name, tensor in named}
+
+
+def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this rank's part of a tensor begins in the whole, and its size."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offset), tuple(size)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors into host memory, so that training may go on while they are written.
+
+    Args:
+        tensors: What to copy.
+        buffers: The copies of an earlier call, written into again where the layout is the same:
+            page faults of fresh memory cost more than the copy itself. Changed in place.
+
+    Returns:
+        The copies by key; DTensors keep their placements.
+    """
+    for key in buffers.keys() - tensors.keys():
+        del buffers[key]
+    for key, tensor in tensors.items():
+        if key not in buffers or _layout(buffers[key]) != _layout(tensor):
+            pin = local_of(tensor).device.type != "cpu"
+            buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+        local_of(buffers[key]).copy_(local_of(tensor), non_blocking=True)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # the copies run beside the host until here
+    return dict(buffers)
+
+
+@attrs.frozen
+class Allocation:
+    """Memory for a checkpoint's tensors, and the values that hold them once they are read.
+
+    Attributes:
+        tensors: Tensors by key, to be read into in place; the model's are the model's own.
+        optimizer: The optimizer's new state; None leaves it as it is.
+        fields: New values of the state's fields; what ``load_state_dict`` takes for those with one.
+        has_average: Whether the averages' own memory is read into, as the model's is.
+    """
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[Tensor, dict[str, Any]] | None
+    fields: dict[str, Any]
+    has_average: bool
+
+
+def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allocation:
+    """Allocate what a checkpoint holds without changing the state.
+
+    Args:
+        state: The state.
+        manifest: The checkpoint's manifest, without what is not to be loaded.
+        rank: As in ``collect``.
+    """
+    tensors, specs = model_tensors(state.model), manifest["tensors"]
+    optimizer = None
+    if manifest["optimizer_class"] is not None:
+        optimizer = _allocate_optimizer(state, manifest, tensors)
+    fields = {}
+    # The checkpoint may lack fields that are optional.
+    for name in saved_fields(state).keys() & manifest["fields"].keys():
+        trees = dict(_per_rank(manifest["fields"][name])) or {rank: manifest["fields"][name]}
+        make = _field_maker(getattr(state, name), specs)
+        tree = trees[rank] if rank in trees else trees[0]
+        fields[name] = decode(tree, _value(state, name), tensors, make)
+    has_average = average_of(state) is not None and bool(manifest["average"])
+    if has_average:
+        tensors |= _average_tensors(state)
+    return Allocation(tensors, optimizer, fields, has_average)
+
+
+def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
+    """Give optimizer and stateful fields what was read; return the changes of the other fields."""
+    if allocation.optimizer is not None:
+        # In place: optimizers that share their state with others hold the same dictionary.
+        state.optimizer.state.clear()
+        state.optimizer.state.update(allocation.optimizer)
+    if (average := average_of(state)) is not None and not allocation.has_average:
+        average.restart()  # with the weights that were read
+    changes = {}
+    for name, field in saved_fields(state).items():
+        if name not in allocation.fields:
+            continue
+        value = getattr(state, name)
+        if _is_stateful(value):
+            value.load_state_dict(allocation.fields[name])
+        else:
+            changes[field.alias] = allocation.fields[name]
+    return changes
+
+
+def find_mismatch(
+    described: dict[str, Any], manifest: dict[str, Any], optional: Collection[str] = ()
+) -> str | None:
+    """Compare a state with a checkpoint; return what does not fit, or None.
+
+    Args:
+        described: What all ranks' states hold, merged; see ``collect``.
+        manifest: The checkpoint's manifest.
+        optional: Fields that may be missing there; see ``optional_fields``.
+    """
+    here, there = (
+        {key: spec for key, spec in each["tensors"].items() if key.startswith("model.")}
+        for each in (described, manifest)
+    )
+    differences = [d for of in ("shape", "dtype") for d in _spec_difference(of, here, there)]
+    facts, saved = described["model"], manifest["model"]
+    differences += [
+        f"{name} is {saved.get(name)!r} there and {facts.get(name)!r} here"
+        for name in {**saved, **facts}
+        if saved and facts and saved.get(name) != facts.get(name)
+    ]
+    if parts := [*_name_difference(here, there), *differences]:
+        return (
+            f"is of another model: {'; '.join(parts)}. Build the model that was saved, give "
+            "renames= where only names changed, or choose another run directory"
+        )
+    if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
+        return (
+            f"is of an optimizer over other parameters: {'; '.join(parts)}. Build the optimizer "
+            "over the parameters that it had"
+        )
+    if any(manifest["optimizer"].values()):
+        if described["optimizer_class"] != (there := manifest["optimizer_class"]):
+            now = described["optimizer_class"]
+            return f"has the state of {there}, and the optimizer is {now}. Build a {there}"
+        if moved := _other_members(described["optimizer_members"], manifest["optimizer_members"]):
+            return f"has the state of another split: {moved}. Give each optimizer what it had"
+    here, there = described["average"], manifest["average"]
+    if here and there and (parts := _name_difference(here, there)):
+        return f"has averages of other parameters: {'; '.join(parts)}. Train what was trained"
+    present = {*manifest["fields"], *optional}
+    if missing := [name for name in described["fields"] if name not in present]:
+        return (
+            f"has no field {missing[0]!r}. Mark it with "
+            'attrs.field(metadata={"checkpoint": False}) to keep the value that it has, or with '
+            'metadata={"optional": True} where later checkpoints will have it'
+        )
+    return _rank_difference(described["fields"], manifest["fields"])
+
+
+def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
+    """Turn a value into a tree, moving its tensors to ``tensors``.
+
+    Args:
+        value: The value.
+        key: Under which a tensor is filed; those inside get longer ones.
+        tensors: Changed in place.
+        what: What it is called in messages.
+
+    Raises:
+        TypeError: If it holds something that cannot be saved.
+    """
+    if isinstance(value, Tensor):
+        while key in tensors:  # {"a": {"b": t}, "a.b": t} has two tensors at a.b
+            key += "'"
+        tensors[key] = value.detach()
+        return {"$tensor": key}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        items = []
+        for name, inner in value.items():
+            if not isinstance(name, bool | int | float | str):
+                raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
+            items.append([name, encode(inner, f"{key}.{name}", tensors, what)])
+        return {"$dict": items}
+    if type(value) in (list, tuple):  # a named tuple would not come back as one
+        tag = "$list" if type(value) is list else "$tuple"
+        return {tag: [encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
+    kind = type(value).__name__
+    raise TypeError(f"{what} holds a {kind} at {key} and cannot be saved. {_REMEDY}")
+
+
+def decode(node: Any, now: Any, tensors: dict[str, Any], make: Callable[[str, Any], Any]) -> Any:
+    """Build a value from a tree.
+
+    Args:
+        node: The tree.
+        now: Today's value, after which tensors are modelled.
+        tensors: Gets every tensor that was made, by key; changed in place.
+        make: Makes a tensor from its key and today's value.
+    """
+    if not isinstance(node, dict):
+        return node
+    ((tag, inner),) = node.items()
+    if tag == "$tensor":
+        tensors[inner] = make(inner, now)
+        return tensors[inner]
+    if tag == "$dict":
+        before = now if isinstance(now, dict) else {}
+        return {name: decode(value, before.get(name), tensors, make) for name, value in inner}
+    models = now if isinstance(now, list | tuple) else ()
+    paired = itertools.zip_longest(inner, models[: len(inner)])
+    built = [decode(value, model, tensors, make) for value, model in paired]
+    return built if tag == "$list" else tuple(built)
+
+
+def check_inner_optimizers(optimizer: Any) -> None:
+    """Refuse an optimizer that wraps others whose state it does not share.
+
+    It would be saved without an error and resume without its momentum.
+
+    Raises:
+        TypeError: Names the optimizer, what it holds, and the remedy.
+    """
+    check_optimizer(optimizer)
+    for name, inner in _inner_optimizers(optimizer):
+        if inner.state is not optimizer.state:
+            raise TypeError(
+                f"{type(optimizer).__name__} holds {type(inner).__name__} in {name!r}, whose state "
+                f"is not that of {type(optimizer).__name__}: a checkpoint would keep none of it. "
+                "Join optimizers with forgekit.chain_optimizers(first, second); a wrapper of one "
+                "shares its state with self.state = optimizer.state."
+            )
+        check_inner_optimizers(inner)
+
+
+def stateless_members(state: TrainState) -> dict[str, bool]:
+    """Say of each optimizer that should have state after a good step whether it has any here.
+
+    torch's own optimizers keep their state where a checkpoint finds it, so they are not asked. One
+    that needs none says so with an attribute ``stateless = True``.
+    """
+    optimizer = state.optimizer
+    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
+    # After bad steps alone no optimizer has any state.
+    if all(map(_is_known, members)) or state.step <= int(state.skipped):
+        return {}
+    has_state = {
+        f"{number} {type(member).__name__}": any(
+            optimizer.state.get(parameter)
+            for group in member.param_groups
+            for parameter in group["params"]
+        )
+        for number, member in enumerate(members)
+        if not _is_known(member)
+    }
+    return {name: not has for name, has in has_state.items()}
+
+
+def _average_tensors(state: TrainState) -> dict[str, Tensor]:
+    if (average := average_of(state)) is None:
+        return {}
+    values = {f"{_AVERAGE}{name}": value for name, value in average.values.items()}
+    return values | {_AVERAGE_COUNT: average.count}
+
+
+def _allocate_optimizer(
+    state: TrainState, manifest: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
+    optimizer: dict[Tensor, dict[str, Any]] = {}
+    for name, parameter in _optimizer_parameters(state).items():
+        make = partial(_optimizer_tensor, manifest["tensors"], parameter, groups[parameter])
+        before = state.optimizer.state.get(parameter, {})
+        if entries := manifest["optimizer"][name]:
+            optimizer[parameter] = {
+                key: decode(node, before.get(key), tensors, make) for key, node in entries.items()
+            }
+    return optimizer
+
+
+def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by name; refuses state that belongs to none of them."""
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    for key in state.optimizer.state.keys() - set(parameters):
+        raise TypeError(
+            f"the optimizer keeps state under {key!r:.80}, not one of its parameters, so it has no "
+            "name to be saved under. Keep it in optimizer.state[parameter]."
+        )
+    return {names[parameter]: parameter for parameter in parameters}
+
+
+def _name_of(optimizer: Optimizer) -> str:
+    members = optimizer.members if isinstance(optimizer, Chained) else ()
+    names = dict.fromkeys(type(member).__qualname__ for member in members)
+    return f"chain_optimizers({', '.join(names)})" if names else type(optimizer).__qualname__
+
+
+def _members(state: TrainState) -> dict[str, str]:
+    """Return by a parameter's name the class of the chain's member that steps it."""
+    members = state.optimizer.members if isinstance(state.optimizer, Chained) else ()
+    steps = {p: m for m in members for group in m.param_groups for p in group["params"]}
+    named = _optimizer_parameters(state).items() if members else ()
+    return {name: type(steps[parameter]).__qualname__ for name, parameter in named}
+
+
+def _other_members(here: dict[str, str], there: dict[str, str]) -> str:
+    moved = [name for name in here if here[name] != there.get(name, here[name])]
+    shown = moved[:NAMES_SHOWN]
+    return "; ".join(f"{n!r} is stepped by {there[n]} there and {here[n]} here" for n in shown)
+
+
+def _inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value
+        inside = values if isinstance(value, list | tuple | dict) else (value,)
+        yield from ((name, inner) for inner in inside if isinstance(inner, Optimizer))
+
+
+def _is_known(optimizer: Any) -> bool:
+    if isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    ):
+        return True
+    module = type(optimizer).__module__
+    return getattr(optimizer, "stateless", False) or module.startswith(("torch.", "forgekit."))
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _value(state: TrainState, name: str) -> Any:
+    """Return a field's value, or what its ``state_dict`` makes of it."""
+    value = getattr(state, name)
+    return value.state_dict() if _is_stateful(value) else value
+
+
+def _encode_field(
+    state: TrainState, name: str, rank: int | None, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    key = f"state.{name}" if rank is None else f"state.{name}.rank{rank}"
+    tree = encode(_value(state, name), key, tensors, f"field {name!r}")
+    return tree if rank is None else {_RANKS: [[rank, tree]]}
+
+
+def _encode_entries(
+    name: str, parameter: nn.Parameter, entries: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    is_sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+    encoded = {}
+    for key, value in entries.items():
+        what = f"optimizer entry {key!r} of {name!r}"
+        # A shard that looks like a whole tensor: one rank's would overwrite all others'.
+        is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_sharded and is_plain and value.ndim:
+            raise TypeError(
+                f"{what} is a plain tensor of shape {tuple(value.shape)} beside a sharded "
+                "parameter, so nothing says which part of it this is. Make it with "
+                "torch.zeros_like(parameter)."
+            )
+        encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, what)
+    return encoded
+
+
+def _model_facts(model: nn.Module) -> dict[str, Any]:
+    spec = getattr(model, "spec", None)
+    if not attrs.has(type(spec)):
+        return {}
+    facts: dict[str, Any] = {}
+    for name, value in attrs.asdict(spec).items():  # pyright: ignore[reportArgumentType]
+        inner = value if isinstance(value, dict) else {}
+        facts |= {f"{name}.{key}": each for key, each in inner.items() if key not in _NOT_FACTS}
+        facts |= {} if inner or name in _NOT_FACTS else {name: value}
+    return {k: v for k, v in facts.items() if isinstance(v, str | int | float | None)}
+
+
+def _optimizer_tensor(
+    specs: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], key: str, now: Any
+) -> Tensor:
+    """Make an entry as the optimizer would have made it, for this layout and device."""
+    spec = specs[key]
+    shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
+    if isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype:
+        return torch.empty_like(now)
+    # Guess what the optimizer would have made: a counter, a value per element, or one per row or
+    # column (Adafactor), which every rank holds whole.
+    if not shape:
+        # Optimizers keep step counters in host memory unless their kernels read them.
+        on_host = spec["host"] and not (group.get("fused") or group.get("capturable"))
+        return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        whole = [Replicate()] * parameter.device_mesh.ndim
+        return distributed_empty(
+            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
+        )
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _field_maker(value: Any, specs: dict[str, Any]) -> Callable[[str, Any], Tensor]:
+    """Return what makes the tensors of a field; those of an optimizer follow its parameters."""
+    groups = value.param_groups if isinstance(value, Optimizer) else []
+    owners = [(parameter, group) for group in groups for parameter in group["params"]]
+
+    def make(key: str, now: Any) -> Tensor:
+        # An optimizer's state_dict files entries under the position of their parameter.
+        number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
+        if number:
+            return _optimizer_tensor(specs, *owners[int(number[1])], key, now)
+        shape, dtype = torch.Size(specs[key]["shape"]), getattr(torch, specs[key]["dtype"])
+        if isinstance(now, Tensor) and now.shape == shape:
+            return torch.empty_like(now, dtype=dtype, requires_grad=False)
+        device = now.device if isinstance(now, Tensor) else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return make
+
+
+def _describe(tensor: Tensor) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": list(tensor.shape), "dtype": dtype, "host": tensor.device.type == "cpu"}
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.shape, tensor.dtype, mesh
+
+
+def _per_rank(tree: Any) -> list[Any]:
+    """Return the trees of a field that each rank has for itself, with their ranks."""
+    return tree.get(_RANKS, []) if isinstance(tree, dict) else []
+
+
+def _rank_difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
+    for name in here.keys() & there.keys():
+        now, saved = len(_per_rank(here[name])), len(_per_rank(there[name]))
+        if now and saved and now != saved:
+            return (
+                f"has the field {name!r} of each of {saved} ranks, and now there are {now}. What "
+                "each rank has for itself, such as a stream's position, cannot be divided again. "
+                f"Resume on {saved} ranks, or leave the field out with "
+                'attrs.field(metadata={"checkpoint": False}) and start it again'
+            )
+    return None
+
+
+def _with_nearest(name: str, names: Iterable[str]) -> str:
+    """Write a name for a message, with the most similar one that is there."""
+    nearest = difflib.get_close_matches(name, [*names], n=1)
+    return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"
+
+
+def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
+    here, there = dict.fromkeys(here), dict.fromkeys(there)
+    missing = [_with_nearest(name, there) for name in here if name not in there]
+    extra = [f"{name!r}" for name in there if name not in here]
+    return _some("it lacks", missing) + _some("only it has", extra)
+
+
+def _spec_difference(what: str, here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    different = [
+        f"{name!r} is {there[name][what]} there and {here[name][what]} here"
+        for name in here
+        if name in there and here[name][what] != there[name][what]
+    ]
+    return _some(f"{what}s differ:", different)
+
+
+def _some(what: str, names: list[str]) -> list[str]:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return [f"{what} {', '.join(names[:NAMES_SHOWN])}{more}"] if names else []

@@ -1,1 +1,0 @@
-"""Checkpoints: save, load, what is in them, and where they are stored."""
