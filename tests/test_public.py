@@ -178,7 +178,7 @@ def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     assert "forgekit" in loaded
-    assert loaded.isdisjoint({"torch", "numpy", "tensordict", "safetensors", "cattrs", *OPTIONAL})
+    assert loaded.isdisjoint({"torch", "numpy", "tensordict", "safetensors", *OPTIONAL})
 
 
 def test_no_file_takes_a_name_with_an_underscore_from_another():

@@ -133,8 +133,7 @@ def _check_world(mesh: MeshSpec, options: argparse.Namespace) -> None:
 
 def _configured(options: argparse.Namespace, recipe: ModuleType) -> Any:
     """The recipe's configuration."""
-    from forgekit.config import load_config
-    from forgekit.config.schema import keys_of
+    from forgekit.config import keys_of, load_config
 
     script = recipe.__file__
     _check_spelling(options.settings, [key.name for key in keys_of(recipe.Config)])

@@ -137,8 +137,7 @@ def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
 
 def _configured(run: Path, recipe: ModuleType) -> Any:
     """The run's configuration, for one process."""
-    from forgekit.config import ConfigError
-    from forgekit.config.strict import structure
+    from forgekit.config import ConfigError, structure
 
     path = run / "config.json"
     try:

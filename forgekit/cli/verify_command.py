@@ -105,7 +105,7 @@ def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
 
 def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
     """Run a recipe's setup with another mesh; what each rank of a layout calls."""
-    from forgekit.config.strict import structure
+    from forgekit.config import structure
 
     recipe = import_recipe(Path(script))
     config = structure(recipe.Config, tree | {"mesh": attrs.asdict(mesh)})

@@ -1,0 +1,549 @@
+"""A recipe's configuration: defaults, then one TOML file, then KEY=VALUE, into attrs classes.
+
+The class that a recipe defines is the whole schema. Its defaults are a tree of plain values, into
+which the file and the command line are merged key by key: ``model.dim=512`` keeps the other keys of
+the default ``model``. The whole tree is then read strictly, so a default that was edited in a copy
+is checked like a value. Nothing is coerced but ``1`` to ``1.0`` and text to a path, and nothing is
+skipped: a run that trains for a day on a mistyped key costs more than a refusal, so every mistake
+is named at once, before anything else has started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+import re
+import shutil
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import attrs
+
+from forgekit.inputs import path_problem
+from forgekit.terminal import printable, tell_once
+
+ConfigT = TypeVar("ConfigT")
+Problems = list[tuple[str, str]]
+"""Pairs of dotted path and text; the path is empty for the configuration as a whole."""
+UNKNOWN, REQUIRED = "unknown key", "required, but not given"
+SCALARS = (bool, int, float, str, Path)
+LONGEST = 60
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, not only the first mistake.
+
+    Attributes:
+        problems: Pairs of dotted path and text.
+    """
+
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.errors))
+
+    @property
+    def errors(self) -> list[str]:
+        """One sentence per problem, beginning with its path; nothing that a terminal would obey."""
+        texts = [f"{path}: {text}" if path else text for path, text in self.problems]
+        return [printable(f"{text.rstrip('.')}.").replace("\n", "\\n") for text in texts]
+
+
+def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = False) -> Any:
+    """Declare a key of a configuration class with what ``--help`` says about it.
+
+    Args:
+        default: Its default value; ``attrs.NOTHING`` if it has to be given.
+        text: One line.
+        at_least: Smallest value that is accepted; of text, the fewest characters.
+        inf: Whether a number may be infinite: where that means "no bound".
+
+    Returns:
+        A field, for the right side of ``name: type = key(...)``.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
+        >>> Config().steps
+        100
+    """
+
+    def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        for one in value.values() if isinstance(value, Mapping) else [value]:
+            if not inf and isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"{field.name!r} must be finite: {one}.")
+            if at_least is not None and isinstance(one, str) and len(one) < at_least:
+                raise ValueError(f"Length of {field.name!r} must be >= {at_least}: {len(one)}.")
+            if at_least is not None and isinstance(one, int | float) and not one >= at_least:
+                raise ValueError(f"{field.name!r} must be >= {at_least}: {one}.")
+
+    return attrs.field(default=default, validator=check, metadata={"help": text})
+
+
+def load_config(
+    cls: type[ConfigT], argv: Sequence[str] | None = None, *, program: str | None = None
+) -> ConfigT:
+    """Read ``[--config FILE.toml] [KEY=VALUE | --KEY=VALUE | --KEY VALUE ...]`` into ``cls``.
+
+    A value is read as TOML and, where it is not TOML, as text; so ``optim.lr=1e-4`` is a float and
+    ``precision=bf16`` needs no quotes. ``none`` empties a key that may be None, unless text is
+    allowed there. The last of repeated overrides counts.
+
+    Args:
+        cls: An attrs class; a field that holds another attrs class is a section of dotted keys.
+        argv: The arguments, without the program. Defaults to those of the process.
+        program: Name shown in messages. Defaults to the running script.
+
+    Returns:
+        An instance of ``cls``.
+
+    Raises:
+        SystemExit: With code 0 after ``--help``, and with code 2 after naming every mistake.
+
+    Examples:
+        >>> import attrs
+        >>> @attrs.frozen
+        ... class Config:
+        ...     steps: int = 100
+        ...     lr: float = 3e-4
+        >>> load_config(Config, ["steps=5", "--lr=1"])
+        Config(steps=5, lr=1.0)
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    program = printable(program or Path(sys.argv[0]).name)
+    if "--help" in arguments or "-h" in arguments:
+        _print_help(cls, program)
+        raise SystemExit(0)
+    files, overrides, problems = _split(arguments)
+    tree, file_problems = _read_files(cls, files)
+    problems += file_problems
+    for path, value in overrides:
+        tree = _put(cls, tree, path.split("."), _parse(value), path, problems)
+    config, wrong = _read_all(cls, tree)
+    # Keys may be missing only because the file could not be read.
+    problems += [p for p in wrong if not (file_problems and p[1].startswith(REQUIRED))]
+    if problems:
+        lines = [f"{program}: the configuration was refused.", *ConfigError(problems).errors]
+        tell_once("\n  ".join(lines) + f"\n{program} --help lists every key.")
+        raise SystemExit(2)
+    return config
+
+
+def structure(cls: type[ConfigT], mapping: Mapping[str, Any]) -> ConfigT:
+    """Build ``cls`` from nested mappings, such as a parsed TOML file or what ``to_dict`` returned.
+
+    Args:
+        cls: An attrs class.
+        mapping: Keys and plain values. A section is merged into the default that ``cls`` has for
+            it; a table or list replaces its default.
+
+    Returns:
+        An instance of ``cls``.
+
+    Raises:
+        ConfigError: If anything is unknown, missing, of another type, or refused by a validator or
+            ``__attrs_post_init__``. A class is only built, and its own checks only run, once all
+            of its keys could be read.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     steps: int = 100
+        >>> structure(Config, {"step": 7, "steps": 7.9})
+        Traceback (most recent call last):
+            ...
+        forgekit.config.ConfigError: step: unknown key; the nearest is steps.
+        steps: expected int, read 7.9 (float).
+    """
+    config, problems = _read_all(cls, _merge(cls, _defaults(cls), mapping))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Turn a configuration into plain values for ``config.json``; ``structure`` reads them back.
+
+    Args:
+        config: An instance of an attrs class.
+
+    Returns:
+        Nested dicts and lists of numbers, text, bools and None; paths become text.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     out: Path = Path("runs")
+        ...     betas: tuple[float, float] = (0.9, 0.95)
+        >>> to_dict(Config())
+        {'out': 'runs', 'betas': [0.9, 0.95]}
+    """
+    return _plain(config)
+
+
+def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[Key]:
+    """All dotted keys of ``cls``, in the order of its fields."""
+    tree, texts = _defaults(cls) if tree is None else tree, _descriptions(cls)
+    for alias, field in _fields(cls).items():
+        name, section = f"{prefix}{alias}", _section(field.type)
+        default = tree.get(alias, attrs.NOTHING)
+        if section is None or default is None:
+            shown = "required" if field.default is attrs.NOTHING else "computed"
+            shown = shown if default is attrs.NOTHING else _show(default)
+            text = field.metadata.get("help", texts.get(field.name, ""))
+            yield Key(name, field.type, shown, text)
+        if section is not None:
+            yield from keys_of(
+                section, default if isinstance(default, Mapping) else None, f"{name}."
+            )
+        for item in filter(attrs.has, get_args(field.type) if section is None else ()):
+            middle = ".NAME." if get_origin(field.type) is dict else "[]."
+            yield from keys_of(item, None, f"{name}{middle}")
+
+
+@attrs.frozen
+class Key:
+    """One line of ``--help``."""
+
+    name: str
+    kind: Any
+    default: str
+    text: str
+
+
+def name_of(kind: Any) -> str:
+    """Write a type; choices and ``none`` as they are typed on the command line."""
+    if kind in (NoneType, ...):
+        return "none" if kind is NoneType else "..."
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if len(_arms(kind)) > 1:
+        return " | ".join(map(name_of, _arms(kind)))
+    if get_origin(kind) is not None:
+        return f"{get_origin(kind).__name__}[{', '.join(map(name_of, get_args(kind)))}]"
+    return getattr(kind, "__name__", str(kind))
+
+
+def _fields(cls: Any) -> dict[str, attrs.Attribute[Any]]:
+    """The fields that a configuration may give, by key, with their types as objects."""
+    return {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    """The types of a union that a file can give, so no functions; one type alone is one of one."""
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    return tuple(arm for arm in get_args(kind) if get_origin(arm) is not Callable)
+
+
+def _section(kind: Any) -> Any:
+    """The attrs class that ``kind`` is, or is when it is not None; else None."""
+    arms = [arm for arm in _arms(kind) if arm is not NoneType]
+    return arms[0] if len(arms) == 1 and attrs.has(arms[0]) else None
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Plain values of the defaults; a section that has to be given has those of its own keys."""
+    tree = {}
+    for alias, field in _fields(cls).items():
+        default: Any = field.default
+        if isinstance(default, attrs.Factory):  # pyright: ignore[reportArgumentType]
+            default = attrs.NOTHING if default.takes_self else default.factory()
+        elif default is attrs.NOTHING and (section := _section(field.type)) is not None:
+            default = _defaults(section)
+        if default is not attrs.NOTHING:
+            tree[alias] = _plain(default)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {k: _plain(getattr(value, field.name)) for k, field in _fields(type(value)).items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _merge(kind: Any, old: Any, new: Any) -> Any:
+    """Put what was given over what is there: key by key in a section, else in its place."""
+    section = _section(kind)
+    if section is None or not isinstance(new, Mapping):
+        return new
+    fields, base = _fields(section), old if isinstance(old, Mapping) else _defaults(section)
+    types = {name: fields[name].type if name in fields else None for name in new}
+    return {**base, **{k: _merge(types[k], base.get(k), value) for k, value in new.items()}}
+
+
+def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems: Problems) -> Any:
+    """Put a value at a dotted key; what lies beside it stays."""
+    if not parts:
+        return _merge(kind, tree, value)
+    section = _section(kind)
+    if section is not None and not (isinstance(tree, Mapping) or tree in (None, "none")):
+        above = ".".join(path.split(".")[: -len(parts)])
+        problems.append((path, f"{above} was set to {_shown(tree)}, which has no keys"))
+        return tree
+    first, *rest = parts
+    base = tree if isinstance(tree, Mapping) else _defaults(section) if section else {}
+    fields = _fields(section) if section else {}
+    inner = fields[first].type if first in fields else None
+    return {**base, first: _put(inner, base.get(first), rest, value, path, problems)}
+
+
+def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
+    """Read a whole tree; unknown keys get the nearest one."""
+    problems: Problems = []
+    config = _read(tree, cls, "", problems)
+    names = [key.name for key in keys_of(cls)]
+    names += {name.rpartition(".")[0] for name in names if "." in name}
+    suggest = [
+        (p, UNKNOWN + _nearest(p, names) if text is UNKNOWN else text) for p, text in problems
+    ]
+    return config, suggest
+
+
+def _nearest(path: str, names: list[str]) -> str:
+    """Suggest the same key in another section, else the most similar path, else the last word."""
+    lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
+    last = path.rpartition(".")[2]
+    close = difflib.get_close_matches(path, names, n=1)
+    similar = difflib.get_close_matches(last, lasts, n=1)
+    nearest = lasts.get(last) or (close or [lasts[word] for word in similar] or [None])[0]
+    return f"; the nearest is {nearest}" if nearest else "; no key resembles it"
+
+
+def _read(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+    """Read a plain value as a type; what is wrong with it is added to the problems."""
+    if kind is Any or not isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)):
+        return value  # no file holds it: a default such as a function
+    if len(_arms(kind)) > 1 or get_origin(kind) in (Union, UnionType):
+        return _read_union(value, kind, path, problems)
+    container = get_origin(kind) or kind
+    if container is Literal:
+        return _read_choice(value, kind, path, problems)
+    if attrs.has(kind) and isinstance(value, Mapping):
+        return _read_section(value, kind, path, problems)
+    if container in (list, tuple) and isinstance(value, list | tuple):
+        kinds = get_args(kind) or (Any, ...)
+        kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
+        if len(kinds) != len(value):
+            rule = f"expected {len(kinds)} values for {name_of(kind)}, read {_shown(value)}"
+            problems.append((path, rule))
+            return None
+        return container(
+            _read(item, inner, f"{path}[{index}]", problems)
+            for index, (item, inner) in enumerate(zip(value, kinds, strict=True))
+        )
+    if container is dict and isinstance(value, Mapping):
+        inner = get_args(kind)[1] if get_args(kind) else Any
+        return {k: _read(item, inner, f"{path}.{k}", problems) for k, item in value.items()}
+    return _read_scalar(value, kind, path, problems)
+
+
+def _read_section(value: Mapping[str, Any], cls: Any, path: str, problems: Problems) -> Any:
+    fields, before, values = _fields(cls), len(problems), {}
+    prefix = f"{path}." if path else ""
+    problems += [(f"{prefix}{name}", UNKNOWN) for name in value if name not in fields]
+    for alias, field in fields.items():
+        if alias in value:
+            known = len(problems)
+            values[alias] = _read(value[alias], field.type, f"{prefix}{alias}", problems)
+            if len(problems) == known:
+                _validate(field, values, f"{prefix}{alias}", problems)
+        elif field.default is attrs.NOTHING:
+            problems.append((f"{prefix}{alias}", f"{REQUIRED}; expected {name_of(field.type)}"))
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        problems.append((path, str(error.args[0]) if error.args else repr(error)))
+        return None
+
+
+def _validate(field: Any, values: Mapping[str, Any], path: str, problems: Problems) -> None:
+    """Run a field's validator before its class is built, so that no refusal hides the next."""
+    if field.validator is None or field.converter is not None:
+        return
+    try:
+        field.validator(SimpleNamespace(**values), field, values[field.alias])
+    except AttributeError:
+        return  # it compares with a field that has no value yet; building the class runs it again
+    except (TypeError, ValueError) as error:
+        problems.append((path, str(error.args[0])))
+
+
+def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+    arms = [arm for arm in _arms(kind) if arm is not NoneType]
+    is_text = str in arms or any("none" in get_args(arm) for arm in arms)
+    if NoneType in _arms(kind) and (value is None or (value == "none" and not is_text)):
+        return None
+    for arm in arms:
+        wrong: Problems = []
+        result = _read(value, arm, path, wrong)
+        if not wrong or len(arms) == 1:
+            problems += wrong
+            return result
+    problems.append((path, _mismatch(value, kind)))
+    return None
+
+
+def _read_choice(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+    choices = get_args(kind)
+    if any(type(choice) is type(value) and choice == value for choice in choices):
+        return value
+    names = list(map(str, choices))
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    nearest = f"; the nearest is {close[0]}" if close else ""
+    problems.append((path, f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}"))
+    return None
+
+
+def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        if wrong := path_problem(str(value)):
+            problems.append((path, f"the path {wrong}"))
+        return Path(value).expanduser()
+    if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
+        return float(value)
+    if kind not in SCALARS and not attrs.has(kind) and get_origin(kind) not in (list, tuple, dict):
+        raise TypeError(
+            f"a configuration class cannot have a field of type {name_of(kind)}; use int, float, "
+            "bool, str, Path, Literal, list, tuple, dict[str, ...], None, or an attrs class."
+        )
+    if type(value) is not kind:
+        problems.append((path, _mismatch(value, kind)))
+    elif value != value:
+        problems.append((path, "read nan, which is not a number; write one, or inf for no bound"))
+    return value
+
+
+def _mismatch(value: Any, kind: Any) -> str:
+    hint = ""
+    if kind is bool and isinstance(value, str):
+        hint = "; write true or false"
+    elif kind in (str, Path) and isinstance(value, bool | int | float):
+        hint = f"; quotes make it text: '{_show(_shown(value))}'"
+    elif (get_origin(kind) or kind) in (list, tuple) and isinstance(value, str):
+        hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
+    return f"expected {name_of(kind)}, read {_typed(value)}{hint}"
+
+
+def _typed(value: Any) -> str:
+    kind = "table" if isinstance(value, Mapping) else type(value).__name__
+    return f"{_shown(value)} ({kind})"
+
+
+def _shown(value: Any) -> str:
+    text = _show(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _show(value: Any) -> str:
+    """Write a value as a user would in TOML."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_show(item)}' for name, item in value.items())}}}"
+    return str(value)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], Problems]:
+    """Sort arguments into configuration files, overrides and problems."""
+    files, overrides, problems = [], [], []
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
+        name, equals, value = token.removeprefix("--").partition("=")
+        if token.startswith("--") and not equals and rest and _is_value(rest[0]):
+            equals, value = "=", rest.pop(0)
+        if not equals or not re.fullmatch(r"[^\s.\-][^\s.]*(\.[^\s.]+)*", name):
+            problems.append((token, _why_refused(token)))
+        elif token.startswith("--") and name == "config":
+            files.append(value)
+        else:
+            overrides.append((name, value))
+    return files, overrides, problems
+
+
+def _is_value(token: str) -> bool:
+    """Whether the token after ``--KEY`` can only be its value, not the next override."""
+    return not token.startswith("--") and not re.match(r"[A-Za-z_][\w.\-]*=", token)
+
+
+def _why_refused(token: str) -> str:
+    if token.endswith(".toml"):
+        return f"unknown argument; a file is given as --config {token}"
+    if re.fullmatch(r"(--)?[A-Za-z_][\w.]*", token):
+        return f"no value; write {token}=VALUE"
+    return "unknown argument; write KEY=VALUE, --KEY=VALUE or --config FILE.toml"
+
+
+def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:
+    """Merge at most one file into the defaults, and say what is wrong with it."""
+    tree = _defaults(cls)
+    if len(files) > 1:
+        return tree, [("--config", f"given {len(files)} times, but one file is read; merge them")]
+    try:  # some editors begin a file with a mark
+        texts = [Path(file).read_text(encoding="utf-8-sig") for file in files]
+        return _merge(cls, tree, tomllib.loads("".join(texts))), []
+    except OSError as error:
+        return tree, [("--config", f"cannot read {files[0]} ({error.strerror})")]
+    except ValueError as error:  # neither TOML nor, perhaps, UTF-8
+        return tree, [("--config", f"{files[0]} is not valid TOML: {error}")]
+
+
+def _parse(text: str) -> Any:
+    """Read one TOML value, or take the text as it is.
+
+    The braces turn ``5 # 3`` and ``1, b = 2`` into text, of which no half can get lost.
+    """
+    try:
+        document = tomllib.loads(f"outer = {{inner = {text}}}")
+    except ValueError:
+        return text
+    if list(document) == ["outer"] and list(document["outer"]) == ["inner"]:
+        return document["outer"]["inner"]
+    return text
+
+
+def _descriptions(cls: type) -> dict[str, str]:
+    """First sentences of the ``Attributes:`` or ``Args:`` of a Google docstring, by name."""
+    entries: dict[str, str] = {}
+    for parent in reversed(cls.__mro__):
+        doc = inspect.cleandoc(parent.__doc__ or "")
+        section = re.search(r"^(?:Attributes|Args):\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
+        body = textwrap.dedent(section[1]) if section else ""
+        for match in re.finditer(r"^(\w+)(?: \(.*\))?:((?:.*)(?:\n[ \t]+.*)*)", body, re.MULTILINE):
+            text = " ".join(match[2].split()).replace("``", "`")
+            entries[match[1]] = re.split(r"(?<=\.) (?=[A-Z])", text)[0]
+    return entries
+
+
+def _print_help(cls: type, program: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("KEY", no_wrap=True)
+    for title in ("TYPE", "DEFAULT", ""):
+        table.add_column(title, overflow="fold")
+    for line in keys_of(cls):
+        table.add_row(line.name, name_of(line.kind), line.default, line.text)
+    console.print(f"usage: {program} [--config FILE.toml] [KEY=VALUE | --KEY=VALUE ...]\n")
+    console.print(table)
