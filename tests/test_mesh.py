@@ -214,39 +214,16 @@ def test_the_meeting_point_is_what_was_given_else_the_job_s_else_this_machine(st
 
 IDENTITIES = {
     "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it is a whole number"),
-    "a rank alone": ({"RANK": "x"}, "RANK is 'x'; it is a whole number, 0 or more. torchrun and s"),
     "no rank": ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is ''; it is a whole number"),
     "a negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'; it is a whole number"),
-    "half a rank": ({"RANK": "0.5", "WORLD_SIZE": "2"}, "RANK is '0.5'; it is a whole number"),
-    "a rank with a space": ({"RANK": " 0", "WORLD_SIZE": "2"}, "RANK is ' 0'; it is a whole"),
-    "a rank with an underscore": ({"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK is '1_0'; it is a"),
-    "Arabic digits": ({"RANK": "\u0661", "WORLD_SIZE": "2"}, r"RANK is '\\u0661'; it is a whole"),
-    "a rank of 5,000 digits": ({"RANK": "1" * 5000, "WORLD_SIZE": "2"}, r"RANK is '1{37}\.\.\.'; "),
-    "a rank in colours": ({"RANK": "\x1b[31m", "WORLD_SIZE": "2"}, r"RANK is '\\x1b\[31m'; it"),
     "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; ranks of WORLD_SIZE=2 proce"),
-    "a rank far beyond": ({"RANK": "9", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 processes are 0 to 3"),
-    "rank 1 of 1": ({"RANK": "1", "WORLD_SIZE": "1"}, "WORLD_SIZE=1 processes are 0 to 0"),
     "a world of none": (
         {"RANK": "0", "WORLD_SIZE": "0"},
         "WORLD_SIZE is '0'; a job has at least 1",
     ),
-    "a world of none alone": ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; a job has at least 1 proc"),
-    "a world in letters": (
-        {"RANK": "0", "WORLD_SIZE": "two"},
-        "WORLD_SIZE is 'two'; it is a whole",
-    ),
-    "a negative world": ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; it is a whole n"),
-    "a local rank in letters": (
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "gpu0"},
-        "LOCAL_RANK is 'gpu0'; it is a whole number, 0 or more",
-    ),
     "a local rank beyond": (
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
         "LOCAL_RANK is '2'; a machine has no more than WORLD_SIZE=2 processes",
-    ),
-    "a local rank below": (
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"},
-        "LOCAL_RANK is '-1'; it is a whole number",
     ),
     "a task in letters": (
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
