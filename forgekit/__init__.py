@@ -28,13 +28,13 @@ if _TYPE_CHECKING:
     )
     from forgekit.data.order import Phase as Phase, make_order as make_order
     from forgekit.data.mixture import mixture_dataset as mixture_dataset
-    from forgekit.data.batches.batch import check_batch as check_batch, shift_labels as shift_labels
-    from forgekit.data.batches.sequence_slices import (
+    from forgekit.data.batch import check_batch as check_batch, shift_labels as shift_labels
+    from forgekit.data.sequence_slices import (
         shard_sequence as shard_sequence,
         unshard_sequence as unshard_sequence,
     )
-    from forgekit.data.loading.loader import make_loader as make_loader
-    from forgekit.data.loading.groups import groups as groups
+    from forgekit.data.loader import make_loader as make_loader
+    from forgekit.data.groups import groups as groups
     from forgekit.model.moe_spec import MoESpec as MoESpec
     from forgekit.model.attention_kernels import AttentionChoice as AttentionChoice
     from forgekit.model.rope_scaling import RopeScaling as RopeScaling
@@ -135,10 +135,10 @@ _NAMES = _MappingProxyType(
         "data.rows": "check_vocabulary packed_dataset token_dataset",
         "data.order": "Phase make_order",
         "data.mixture": "mixture_dataset",
-        "data.batches.batch": "check_batch shift_labels",
-        "data.batches.sequence_slices": "shard_sequence unshard_sequence",
-        "data.loading.loader": "make_loader",
-        "data.loading.groups": "groups",
+        "data.batch": "check_batch shift_labels",
+        "data.sequence_slices": "shard_sequence unshard_sequence",
+        "data.loader": "make_loader",
+        "data.groups": "groups",
         "model.moe_spec": "MoESpec",
         "model.attention_kernels": "AttentionChoice",
         "model.rope_scaling": "RopeScaling",

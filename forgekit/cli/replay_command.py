@@ -78,7 +78,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
     """Go from the last checkpoint to the step before, and look at the step."""
-    from forgekit.data.loading.groups import groups
+    from forgekit.data.groups import groups
     from forgekit.evaluation.replay import replay_step
     from forgekit.mesh import shutdown
 

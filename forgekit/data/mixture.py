@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from forgekit.data.batch import check_alike, read_rows
 from forgekit.data.fingerprint import facts_of, state_facts
 from forgekit.data.order import Order
-from forgekit.data.samples import check_alike, read_rows
 from forgekit.inputs import quoted
 
 

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
+from forgekit.data.batch import IGNORED, MOST_ROWS, PADDING, apply_transforms, collate
 from forgekit.data.documents import check_ids
 from forgekit.data.fingerprint import state_facts, tokenizer_of
 from forgekit.data.packing import Bins, pack, pad_lengths
-from forgekit.data.samples import IGNORED, MOST_ROWS, PADDING, apply_transforms, collate
 from forgekit.data.token_files import TokenFile, open_tokens
 from forgekit.inputs import check_integers
 

@@ -11,8 +11,8 @@ import attrs
 import torch
 from tensordict import TensorDictBase
 
-from forgekit.data.loading.groups import groups
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
+from forgekit.data.groups import groups
 from forgekit.model.routing import Router
 from forgekit.plan.collectives import Call
 from forgekit.plan.watch import StepWatch, Work

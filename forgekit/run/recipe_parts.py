@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.data.loading.loader import Loader, make_loader
+from forgekit.data.loader import Loader, make_loader
 from forgekit.inputs import divisors
 from forgekit.mesh import data_ranks
 from forgekit.parallel.layout import size_of

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
 from forgekit.inputs import check_choice, check_numbers
 from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
 from forgekit.model.attention import wide
 from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
 from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_positions

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
 from forgekit.model.attention import wide
 from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
 from forgekit.inputs import nearest_multiples
 from forgekit.model.attention import wide
 from forgekit.parallel.layout import full

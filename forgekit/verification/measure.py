@@ -25,8 +25,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from forgekit.data.loading.groups import groups
-from forgekit.data.samples import IGNORED
+from forgekit.data.batch import IGNORED
+from forgekit.data.groups import groups
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
 from forgekit.model.lora import LoraLinear
 from forgekit.parallel.agreement import exchange

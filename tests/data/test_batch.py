@@ -6,8 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.batches.batch import check_batch, mask_batch, shift_labels
-from forgekit.data.samples import collate
+from forgekit.data.batch import check_batch, collate, mask_batch, shift_labels
 
 IDS = torch.arange(6).reshape(2, 3)
 

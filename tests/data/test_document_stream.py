@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.data.batches.batch import check_batch
+from forgekit.data.batch import check_batch
 from forgekit.data.documents import random_documents
+from forgekit.data.groups import groups
 from forgekit.data.huggingface import huggingface_documents
-from forgekit.data.loading.document_stream import stream_documents
-from forgekit.data.loading.groups import groups
+from forgekit.data.stream import stream_documents
 from forgekit.data.text_files import text_documents
 from forgekit.data.token_files import token_documents, write_tokens
 from forgekit.data.tokenizer import train_tokenizer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from forgekit.data.loading.groups import groups
-from forgekit.data.loading.loader import make_loader
+from forgekit.data.groups import groups
+from forgekit.data.loader import make_loader
 
 
 def micro_batch(number):

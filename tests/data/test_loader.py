@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from runs import launch
 from tensordict import TensorDict
 
-from forgekit.data.batches.batch import shift_labels
-from forgekit.data.loading.loader import make_loader
-from forgekit.data.order import sample_rows
+from forgekit.data.batch import shift_labels
+from forgekit.data.loader import make_loader
+from forgekit.data.permutation import sample_rows
 
 
 class Rows:
@@ -194,7 +194,7 @@ def test_waiting_is_measured():
 PREAMBLE = """
 import torch
 from tensordict import TensorDict
-from forgekit.data.loading.loader import make_loader
+from forgekit.data.loader import make_loader
 rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
 """
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgekit.data.hashing import hash_integers
-from forgekit.data.order import permute, sample_rows
+from forgekit.data.permutation import permute, sample_rows
 
 SIZES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from forgekit.data.batches.sequence_slices import (
+from forgekit.data.sequence_slices import (
     join_positions,
     shard_sequence,
     slice_positions,

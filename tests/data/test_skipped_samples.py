@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.data.loading.skipped_samples import positions
+from forgekit.data.skipped_samples import positions
 
 ROWS = 24
 

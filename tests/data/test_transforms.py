@@ -12,7 +12,7 @@ from oracle import SPEC
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.data.samples import apply_transforms
+from forgekit.data.batch import apply_transforms
 
 START, STOP = 1, 2
 
@@ -93,16 +93,6 @@ def test_padding_that_cannot_be_is_refused():
         fk.data.pad_positions(rows([[1, 2, 3, 4]]), 6, multiple=4)
     with pytest.raises(ValueError, match=r'batch has no "labels"'):
         fk.data.pad_positions(TensorDict({"input_ids": torch.ones(2, 3)}, [2]), 8)
-
-
-def test_the_earlier_name_of_padding_still_works_and_names_the_new_one():
-    batch = rows([[1, 2, 3, 4]])
-    with pytest.warns(
-        DeprecationWarning, match=r"pad_places is forgekit\.data\.pad_positions now, and"
-    ):
-        padded = fk.data.pad_places(batch, places=8, token=5)
-    expected = fk.data.pad_positions(batch, positions=8, token=5)
-    assert all(torch.equal(padded[key], expected[key]) for key in ("input_ids", "labels"))
 
 
 def test_padded_positions_change_no_gradient():

@@ -17,8 +17,8 @@ import forgekit as fk
 from forgekit.checkpoints.load import checkpoint_load
 from forgekit.checkpoints.save import checkpoint_save
 from forgekit.data.documents import random_documents
-from forgekit.data.loading.document_stream import stream_documents
-from forgekit.data.loading.groups import groups
+from forgekit.data.groups import groups
+from forgekit.data.stream import stream_documents
 from forgekit.ranks import CheckpointError
 from forgekit.state import TrainState
 

@@ -188,7 +188,7 @@ def test_a_plan_is_what_real_ranks_do(cells):
 PEAK = """
 import attrs, re, sys
 sys.path.insert(0, {tests!r})
-from forgekit.data.loading.groups import groups
+from forgekit.data.groups import groups
 from plan_cells import WIDE, setup
 from run.test_plan import BIG
 

@@ -18,13 +18,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.data.batches.batch import mask_rows
-from forgekit.data.loading.batch_size import count_micro_batches
-from forgekit.data.loading.device_prefetch import DeviceCopies
-from forgekit.data.loading.skipped_samples import Skips, check_skips, positions
-from forgekit.data.loading.workers import Reader, compute_ahead
-from forgekit.data.order import sample_rows
-from forgekit.data.samples import MOST_ROWS, apply_transforms, read_rows
+from forgekit.data.batch import MOST_ROWS, apply_transforms, mask_rows, read_rows
+from forgekit.data.groups import count_micro_batches
+from forgekit.data.permutation import sample_rows
+from forgekit.data.read_ahead import DeviceCopies, Reader, compute_ahead
+from forgekit.data.skipped_samples import Skips, check_skips, positions
 from forgekit.devices import check_device
 from forgekit.inputs import LARGEST, check_integers, check_rank
 

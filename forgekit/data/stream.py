@@ -3,25 +3,43 @@
 A stream replaces the loader in a recipe. It cannot be divided among other ranks, so its
 position belongs to its rank, and another number of ranks cannot resume it. Data that fits on a disk
 is better prepared: token files shuffle, pack, and resume on any number of ranks.
+
+Tokens fill rows in their order; a document continues in the next row. Every token that follows
+another one of its document is a target once. The position between two micro-batches is a small
+value, a cursor: the source's position before the document that the next row begins in, and how many
+tokens of this document are used::
+
+    documents   1 2 3 $ | 4 5 6 7 8 9 $          ($ closes a document)
+    row 0       1 2 3 $ 4 5 (6)                   seq_len 6: inputs, and the last label
+    row 1       6 7 8 9 $                         cursor: position of the second document, inside 2
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
-from forgekit.data.documents import Documents, as_documents
-from forgekit.data.loading.batch_size import count_micro_batches
-from forgekit.data.loading.document_rows import Cursor, DocumentRows
-from forgekit.data.loading.workers import Reader, compute_ahead
-from forgekit.data.samples import MOST_ROWS
-from forgekit.data.tokenizer import END_OF_TEXT, token_id
+from forgekit.data.batch import MOST_ROWS, apply_transforms
+from forgekit.data.documents import Documents, Record, as_documents, check_ids
+from forgekit.data.groups import count_micro_batches
+from forgekit.data.read_ahead import Reader, compute_ahead
+from forgekit.data.rows import Piece, fill_rows
+from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
 from forgekit.inputs import check_integers, check_rank, wrong_type
+from forgekit.terminal import printable
+
+BROKEN_NAMED = 10
+"""Broken documents that are named in the log; the others are counted."""
+
+log = logging.getLogger("forgekit")
 
 
 def stream_documents(
@@ -228,3 +246,117 @@ def _torch_worker() -> tuple[int, int]:
 def _describe(state: dict[str, Any]) -> str:
     worker = f", worker {state['worker']} of {state['workers']}" if state["workers"] > 1 else ""
     return f"rank {state['rank']} of {state['world']}{worker}"
+
+
+@attrs.frozen
+class Cursor:
+    """The position of a reader between two micro-batches.
+
+    Attributes:
+        position: The source's, before the document that the next row begins in.
+        inside: Tokens of that document before the next row.
+        epoch: How often the source was read to its end.
+        rows: Rows with targets so far.
+        broken: Documents left out so far because they could not be read.
+    """
+
+    position: Any = None
+    inside: int = 0
+    epoch: int = 0
+    rows: int = 0
+    broken: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class DocumentRows:
+    """How documents become micro-batches; reads them from any cursor."""
+
+    documents: Documents
+    tokenizer: Any
+    eos_id: int
+    seq_len: int
+    batch_size: int
+    epochs: int | None
+    transforms: Sequence[Callable[[TensorDict], TensorDict]]
+
+    def read(self, cursor: Cursor, part: int, parts: int) -> Iterator[tuple[TensorDict, Cursor]]:
+        """Yield micro-batches, each with the cursor after it, as one reader of several."""
+        rows, count = self._rows(cursor, part, parts), cursor.rows
+        while batch := list(itertools.islice(rows, self.batch_size)):
+            count += len(batch)
+            _, after = batch[-1]
+            yield self._batch([pieces for pieces, _ in batch]), attrs.evolve(after, rows=count)
+
+    def padding(self) -> TensorDict:
+        """Make a micro-batch that holds no document."""
+        return self._batch([])
+
+    def _batch(self, rows: list[list[Piece]]) -> TensorDict:
+        """Build a micro-batch; rows that the data do not fill are padding."""
+        missing: list[list[Piece]] = [[]] * (self.batch_size - len(rows))
+        batch = fill_rows([*rows, *missing], self.seq_len, self.eos_id)
+        return apply_transforms(batch, self.transforms)
+
+    def _rows(self, cursor: Cursor, part: int, parts: int) -> Iterator[tuple[list[Piece], Cursor]]:
+        """Yield the pieces of each row, ``seq_len`` tokens in all, and the cursor after it."""
+        pieces: list[Piece] = []
+        left, start = self.seq_len, cursor.inside
+        before = cursor
+        for ids, before in self._documents(cursor, part, parts):
+            if not left:  # the row ended with its last document; now the cursor behind it is known
+                yield pieces, before
+                pieces, left = [], self.seq_len
+            while len(ids) - start > 1:  # a closing token has no target, so it begins no row
+                tokens = ids[start : start + left + 1]  # the last one's label comes along
+                length = min(len(tokens), left)
+                pieces.append((tokens, length))
+                left -= length
+                start += length
+                if not left and len(ids) - start > 0:
+                    yield pieces, attrs.evolve(before, inside=start)
+                    pieces, left = [], self.seq_len
+            start = 0
+        if pieces:  # the data end inside a row, or with it
+            yield pieces, Cursor(epoch=before.epoch + 1, broken=before.broken)
+
+    def _documents(
+        self, cursor: Cursor, part: int, parts: int
+    ) -> Iterator[tuple[NDArray[Any], Cursor]]:
+        """Yield documents with their closing token, and the cursor before each."""
+        before = attrs.evolve(cursor, inside=0)
+        while self.epochs is None or before.epoch < self.epochs:
+            is_empty = before.position is None
+            records = self.documents.read(before.position, part=part, parts=parts)
+            contents = self._contents(records, before)
+            if self.tokenizer is not None:
+                contents = encode_texts(self.tokenizer, contents)
+            for after, ids in contents:
+                if len(ids):
+                    is_empty = False
+                    yield np.append(ids, ids.dtype.type(self.eos_id)), before
+                before = after
+            if is_empty:
+                raise ValueError(
+                    f"reader {part} of {parts} found no document ({before.broken} are broken). "
+                    "Stream at least as many documents as there are readers."
+                )
+            before = Cursor(epoch=before.epoch + 1, broken=before.broken)
+
+    def _contents(self, records: Iterable[Record], cursor: Cursor) -> Iterator[tuple[Cursor, Any]]:
+        """Yield the cursor after each document and its content; a broken one counts as empty."""
+        broken = cursor.broken
+        for record in records:
+            content: Any = record.content
+            if record.problem is not None:
+                broken += 1
+                content = () if self.tokenizer is None else ""
+                if broken <= BROKEN_NAMED:
+                    log.warning("left out: %s", printable(record.problem))
+            is_text = isinstance(content, str)
+            if is_text == (self.tokenizer is None):
+                has, needs = ("text", "a tokenizer") if is_text else ("token ids", "no tokenizer")
+                raise TypeError(
+                    f"these documents are {has}, so the stream needs {needs}; pass it so."
+                )
+            ids = content if is_text else check_ids(record.name, content)
+            yield Cursor(record.after, epoch=cursor.epoch, broken=broken), ids

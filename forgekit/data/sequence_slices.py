@@ -17,8 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from forgekit.data.batches.batch import ids_shape
-from forgekit.data.samples import check_alike
+from forgekit.data.batch import check_alike, ids_shape
 from forgekit.inputs import check_choice, check_rank, nearest_multiples
 
 Slicing = Literal["zigzag", "contiguous"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.data.samples import IGNORED, PADDING, check_has
+from forgekit.data.batch import IGNORED, PADDING, check_has
 from forgekit.inputs import check_integers
 
 _FILL = {"labels": IGNORED, "doc_ids": PADDING}
@@ -105,19 +104,6 @@ def pad_positions(
             padded[key] = F.pad(tensor, (0, wanted - shape[-1]), value=_FILL.get(key, 0))
     padded["input_ids"][..., shape[-1] :] = token
     return TensorDict(padded, batch.batch_size)
-
-
-def pad_places(
-    batch: TensorDict, places: int | None = None, *, multiple: int = 1, token: int = 0
-) -> TensorDict:
-    """Pad rows on the right. Deprecated: use ``pad_positions``."""
-    warnings.warn(
-        "forgekit.pad_places is forgekit.data.pad_positions now, and its places= is positions=; "
-        "fingerprints of saved runs stay the same.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return pad_positions(batch, places, multiple=multiple, token=token)
 
 
 def _last(is_marked: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""Micro-batches: their keys, masks, transforms and sequence slices."""

@@ -1,1 +1,0 @@
-"""Rows become a resumable stream of one rank's micro-batches."""
