@@ -6,12 +6,14 @@ import re
 import warnings
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from covering import one_at_a_time, some_of
-from oracle import full_tensors, relative_error
-from ranks import run_again
+from flash_kernels import flash_kernels
+from oracle import SPEC, full_tensors, logits_loss, relative_error
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -437,3 +439,20 @@ def test_a_feed_forward_beside_sharded_positions_is_exact(pp):
     expected = reference("plain", 1)
     for found in run_again(_gradients, 2 * pp, {"pp": pp, "tp": 2}, "plain", PLACED, {}):
         assert relative_error(found, {name: expected[name] for name in found}) < 1e-10
+
+
+def _narrow_kernel(rank, world, kernel):
+    with flash_kernels():
+        mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
+        model = fk.Transformer(attrs.evolve(SPEC, vocab_size=38, head_dim=8))
+        model = fk.parallelize(model, mesh, precision="bf16", attention=kernel)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        ids = torch.arange(32).view(2, 16)
+        documents = {"doc_ids": torch.zeros_like(ids)} if kernel == "varlen" else {}
+        batch = TensorDict({"input_ids": ids, "labels": ids, **documents}, [2])
+        return fk.accumulate(state, [batch], logits_loss)["targets"].item()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+def test_a_plan_is_proved_where_the_kernel_takes_16_bits_only(kernel):
+    assert run_ranks(_narrow_kernel, 2, kernel) == [32, 32]

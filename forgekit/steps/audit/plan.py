@@ -36,7 +36,7 @@ from torch.distributed.tensor import (
 )
 from torch.utils._pytree import tree_map
 
-from forgekit.model.attention import wide
+from forgekit.model.attention import attend_causal, wide
 from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
@@ -104,7 +104,7 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
         torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
         torch.compiler.set_stance("force_eager"),
         evaluating(state.model, layout),
-        with_sockets(state.model, layout.sockets),
+        with_sockets(state.model, {**_attending(state.model), **layout.sockets}),
         _exact_products(),
     ):
         whole = _Pass(layout, ranks, device, stated, is_whole=True)
@@ -122,6 +122,15 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
                     evaluate_staged(shared, [short], loss_fn)
     problem = sharded.problem and f"tensor parallelism (tp {tensor}): {sharded.problem}{REMEDY}"
     raise_together(problem)
+
+
+def _attending(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Attention of one device for float32: what was asked for may take 16 bits only."""
+    return {
+        name: {"attend": attend_causal}
+        for name, module in model.named_modules()
+        if getattr(vars(module).get("attend"), "func", None) is attend_causal
+    }
 
 
 @attrs.define(eq=False)
