@@ -190,6 +190,12 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Read a whole file; see ``open_regular``."""
+    with open_regular(Path(path)) as file:
+        return file.read()
+
+
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that readers, and a crash, find the old content or the new, never a part."""
     path = Path(path)

@@ -15,6 +15,7 @@ import attrs
 
 from forgekit.cli.recipe_setup import build, micro_batches, opened
 from forgekit.cli.usage import UsageError, file_path, script_file
+from forgekit.files import read_regular
 from forgekit.inputs import parse_json
 from forgekit.terminal import printable
 
@@ -141,7 +142,7 @@ def _configured(run: Path, recipe: ModuleType) -> Any:
 
     path = run / "config.json"
     try:
-        tree = parse_json(path.read_bytes())
+        tree = parse_json(read_regular(path))
         if not isinstance(tree, dict):
             raise ValueError(f"it holds a {type(tree).__name__}")
         return structure(recipe.Config, tree | ({"mesh": {}} if "mesh" in tree else {}))

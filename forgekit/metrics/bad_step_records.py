@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.files import append_lines
+from forgekit.files import append_lines, read_regular
 from forgekit.inputs import parse_json
 from forgekit.metrics.strict_json import finite
 from forgekit.state import TrainState
@@ -106,7 +106,7 @@ def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for line in path.read_text("utf-8").splitlines():
+    for line in read_regular(path).splitlines():
         try:
             found.append(parse_json(line))
         except ValueError:

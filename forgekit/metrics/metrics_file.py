@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forgekit.files import overwrite, write_atomic
+from forgekit.files import overwrite, read_regular, write_atomic
 from forgekit.inputs import parse_json
 from forgekit.metrics.strict_json import finite
 
@@ -17,9 +17,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read ``metrics.jsonl`` as a list of rows; a last line that was cut by a crash is left out.
 
     Raises:
+        OSError: If it cannot be read, or is a pipe, whose reading might never end.
         ValueError: If another line is not a JSON object with a step.
     """
-    lines = Path(path).read_bytes().splitlines()
+    lines = read_regular(path).splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

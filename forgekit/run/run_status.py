@@ -13,7 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgekit.files import UNSUPPORTED, append_lines, is_locked, overwrite, write_atomic
+from forgekit.files import (
+    UNSUPPORTED,
+    append_lines,
+    is_locked,
+    overwrite,
+    read_regular,
+    write_atomic,
+)
 from forgekit.inputs import check_choice, parse_json
 
 log = logging.getLogger("forgekit")
@@ -112,7 +119,7 @@ def is_running(out: str | os.PathLike[str]) -> bool:
         out: The run directory.
     """
     try:
-        status = parse_json((Path(out) / "status.json").read_bytes())
+        status = parse_json(read_regular(Path(out) / "status.json"))
     except (OSError, ValueError):
         return False
     is_said = isinstance(status, dict) and status.get("status") == "running"

@@ -636,3 +636,23 @@ def test_a_row_has_the_least_the_mean_and_the_most_of_the_ranks_times(tmp_path):
         assert found == pytest.approx(targets)
     assert here[1]["perf/data_wait_seconds_max"] == 0.75
     assert here[1]["perf/step_seconds_max"] > here[1]["perf/step_seconds_min"] + 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metrics.jsonl", lambda run: fk.run.read_metrics(run / "metrics.jsonl")),
+        ("metrics.jsonl", lambda run: MetricsLog(run)),
+        ("bad_steps.jsonl", fk.run.read_bad_steps),
+    ],
+    ids=["read_metrics", "MetricsLog", "read_bad_steps"],
+)
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name, read):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=f"Not a regular file: .*{name}"):
+        read(tmp_path)
+
+
+def test_a_status_that_is_a_pipe_is_no_running_run(tmp_path):
+    os.mkfifo(tmp_path / "status.json")
+    assert not fk.run.is_running(tmp_path)
