@@ -29,6 +29,8 @@ import attrs
 from forgekit.inputs import path_problem
 from forgekit.terminal import printable, tell_once
 
+__all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]
+
 ConfigT = TypeVar("ConfigT")
 Problems = list[tuple[str, str]]
 """Pairs of dotted path and text; the path is empty for the configuration as a whole."""

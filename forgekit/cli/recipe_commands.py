@@ -21,7 +21,7 @@ from forgekit.cli.recipe_files import (
     recipe_or_settings,
     settings_files,
 )
-from forgekit.cli.recipe_origin import keep_origin, origin_of, stamped
+from forgekit.cli.recipe_origin import origin_of, stamped
 from forgekit.cli.usage import UsageError, exit_code
 from forgekit.terminal import printable
 
@@ -78,7 +78,6 @@ def _copy(options: argparse.Namespace) -> int:
         raise UsageError(f"{' and '.join(there)} would be overwritten; --force does it.")
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_files(copies)
-    keep_origin(content)
     for path in copies:
         print(f"wrote {printable(path)}")
     if b"load_config" in content:

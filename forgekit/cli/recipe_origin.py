@@ -1,18 +1,11 @@
-"""Which recipe a copy began as: the stamp in its first lines, and the text that it was copied from.
-
-The stamp names the recipe, its version and a digest. The text itself is kept in the user's cache
-when a recipe is copied, so that a later version of forgekit can still tell what was edited.
-"""
+"""Which recipe a copy began as: the stamp in its first lines names it, its version and a digest."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
-import os
 import re
 import shlex
-from pathlib import Path
 
 import attrs
 
@@ -75,28 +68,7 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def keep_origin(content: bytes) -> None:
-    """Keep the text of a recipe that is copied; a cache that cannot be written keeps nothing."""
-    with contextlib.suppress(OSError):
-        path = _kept(digest_of(content))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-def kept_origin(origin: Origin) -> bytes | None:
-    """The text that a copy was made from, if this user has copied it here."""
-    with contextlib.suppress(OSError):
-        content = _kept(origin.digest).read_bytes()
-        return content if digest_of(content) == origin.digest else None
-    return None
-
-
 def _first_line(content: bytes) -> tuple[bytes, bytes]:
     """A line that begins with ``#!``, which counts only as the first one, and the rest."""
     end = content.find(b"\n") + 1 if content.startswith(b"#!") else 0
     return content[:end], content[end:]
-
-
-def _kept(digest: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "forgekit" / "recipes" / digest
