@@ -71,6 +71,8 @@ class Feed(nn.Module):
             return x + self.down(F.gelu(h)) + h.abs().mean(-1, keepdim=True)
         elif kind == "escape times":
             return x * h.abs().mean(-1, keepdim=True) + self.down(F.gelu(h))
+        elif kind == "noisy":
+            return x + F.dropout(self.down(F.gelu(h)), 0.5)
         elif kind in ACROSS:
             return x + self.down(ACROSS[kind](h))
         return x + self.down(F.gelu(h))
@@ -456,3 +458,8 @@ def _narrow_kernel(rank, world, kernel):
 @pytest.mark.parametrize("kernel", ["flash", "varlen"])
 def test_a_plan_is_proved_where_the_kernel_takes_16_bits_only(kernel):
     assert run_ranks(_narrow_kernel, 2, kernel) == [32, 32]
+
+
+def test_dropout_that_evaluation_does_not_end_passes():
+    """All tensor-parallel ranks draw it alike."""
+    assert len(run_again(_gradients, 2, {"tp": 2}, "noisy", FEED, {})) == 2
