@@ -149,21 +149,21 @@ def _absent(spec: TransformerSpec) -> dict[str, Any]:
     }
 
 
-def differences(found: TransformerSpec, wanted: TransformerSpec) -> list[str]:
+def differences(there: TransformerSpec, here: TransformerSpec) -> list[str]:
     """What two specs compute differently, in words; not their context, dropout or router terms."""
     pairs = {
-        name: (getattr(found, name), getattr(wanted, name))
+        name: (getattr(there, name), getattr(here, name))
         for name in (
             *("vocab_size", "dim", "layers", "heads", "kv_heads", "channels"),
             *("qk_norm", "tied", "rope_theta", "norm_eps"),
-            *(("ffn_dim",) if len(wanted.routed) < wanted.layers else ()),
+            *(("ffn_dim",) if len(here.routed) < here.layers else ()),
         )
     }
-    pairs["rope_scaling"] = _plain_rope(found), _plain_rope(wanted)
-    ones, others = _plain_moe(found), _plain_moe(wanted)
+    pairs["rope_scaling"] = _plain_rope(there), _plain_rope(here)
+    ones, others = _plain_moe(there), _plain_moe(here)
     pairs |= {f"moe.{name}": (ones[name], others[name]) for name in ones.keys() & others.keys()}
     if bool(ones) != bool(others):
-        pairs["moe"] = found.moe, wanted.moe
+        pairs["moe"] = there.moe, here.moe
     return [f"{n} {brief(a)} there and {brief(b)} here" for n, (a, b) in pairs.items() if a != b]
 
 
@@ -189,26 +189,25 @@ def _plain_moe(spec: TransformerSpec) -> dict[str, Any]:
 
 
 def family_of(config: Config) -> Family:
-    """Find the family of a ``config.json``.
+    """Return the family of a ``config.json``.
 
     Raises:
         CheckpointError: If it is not known; lists those that are.
     """
-    kind = config.get("model_type")
-    for family in known_families():
-        if kind == family.name:
-            return family
-    what, known = config.get("architectures"), [family.name for family in known_families()]
+    kind, names = config.get("model_type"), [family.name for family in FAMILIES]
+    if kind in names:
+        return FAMILIES[names.index(kind)]
     raise CheckpointError(
-        f"config.json: model_type is {brief(kind)} (architectures {brief(what)}), which is not "
-        f"known here; known are {', '.join(known)}. A model of your own is read with names=."
+        f"config.json: model_type is {brief(kind)} (architectures "
+        f"{brief(config.get('architectures'))}), which is not known here; known are "
+        f"{', '.join(names)}. A model of your own is read with names=."
     )
 
 
 def family_named(name: str) -> Family | None:
-    """Find a family by its ``model_type`` or its class, however it is written."""
+    """Return a family by its ``model_type`` or its class, however it is written."""
     plain = name.lower().replace("-", "_").removesuffix("forcausallm")
-    for family in known_families():
+    for family in FAMILIES:
         if plain in (family.name, family.architecture.lower().removesuffix("forcausallm")):
             return family
     return None
@@ -276,7 +275,7 @@ def _flag(config: Config, key: str, *, default: bool = False) -> bool:
 
 def _check_supported(config: Config) -> None:
     """Refuse what a ``Transformer`` does not have, by key and value."""
-    wanted: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
@@ -288,11 +287,11 @@ def _check_supported(config: Config) -> None:
         "q_lora_rank": (None,),
         "moe_layer_freq": (1, None),
     }
-    for key, known in wanted.items():
-        if key in config and config[key] not in known:
+    for key, values in supported.items():
+        if key in config and config[key] not in values:
             raise CheckpointError(
                 f"config.json: {key} is {brief(config[key])}, and a Transformer has only "
-                f"{known[0]!r}."
+                f"{values[0]!r}."
             )
 
 
@@ -408,27 +407,23 @@ def _write_dots(_spec: TransformerSpec, moe: MoESpec) -> dict[str, Any]:
     }
 
 
-def known_families() -> tuple[Family, ...]:
-    """The families, those first that a spec is written as if none is asked for."""
-    return (
-        Family("llama", "LlamaForCausalLM", defaults={"mlp_bias": False}),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        ),
-        Family(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            has_qk_norm=True,
-            defaults={"num_key_value_heads": 32, "head_dim": 128, **_WINDOW, **_SOME_LAYERS},
-        ),
-        *_families_of_experts(),
-    )
+WINDOW = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096})
+SOME_LAYERS = MappingProxyType({"layer_types": None, "max_window_layers": 28})
 
-
-def _families_of_experts() -> tuple[Family, ...]:
-    mixtral = Family(
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", defaults={"mlp_bias": False}),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        has_qk_norm=True,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **WINDOW, **SOME_LAYERS},
+    ),
+    Family(
         "mixtral",
         "MixtralForCausalLM",
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
@@ -437,30 +432,27 @@ def _families_of_experts() -> tuple[Family, ...]:
         write_moe=_write_mixtral,
         feed_forward="block_sparse_moe",
         experts=("w1", "w3", "w2"),
-    )
-    qwen = Family(
+    ),
+    Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
-        defaults={"num_key_value_heads": 4, **_WINDOW},
+        defaults={"num_key_value_heads": 4, **WINDOW},
         read_moe=_read_qwen_moe,
         write_moe=_write_qwen_moe,
-    )
-    dots = Family(
+    ),
+    Family(
         "dots1",
         "Dots1ForCausalLM",
         has_qk_norm=True,
         defaults={
             "num_key_value_heads": 32,
             "sliding_window": 4096,
-            **_SOME_LAYERS,
+            **SOME_LAYERS,
             "max_window_layers": 62,
         },
         read_moe=_read_dots,
         write_moe=_write_dots,
-    )
-    return mixtral, qwen, dots
-
-
-_WINDOW = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096})
-_SOME_LAYERS = MappingProxyType({"layer_types": None, "max_window_layers": 28})
+    ),
+)
+"""The families; a spec is written as the first of them that computes the same."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.files import atomic_directory
 from forgekit.huggingface.check_export import check_spec, check_transformers, check_values
-from forgekit.huggingface.families import Family, family_named, family_of, known_families
+from forgekit.huggingface.families import FAMILIES, Family, family_named, family_of
 from forgekit.huggingface.load import name_map, overlaps, read_config
 from forgekit.huggingface.names import NameMap, Part, named_tensors
 from forgekit.huggingface.safetensors_files import (
@@ -186,7 +186,7 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
     if isinstance(like, str | os.PathLike):
         source = path_of("like", like)
         if not source.is_dir():
-            known = ", ".join(family.name for family in known_families())
+            known = ", ".join(family.name for family in FAMILIES)
             raise ValueError(f"like is {brief(like)}: no directory, and no family of {known}.")
         base = read_config(source)
     elif hasattr(like, "to_dict"):
@@ -195,7 +195,7 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
         base = dict(like)
     else:
         raise wrong_type("like", like, "a family's name, a directory, or a configuration")
-    is_known = base.get("model_type") in {family.name for family in known_families()}
+    is_known = base.get("model_type") in {family.name for family in FAMILIES}
     return (family_of(base) if is_known else None), base, source
 
 
@@ -243,7 +243,7 @@ def _describe(
 def _choose(family: Family | None, spec: TransformerSpec) -> tuple[Family, dict[str, Any]]:
     """The first family that computes what a spec says."""
     reasons = []
-    for one in [family] if family is not None else known_families():
+    for one in [family] if family is not None else FAMILIES:
         try:
             return one, one.write(spec)
         except ValueError as error:

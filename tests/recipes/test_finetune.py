@@ -229,10 +229,10 @@ REFUSED = {
         {"lora.rank": 2, "lora.targets": '["*.querry"]'},
         "error: the pattern '.*querry' matches no linear layer",
     ),
-    "four bits without adapters": ({"lora.base": "nf4"}, "error: rank is 0; it must be an integer"),
+    "four bits without adapters": ({"lora.base": "nf4"}, "error: rank 0 must be at least 1"),
     "matrices that four bits do not fit": (
         {"lora.rank": 2, "lora.base": "nf4"},
-        'error: .* 256 values; base="nf4" packs 16384 together',
+        r'error: .* is \[16, 16\]; base="nf4" packs 16384 values together',
     ),
     "a base without a tokenizer": (
         {"base": "bare"},

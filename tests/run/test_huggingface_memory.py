@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit.huggingface.families import known_families
+from forgekit.huggingface.families import FAMILIES
 from forgekit.huggingface.load import name_map
 from forgekit.huggingface.safetensors_files import SINGLE, write_json, write_tensors
 
@@ -23,7 +23,7 @@ SPEC = fk.TransformerSpec(
 
 def write_random(spec, directory):
     """Write a random Llama, tensor by tensor; no process ever holds it."""
-    family = known_families()[0]
+    family = FAMILIES[0]
     shapes = name_map(family, spec, spec.vocab_size).shapes
     entries = {name: (torch.float32, shape) for name, shape in shapes.items()}
     write_tensors(directory / SINGLE, entries, (torch.rand(shape) for shape in shapes.values()))
