@@ -105,7 +105,7 @@ def test_one_rank_is_killed_and_the_other_ends(scene, survived, rank, status):
 MOMENTS = {
     # The audited event of Python, a part of its paths, and which of those.
     "while the shards of a checkpoint are written": ("open", "rank_00000.safetensors -> w", 2),
-    "before a checkpoint gets its manifest": ("open", "/manifest.json -> w", 2),
+    "before a checkpoint gets its manifest": ("os.rename", "/manifest.json ->", 2),
     "before a checkpoint gets its name": ("os.rename", "/step_00000010 ->", 1),
     "before `latest` is made": ("os.symlink", "step_00000010 -> ", 1),
     "before `latest` moves": ("os.rename", "/checkpoints/latest ->", 2),
