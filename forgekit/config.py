@@ -20,11 +20,14 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
+from cattrs import Converter
 
 from forgekit.inputs import path_problem
 from forgekit.terminal import printable, tell_once
@@ -303,8 +306,9 @@ def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems
 
 def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
     """Read a whole tree; unknown keys get the nearest one."""
-    problems: Problems = []
-    config = _read(tree, cls, "", problems)
+    config, problems = None, []
+    with _collecting(problems):
+        config = _CONVERTER.structure(tree, cls)
     names = [key.name for key in keys_of(cls)]
     names += {name.rpartition(".")[0] for name in names if "." in name}
     suggest = [
@@ -323,56 +327,39 @@ def _nearest(path: str, names: list[str]) -> str:
     return f"; the nearest is {nearest}" if nearest else "; no key resembles it"
 
 
-def _read(value: Any, kind: Any, path: str, problems: Problems) -> Any:
-    """Read a plain value as a type; what is wrong with it is added to the problems."""
-    if kind is Any or not isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)):
-        return value  # no file holds it: a default such as a function
-    if len(_arms(kind)) > 1 or get_origin(kind) in (Union, UnionType):
-        return _read_union(value, kind, path, problems)
-    container = get_origin(kind) or kind
-    if container is Literal:
-        return _read_choice(value, kind, path, problems)
-    if attrs.has(kind) and isinstance(value, Mapping):
-        return _read_section(value, kind, path, problems)
-    if container in (list, tuple) and isinstance(value, list | tuple):
-        kinds = get_args(kind) or (Any, ...)
-        kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
-        if len(kinds) != len(value):
-            rule = f"expected {len(kinds)} values for {name_of(kind)}, read {_shown(value)}"
-            problems.append((path, rule))
-            return None
-        return container(
-            _read(item, inner, f"{path}[{index}]", problems)
-            for index, (item, inner) in enumerate(zip(value, kinds, strict=True))
-        )
-    if container is dict and isinstance(value, Mapping):
-        inner = get_args(kind)[1] if get_args(kind) else Any
-        return {k: _read(item, inner, f"{path}.{k}", problems) for k, item in value.items()}
-    return _read_scalar(value, kind, path, problems)
+@contextmanager
+def _collecting(problems: Problems, prefix: str = "") -> Iterator[None]:
+    """Add what a ``ConfigError`` carries to the problems, its paths below a prefix."""
+    try:
+        yield
+    except ConfigError as error:
+        for path, text in error.problems:
+            dot = "." if prefix and path and not path.startswith("[") else ""
+            problems.append((f"{prefix}{dot}{path}", text))
 
 
-def _read_section(value: Mapping[str, Any], cls: Any, path: str, problems: Problems) -> Any:
-    fields, before, values = _fields(cls), len(problems), {}
-    prefix = f"{path}." if path else ""
-    problems += [(f"{prefix}{name}", UNKNOWN) for name in value if name not in fields]
+def _read_section(value: Any, cls: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _mismatch(value, cls)
+    fields, values = _fields(cls), {}
+    problems: Problems = [(name, UNKNOWN) for name in value if name not in fields]
     for alias, field in fields.items():
-        if alias in value:
-            known = len(problems)
-            values[alias] = _read(value[alias], field.type, f"{prefix}{alias}", problems)
-            if len(problems) == known:
-                _validate(field, values, f"{prefix}{alias}", problems)
-        elif field.default is attrs.NOTHING:
-            problems.append((f"{prefix}{alias}", f"{REQUIRED}; expected {name_of(field.type)}"))
-    if len(problems) > before:
-        return None
+        with _collecting(problems, alias):
+            if alias in value:
+                read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
+                values[alias] = read
+                _validate(field, values)
+            elif field.default is attrs.NOTHING:
+                raise _refusal(f"{REQUIRED}; expected {name_of(field.type)}")
+    if problems:
+        raise ConfigError(problems)
     try:
         return cls(**values)
     except ValueError as error:
-        problems.append((path, str(error.args[0]) if error.args else repr(error)))
-        return None
+        raise _refusal(str(error.args[0]) if error.args else repr(error)) from None
 
 
-def _validate(field: Any, values: Mapping[str, Any], path: str, problems: Problems) -> None:
+def _validate(field: Any, values: Mapping[str, Any]) -> None:
     """Run a field's validator before its class is built, so that no refusal hides the next."""
     if field.validator is None or field.converter is not None:
         return
@@ -381,55 +368,89 @@ def _validate(field: Any, values: Mapping[str, Any], path: str, problems: Proble
     except AttributeError:
         return  # it compares with a field that has no value yet; building the class runs it again
     except (TypeError, ValueError) as error:
-        problems.append((path, str(error.args[0])))
+        raise _refusal(str(error.args[0])) from None
 
 
-def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+def _read_union(value: Any, kind: Any) -> Any:
     arms = [arm for arm in _arms(kind) if arm is not NoneType]
     is_text = str in arms or any("none" in get_args(arm) for arm in arms)
     if NoneType in _arms(kind) and (value is None or (value == "none" and not is_text)):
         return None
+    if len(arms) == 1:
+        return _CONVERTER.structure(value, arms[0])
     for arm in arms:
-        wrong: Problems = []
-        result = _read(value, arm, path, wrong)
-        if not wrong or len(arms) == 1:
-            problems += wrong
-            return result
-    problems.append((path, _mismatch(value, kind)))
-    return None
+        with suppress(ConfigError):
+            return _CONVERTER.structure(value, arm)
+    raise _mismatch(value, kind)
 
 
-def _read_choice(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+def _read_choice(value: Any, kind: Any) -> Any:
     choices = get_args(kind)
     if any(type(choice) is type(value) and choice == value for choice in choices):
         return value
     names = list(map(str, choices))
     close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     nearest = f"; the nearest is {close[0]}" if close else ""
-    problems.append((path, f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}"))
-    return None
+    raise _refusal(f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}")
 
 
-def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+def _read_sequence(value: Any, kind: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise _mismatch(value, kind)
+    container, kinds = get_origin(kind) or kind, get_args(kind) or (Any, ...)
+    kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
+    if len(kinds) != len(value):
+        raise _refusal(f"expected {len(kinds)} values for {name_of(kind)}, read {_shown(value)}")
+    labels = [f"[{index}]" for index in range(len(value))]
+    return container(_read_items(labels, value, kinds))
+
+
+def _read_table(value: Any, kind: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _mismatch(value, kind)
+    inner = get_args(kind)[1] if get_args(kind) else Any
+    return dict(zip(value, _read_items(value, value.values(), repeat(inner)), strict=True))
+
+
+def _read_items(labels: Iterable[str], values: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+    problems: Problems = []
+    items = []
+    for label, value, kind in zip(labels, values, kinds, strict=False):
+        with _collecting(problems, label):
+            items.append(_CONVERTER.structure(value, kind))
+    if problems:
+        raise ConfigError(problems)
+    return items
+
+
+def _read_scalar(value: Any, kind: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
         if wrong := path_problem(str(value)):
-            problems.append((path, f"the path {wrong}"))
+            raise _refusal(f"the path {wrong}")
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
-    if kind not in SCALARS and not attrs.has(kind) and get_origin(kind) not in (list, tuple, dict):
+    if type(value) is not kind:
+        raise _mismatch(value, kind)
+    if value != value:
+        raise _refusal("read nan, which is not a number; write one, or inf for no bound")
+    return value
+
+
+def _read_unsupported(value: Any, kind: Any) -> Any:
+    if isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)) and kind is not Any:
         raise TypeError(
             f"a configuration class cannot have a field of type {name_of(kind)}; use int, float, "
             "bool, str, Path, Literal, list, tuple, dict[str, ...], None, or an attrs class."
         )
-    if type(value) is not kind:
-        problems.append((path, _mismatch(value, kind)))
-    elif value != value:
-        problems.append((path, "read nan, which is not a number; write one, or inf for no bound"))
-    return value
+    return value  # no file holds it: a default such as a function
 
 
-def _mismatch(value: Any, kind: Any) -> str:
+def _refusal(text: str) -> ConfigError:
+    return ConfigError([("", text)])
+
+
+def _mismatch(value: Any, kind: Any) -> ConfigError:
     hint = ""
     if kind is bool and isinstance(value, str):
         hint = "; write true or false"
@@ -437,7 +458,28 @@ def _mismatch(value: Any, kind: Any) -> str:
         hint = f"; quotes make it text: '{_show(_shown(value))}'"
     elif (get_origin(kind) or kind) in (list, tuple) and isinstance(value, str):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
-    return f"expected {name_of(kind)}, read {_typed(value)}{hint}"
+    return _refusal(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
+
+
+def _strict_converter() -> Converter:
+    """A converter that coerces nothing: cattrs by itself reads 7.9 as 7 and text as a list."""
+    converter = Converter()
+    hooks = (  # the hook that was registered last is asked first
+        (lambda _: True, _read_unsupported),
+        (lambda kind: get_origin(kind) is Literal, _read_choice),
+        (lambda kind: get_origin(kind) in (Union, UnionType), _read_union),
+        (lambda kind: (get_origin(kind) or kind) in (list, tuple), _read_sequence),
+        (lambda kind: (get_origin(kind) or kind) is dict, _read_table),
+        (attrs.has, _read_section),
+    )
+    for accepts, hook in hooks:
+        converter.register_structure_hook_func(accepts, hook)
+    for kind in SCALARS:
+        converter.register_structure_hook(kind, _read_scalar)
+    return converter
+
+
+_CONVERTER = _strict_converter()
 
 
 def _typed(value: Any) -> str:
