@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgekit.files import atomic_directory
+from forgekit.files import atomic_directory, restore_replaced
 from forgekit.inputs import is_integer, is_number, parse_json, path_of, quoted
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.lora.peft_layout import BASE_WEIGHTS, Key, Shapes, from_peft, to_peft
@@ -114,7 +114,10 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             trained modules, weights taken out of its base); if a file is missing or damaged. On
             every rank.
     """
-    path, is_known = path_of("directory", directory), isinstance(model, Transformer)
+    path, is_known = (
+        restore_replaced(path_of("directory", directory)),
+        isinstance(model, Transformer),
+    )
     check_unmerged(model, "loaded values would not be what is merged")
     ranks = ranks_sharing(model.parameters())
     held, shapes = {}, {}

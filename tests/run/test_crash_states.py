@@ -129,7 +129,9 @@ def load_export(path):
 def load_adapter(path):
     try:
         fk.load_adapter(model := transformer(0, lora=True), path)
-    except FileNotFoundError:
+    except fk.CheckpointError:
+        if path.exists():
+            raise
         return None
     return values(model)
 
