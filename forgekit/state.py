@@ -385,7 +385,10 @@ def _check_sharded_step(optimizer: Optimizer) -> None:
     a run has moved half of the parameters.
     """
     for member in getattr(optimizer, "members", (optimizer,)):
-        if type(member).__module__.startswith("forgekit."):  # a step of theirs may need more groups
+        is_ours = type(member).__module__.startswith(
+            "forgekit."
+        )  # their steps may need more groups
+        if is_ours or not isinstance(member, Optimizer):
             continue
         groups = []
         for group in member.param_groups:

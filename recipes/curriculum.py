@@ -1,8 +1,7 @@
 """Pretrain on several sources whose shares, and the learning rate, change along the way.
 
-Three folders of Python's own library stand for the sources. data.sources takes others in their
-place; data.weights and phases then name those.
-What a step sees, and its rate, follow from its number alone, so a run resumes exactly.
+Three folders of Python's own library are the sources; others take their place in data.sources,
+data.weights and phases. What a step sees follows from its number alone, so a run resumes exactly.
 
 python curriculum.py
 torchrun --nproc-per-node 4 curriculum.py 'phases=[{step=50, weights={tables=0}, lr_scale=0.3}]'
@@ -18,13 +17,8 @@ import torch
 import forgekit as fk
 from forgekit.config import key, load_config, to_dict
 
-LIBRARY = Path(sysconfig.get_path("stdlib"))
-SOURCES = {
-    "asyncio": LIBRARY / "asyncio",
-    "mail": LIBRARY / "email",
-    "tables": LIBRARY / "encodings",
-}
-WEIGHTS = {"asyncio": 1.0, "mail": 1.0, "tables": 2.0}
+LIB = Path(sysconfig.get_path("stdlib"))
+SOURCES = {"asyncio": LIB / "asyncio", "mail": LIB / "email", "tables": LIB / "encodings"}
 
 
 @attrs.frozen(kw_only=True)
@@ -32,11 +26,8 @@ class Data:
     """Sources by name, and how they are mixed at first."""
 
     path: Path = key(Path("data/curriculum"), "Folder for the token files of the sources.")
-    sources: dict[str, Path] = key(
-        {},  # not SOURCES: a table that is given is merged with its default
-        "Files or folders by name, in place of three of Python's own library.",
-    )
-    weights: dict[str, float] = key({}, "Shares; those of own sources by their rows.", at_least=0)
+    sources: dict[str, Path] = key(SOURCES, "Files or folders by name.")
+    weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "Shares.", at_least=0)
     temperature: float = key(1.0, "Above 1 evens the weights, to inf.", at_least=0, inf=True)
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
@@ -89,23 +80,20 @@ def loss_fn(model, batch):
 
 def write_token_files(data, vocab_size):
     """Make what is not there yet: one tokenizer for all, and the token file of each source."""
-    paths = data.sources or SOURCES
-    whole = fk.data.prepare(paths.values(), data.path / "all", vocab_size=vocab_size)
-    for name, path in paths.items():
+    whole = fk.data.prepare(data.sources.values(), data.path / "all", vocab_size=vocab_size)
+    for name, path in data.sources.items():
         fk.data.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
 
 
 def build_dataset(data, phases, seed):
     """Packed rows of each source, mixed."""
     rows = {}
-    for name in data.sources or SOURCES:
+    for name in data.sources:
         documents = fk.data.open_tokens(data.path / name)
         bins = fk.data.cached_bins(data.path / "bins", documents, data.seq_len)
         rows[name] = fk.packed_dataset(documents, bins)
     sizes = {name: len(dataset) for name, dataset in rows.items()}
-    weights = data.weights if data.sources else WEIGHTS | data.weights
-    options = {"temperature": data.temperature, "seed": seed, "phases": phases}
-    mix = fk.make_order(sizes, weights or None, **options)
+    mix = fk.make_order(sizes, data.weights, temperature=data.temperature, seed=seed, phases=phases)
     return fk.mixture_dataset(rows, mix)
 
 

@@ -3,13 +3,11 @@
 A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. The
 reference is the model without its adapters, or a frozen copy of the base. With the log-ratio
 r = log p(answer) - log p_reference(answer), summed over the n scored tokens of an answer, and the
-margin m = beta * (r_chosen - r_rejected), a pair costs
+margin m = beta * (r_chosen - r_rejected), a step trains the mean over the global batch's pairs of
 
     sigmoid   -log(sigmoid(m))
     hinge     max(0, 1 - m)
     ipo       (r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 * beta))^2
-
-and a step trains the mean over the pairs of the global batch.
 
 python dpo.py base=path/to/model data.path=preferences.jsonl export=preferred
 """

@@ -109,10 +109,8 @@ def setup(config):
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size)
-    held_out = fk.held_out_loader(state, dataset.held_out(), batch_size)
-    return fk.Setup(
-        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
-    )
+    dev = fk.held_out_loader(state, dataset.held_out(), batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=dev)
 
 
 def train(config, run):

@@ -110,10 +110,8 @@ def setup(config):
     step = fk.make_step(loss_fn, schedule=schedule, stop=stop, total=config.steps)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size, workers=config.data.workers)
-    held_out = fk.held_out_loader(state, dataset.held_out(), batch_size)
-    return fk.Setup(
-        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
-    )
+    dev = fk.held_out_loader(state, dataset.held_out(), batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=dev)
 
 
 def train(config, run):

@@ -128,12 +128,17 @@ class LossSums:
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
+        stacks = self._stacks(self.counts)
         # The root of what is below zero is NaN, and so is 0 times infinity. No host reads a count.
-        roots = [stack.sqrt().sum() for stack in self._stacks(self.counts)]
-        return self._total(self.counts).add(self._total(roots), alpha=0)
+        parts = [
+            stack.sum(dtype=torch.float64).add(stack.sqrt().sum(), alpha=0) for stack in stacks
+        ]
+        return self._add(parts)
 
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
-        parts = [stack.sum(dtype=torch.float64) for stack in self._stacks(values)]
+        return self._add([stack.sum(dtype=torch.float64) for stack in self._stacks(values)])
+
+    def _add(self, parts: list[Tensor]) -> Tensor:
         total = sum(parts[1:], parts[0]).detach()
         if total.device == self.device:
             return total

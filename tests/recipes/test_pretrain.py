@@ -259,7 +259,7 @@ def test_a_run_that_has_ended_well_stays_so_without_its_picture(tmp_path, tokens
     run_here("pretrain", arguments(out=tmp_path, data__path=tokens, steps=1))
     shown = capsys.readouterr().err
     assert f"no loss curve: [Errno 21] Is a directory: '{tmp_path}" in shown
-    assert f"no report: {tmp_path / 'report.html'} is a folder; name the page" in shown
+    assert f"{tmp_path / 'report.html'} would not open in a browser; name a file" in shown
     assert status_of(tmp_path)["status"] == "finished"
 
 

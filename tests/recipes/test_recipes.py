@@ -6,6 +6,8 @@ import ast
 import json
 import math
 import re
+import sysconfig
+from pathlib import Path
 
 import pytest
 from covering import some_of
@@ -140,7 +142,8 @@ def long_context(out, data):
 
 
 def curriculum(out, data):
-    sources = {"asyncio": "json", "mail": "html", "tables": "logging"}
+    names = {"asyncio": "json", "mail": "html", "tables": "logging"}
+    sources = {key: Path(sysconfig.get_path("stdlib"), name) for key, name in names.items()}
     small = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
     return [
         *(f"data.sources.{name}={folder}" for name, folder in sources.items()),

@@ -7,8 +7,12 @@ import pytest
 from bare import Size, bare_step, our_step
 from structure import Counted
 
-MOST_KERNELS = {1: 20, 2: 21, 4: 19}
-"""More than the loop by hand, for each number of micro-batches."""
+MOST_KERNELS = {1: 26, 2: 28, 4: 28}
+"""More than the loop by hand, for each number of micro-batches.
+
+Two guards cost the last of them: a mask for each micro-batch, so that NaN which a finite loss sends
+back is seen, and the root of the counts, so that one below zero is.
+"""
 
 SIZE = Size(dim=16, layers=1, seq_len=8, vocab_size=32, rows=2)
 
