@@ -23,7 +23,10 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from forgekit.devices import devices_here
+from forgekit.files import read_regular
+from forgekit.inputs import parse_json
 from forgekit.mesh import build_mesh
+from forgekit.run.run_status import is_running
 
 GIB = 2**30
 BOUNDS = MappingProxyType({">=": operator.ge, "<": operator.lt})
@@ -71,6 +74,7 @@ def check_folder(directory: Path) -> Iterator[Check]:
         remedy = f"Make {there} writable, or choose another out=."
         yield Check("writable", "bad", f"{error.strerror}: {there}. {remedy}")
         return
+    yield from _run_in(directory)
     usage = shutil.disk_usage(folder)
     yield Check("space", "good", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
@@ -80,6 +84,18 @@ def check_folder(directory: Path) -> Iterator[Check]:
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_in(directory: Path) -> Iterator[Check]:
+    """Whether a run goes on in a directory, ended, or was killed, as its status and lock say."""
+    with suppress(OSError, ValueError):
+        status = parse_json(read_regular(directory / "status.json"))["status"]
+        if is_running(directory):
+            yield Check("run", "note", "one goes on in this directory; a second one is refused.")
+        elif status == "running":
+            yield Check("run", "note", "one was killed here; its own command resumes it.")
+        else:
+            yield Check("run", "good", f"the last one here is {status}")
 
 
 def check_ranks(directory: str, device: str | None = None) -> list[Check]:

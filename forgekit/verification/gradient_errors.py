@@ -14,6 +14,8 @@ from forgekit.verification.result import VerifyRow, worst
 
 SMALLEST = 1e-6
 """Of the model's largest gradient: a parameter with smaller ones is compared with this much."""
+ZERO = 1e-12
+"""Of the model's largest gradient: what is below is rounding, as of the bias of keys."""
 
 
 @attrs.frozen
@@ -81,6 +83,8 @@ class Comparison:
         return max(self.sizes.values(), default=0.0)
 
     def _scale(self, name: str) -> float:
+        if self.sizes[name] <= ZERO * self._largest:
+            return self._largest
         return max(self.sizes[name], SMALLEST * self._largest)
 
     def _move(self, name: str) -> float:
