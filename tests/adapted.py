@@ -57,7 +57,7 @@ ADAPTED = {
     "dense": (SPEC, DENSE),
     "deep": (attrs.evolve(SPEC, layers=4), DENSE),
     "experts": (EXPERTS, MIXED),
-    "uneven": (attrs.evolve(EXPERTS, moe=attrs.evolve(EXPERTS.moe, experts=6)), MIXED),
+    "uneven": (attrs.evolve(EXPERTS, moe=attrs.evolve(EXPERTS.moe, experts=7)), MIXED),
     "late": (SPEC, LATE),
     "plain": (SPEC, (DENSE[0], DENSE[2])),
     "lengths": (SPEC, (DENSE[1],)),

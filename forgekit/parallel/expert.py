@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,23 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from forgekit.inputs import nearest_multiples
-from forgekit.mesh import expert_view
 from forgekit.model.dispatch import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
-
-
-def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks of a mesh as experts share them.
-
-    Args:
-        mesh: What ``build_mesh`` returned.
-
-    Returns:
-        A mesh over the same ranks with the dimensions ``pp, dp_replicate, fsdp_ep, ep, tp``, where
-        ``fsdp_ep * ep = dp_shard * cp`` and neighbours share experts; None where ``ep`` is 1.
-    """
-    return expert_view(mesh)
 
 
 def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
@@ -51,18 +37,19 @@ def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     Raises:
         ValueError: If a pattern matches nothing.
     """
-    patterns = list(patterns)
     named = dict(model.named_modules())
+    matched: dict[str, None] = {}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
+        names = dict.fromkeys(name for name in named if fnmatchcase(name, pattern))
+        if not names:
             holders = [name for name, module in named.items() if hasattr(module, "dispatch")]
             raise ValueError(
                 f"the plan's {pattern!r} matches no module of {type(model).__name__}; the modules "
                 f"with a dispatch socket are {holders}."
             )
-    found = [name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    inner = {name for name in found for outer in found if name.startswith(f"{outer}.")}
-    return [named[name] for name in found if name not in inner]
+        matched |= names
+    inner = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
+    return [module for name, module in named.items() if name in matched and name not in inner]
 
 
 def apply_experts(
@@ -70,63 +57,67 @@ def apply_experts(
 ) -> list[nn.Module]:
     """Shard experts over the ranks of ``ep``, in place.
 
-    Parameters become DTensors sharded by their experts, ``ceil(e / ep)`` to a rank as long as there
-    are some, and beside ``tp`` by their widths too. Inside ``forward`` a module sees its own
+    Parameters become DTensors sharded by their experts, ``ceil(e / ep)`` to a rank and fewer on the
+    last, and beside ``tp`` by their widths too. Inside ``forward`` a module sees this rank's
     experts as plain tensors. The ``dispatch`` socket of the module that owns them, itself or the
     nearest above, exchanges tokens from then on. Nothing is sent: each rank keeps its part of what
     it holds.
 
     Args:
         model: The model, on meta or filled with the same values on every rank.
-        view: What ``expert_mesh`` returned.
+        view: What ``expert_view`` returned.
         modules: What ``find_experts`` returned; those that a pipeline took out are passed over.
 
     Returns:
         The modules that are there, for ``shard_experts``.
 
     Raises:
-        ValueError: If a dimension cannot be shared evenly, a module's parameters are not all
-            ``[e ...]``, nothing above has a ``dispatch`` socket, or tensor-parallel ranks have no
-            parts of the experts.
+        ValueError: If a rank would have no expert, a module's parameters are not all ``[e ...]``,
+            nothing above has a ``dispatch`` socket, or tensor-parallel ranks have no parts of the
+            experts.
     """
     names = {module: name for name, module in model.named_modules()}
     present = [module for module in modules if module in names]
     exchange = partial(_dispatch_over, view["ep"].get_group())
     for module in present:
         _check_experts(module, names[module], view)
-        owner = _owner(model, names[module])
-        _cut(module, view)
-        owner.dispatch = exchange
-        wrap_forward(module, partial(_with_own_experts, module))
+        _owner(model, names[module]).dispatch = exchange
+        for part in module.modules():
+            for leaf, parameter in part.named_parameters(recurse=False):
+                held = _experts_here(parameter.detach(), view)
+                part._parameters[leaf] = nn.Parameter(held, requires_grad=parameter.requires_grad)
+        wrap_forward(module, partial(_with_experts_here, module))
     return present
 
 
 def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:
     shapes = {leaf: tuple(p.shape) for leaf, p in module.named_parameters()}
-    leading = {shape[:1] for shape in shapes.values()}
+    leading = {shape[0] if len(shape) > 1 else 0 for shape in shapes.values()}
     linear = [leaf for leaf, m in module.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
-    if len(leading) != 1 or linear or any(len(shape) < 2 for shape in shapes.values()):
+    if len(leading) != 1 or linear or 0 in leading:
         raise ValueError(
             f"{name!r} ({type(module).__name__}) has the parameters {shapes}"
             f"{f' and the layers {linear}' if linear else ''}; style 'expert' is for a module "
             "whose parameters are all [e ...] with the same number e of experts. Keep the router "
             "outside of it."
         )
-    tensor, rest = view["tp"].size(), view["fsdp_ep"].size()
+    tensor, ranks, experts = view["tp"].size(), view["ep"].size(), leading.pop()
     if tensor > 1 and not all(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
-            f"{name!r} computes the same on all ranks of tp {tensor}, so with ep "
-            f"{view['ep'].size()} its tokens would travel {tensor} times over. Give the layer "
-            "above it the style 'routed', or use tp=1 and more of dp_shard or cp."
+            f"{name!r} computes the same on all ranks of tp {tensor}, so with ep {ranks} its "
+            f"tokens would travel {tensor} times over. Give the layer above it the style 'routed', "
+            "or use tp=1 and more of dp_shard or cp."
         )
-    for leaf, parameter in module.named_parameters():
-        rows = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[1]
-        if rows % rest:
-            raise ValueError(
-                f"'{name}.{leaf}' is {shapes[leaf]}; dp_shard * cp / ep = {rest} must divide its "
-                f"second dimension{f' / tp = {rows}' if rows != shapes[leaf][1] else ''}, "
-                f"{nearest_multiples(rows, rest)}. Or raise ep."
-            )
+    if _most_experts(experts, ranks) * (ranks - 1) >= experts:
+        fitting = [p for p in range(1, ranks) if _most_experts(experts, p) * (p - 1) < experts]
+        raise ValueError(
+            f"{name!r} has {experts} experts, {_most_experts(experts, ranks)} to a rank, so some "
+            f"of the {ranks} ranks of ep would have none; use ep={fitting[-1]}."
+        )
+
+
+def _most_experts(experts: int, ranks: int) -> int:
+    return -(-experts // ranks)
 
 
 def _owner(model: nn.Module, name: str) -> Any:
@@ -142,22 +133,14 @@ def _owner(model: nn.Module, name: str) -> Any:
     )
 
 
-def _cut(module: nn.Module, view: DeviceMesh) -> None:
-    for part in module.modules():
-        for leaf, parameter in part._parameters.items():
-            if parameter is not None:
-                own = _own_experts(parameter.detach(), view)
-                part._parameters[leaf] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-
-
-def _own_experts(parameter: Tensor, view: DeviceMesh) -> DTensor:
+def _experts_here(parameter: Tensor, view: DeviceMesh) -> DTensor:
     """This rank's experts; of a parameter that tp has sharded, this rank's part of them."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    own = distribute_tensor(local, view["ep"], [Shard(0)], src_data_rank=None)
+    held = distribute_tensor(local, view["ep"], [Shard(0)], src_data_rank=None)
     if not isinstance(parameter, DTensor):
-        return own
+        return held
     return DTensor.from_local(
-        own.to_local(),
+        held.to_local(),
         view["ep", "tp"],
         (Shard(0), *parameter.placements),
         run_check=False,
@@ -167,7 +150,7 @@ def _own_experts(parameter: Tensor, view: DeviceMesh) -> DTensor:
 
 
 @torch.compiler.disable(recursive=False)
-def _with_own_experts(
+def _with_experts_here(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a module's forward with its parameters as the plain tensors that this rank holds."""
@@ -192,25 +175,25 @@ def _dispatch_over(
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
-    each = -(-experts // ranks)  # the last ranks may hold fewer, or none
+    each = _most_experts(experts, ranks)  # the last rank may hold fewer
     counts = F.pad(counts, (0, each * ranks - experts)).view(ranks, each)
     arriving, sent, received = _splits(counts, group)
-    held = min(each, max(experts - dist.get_rank(group) * each, 0))
+    held = min(each, experts - dist.get_rank(group) * each)
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    under_way = _leave(leaving, sent, received, group)
+    there = _Exchange(sent, received, group)
+    under_way = there.leave(leaving)
     if meanwhile is not None:
         meanwhile()
-    tokens = _arrive(*under_way)
+    tokens = there.arrive(under_way)
     # They arrive by rank and expert; experts want them by expert and rank.
-    own = torch.arange(arriving.shape[1], device=counts.device).repeat(ranks)
-    ids = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
+    numbers = torch.arange(each, device=counts.device).repeat(ranks)
+    ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
     by_expert = torch.sort(ids, stable=True).indices
     by_rank = invert(by_expert)
-    # A rank without experts gets no tokens; it takes part in the exchanges and computes nothing.
-    ordered = permute(tokens, by_expert, by_rank)
-    computed = compute(ordered, arriving.sum(0)[:held]) if held else ordered
-    back = _arrive(*_leave(permute(computed, by_rank, by_expert), received, sent, group))
+    computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
+    home = _Exchange(received, sent, group)
+    back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
@@ -232,45 +215,48 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
     return arriving, sent, received
 
 
-@torch.compiler.disable()
-def _leave(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> tuple[Tensor, _Exchange]:
-    """Send ``sent[p]`` rows to each rank ``p`` and expect ``received[p]`` from it."""
-    exchange = _Exchange(sent, received, group)
-    return _Leave.apply(rows, exchange), exchange
-
-
-@torch.compiler.disable()
-def _arrive(arriving: Tensor, exchange: _Exchange) -> Tensor:
-    """Wait for the rows that ``_leave`` expects."""
-    return _Arrive.apply(arriving, exchange)
-
-
+@attrs.define(eq=False)
 class _Exchange:
-    """Rows of each rank on their way to each rank, and later their gradients on the way back."""
+    """Rows on their way to other ranks, and later their gradients on the way back.
 
-    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        self.splits = sent, received
-        self.group = group
-        self.under_way: list[Any] = []
+    Torch's functional all-to-all waits for the gradients at once; here they are on their way while
+    the backward pass of what ran ``meanwhile`` computes.
 
-    def start(self, rows: Tensor, *, back: bool) -> Tensor:
-        """Send rows; what is returned must not be read before ``finish``."""
-        sent, received = self.splits[::-1] if back else self.splits
+    Attributes:
+        sent: Rows that go to each rank.
+        received: Rows that come from each.
+        group: The ranks.
+    """
+
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+    _under_way: list[Any] = attrs.field(factory=list, init=False)
+
+    @torch.compiler.disable()
+    def leave(self, rows: Tensor) -> Tensor:
+        """Send rows; what is returned must not be read before ``arrive``."""
+        return _Leave.apply(rows, self)
+
+    @torch.compiler.disable()
+    def arrive(self, arriving: Tensor) -> Tensor:
+        """Wait for the rows that ``leave`` expects."""
+        return _Arrive.apply(arriving, self)
+
+    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Begin an exchange, whose rows must outlive it."""
         rows = rows.contiguous()
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        work = dist.all_to_all_single(
-            arrived, rows, received, sent, group=self.group, async_op=True
-        )
-        self.under_way = [work, arrived, rows]  # rows must outlive the exchange
+        send = dist.all_to_all_single
+        work = send(arrived, rows, received, sent, group=self.group, async_op=True)
+        self._under_way = [work, arrived, rows]
         return arrived
 
     def finish(self) -> Tensor:
         """Wait for what was sent; on an accelerator its stream does, not the host."""
-        work, arrived, _ = self.under_way
+        work, arrived, _ = self._under_way
         work.wait()
-        self.under_way = []
+        self._under_way = []
         return arrived
 
 
@@ -278,7 +264,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.start(rows, back=False)
+        return exchange.start(rows, exchange.sent, exchange.received)
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -294,5 +280,5 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange.start(gradients[0], back=True)
+        ctx.exchange.start(gradients[0], ctx.exchange.received, ctx.exchange.sent)
         return gradients[0], None

@@ -7,6 +7,7 @@ for models that were wrapped elsewhere.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -24,9 +25,8 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from forgekit.inputs import divisors
 from forgekit.model.layers import Block
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -43,51 +43,54 @@ def shard(
     precision: Precision,
     *,
     inner: Collection[nn.Module] = (),
-    ignored: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
-    prefetch: int = 1,
 ) -> None:
     """Wrap each block and then the roots in FSDP, in place.
 
     Args:
         roots: The model, or this rank's pipeline stages; on meta or filled with the same values on
             every rank.
-        blocks: The repeated layers in the order in which they run; each is gathered when it is
-            used.
+        blocks: The repeated layers in the order in which they run; each is gathered when the one
+            before it computes.
         mesh: Over which parameters are sharded; of two dimensions, replicated over the first
             (HSDP).
         precision: What parameters are cast to for compute; masters and reductions are float32.
         inner: Roots whose output goes on to another pipeline stage as it is; that of the others
             is cast to float32.
-        ignored: Parameters that are not to be sharded; see ``shard_experts``.
-        reshard_after_forward: Whether a block's parameters are let go after forward and gathered
+        reshard_after_forward: Whether a block's parameters are freed after forward and gathered
             again for backward; False keeps them (less communication, more memory), a number keeps
             them sharded over groups of so many neighbours.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
-        prefetch: How many blocks ahead parameters are gathered; 0 gathers each when it is due.
 
     Raises:
-        ValueError: If ``reshard_after_forward`` does not divide the shards or cannot be arranged
-            on this mesh, or ``prefetch`` is negative.
+        ValueError: If ``reshard_after_forward`` cannot be arranged on this mesh.
     """
-    _check_options(mesh, reshard_after_forward, prefetch)
-    options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(ignored) or None}
-    options["offload_policy"] = _offload_policy(mesh, cpu_offload)
-    for block in blocks:
-        fully_shard(
-            block,
-            mp_policy=_block_policy(precision, block),
-            reshard_after_forward=reshard_after_forward,
-            **options,
+    reshards = reshard_after_forward
+    if not isinstance(reshards, bool) and mesh.size() != dist.get_world_size():
+        # Each of them would make a mesh of its own, and process groups are made by all together.
+        raise ValueError(
+            f"reshard_after_forward={reshards} needs all {dist.get_world_size()} ranks on "
+            f"dp_replicate, dp_shard and cp, and they have {mesh.size()}. Use True or False beside "
+            "tp."
         )
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, cpu_offload)}
+    for block in blocks:
+        policy = _block_policy(precision, block)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshards, **options)
     for root in roots:
+        # The output is cast on the root only; on a block it would break the next block.
+        output = None if root in inner else torch.float32
         # FSDP keeps a root's own parameters until backward, which begins with them.
-        fully_shard(root, mp_policy=_root_policy(precision, root in inner), **options)
-        modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        fully_shard(root, mp_policy=_policy(precision, output_dtype=output), **options)
+        modules = fsdp_modules(root)
         for module in modules:
             sum_gradients(module)
-        _prefetch(root, [block for block in blocks if block in modules], prefetch)
+        # By itself FSDP gathers whatever the host reaches while the device computes; experts make
+        # the host wait for numbers of tokens, and nothing would be on its way by then.
+        groups = [[root], *(fsdp_modules(block) for block in blocks if block in modules)]
+        for (module, *_), following in itertools.pairwise(groups):
+            cast("FSDPModule", module).set_modules_to_forward_prefetch(following)
 
 
 def shard_experts(
@@ -97,62 +100,30 @@ def shard_experts(
     *,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
-) -> list[nn.Parameter]:
+) -> None:
     """Wrap modules of experts in FSDP over the ranks that hold the same experts, in place.
 
-    They are sharded along their second dimension: the first is taken by the experts. Ranks without
-    experts get parameters that are sharded alike and empty; FSDP could not reduce those.
+    They are sharded along their second dimension: the first is taken by the experts.
 
     Args:
         modules: What ``apply_experts`` returned, before the blocks around them are wrapped.
-        view: What ``expert_mesh`` returned.
+        view: What ``expert_view`` returned.
         precision: See ``shard``.
         reshard_after_forward: See ``shard``; a number means True, as the blocks' groups of
             neighbours hold different experts.
         cpu_offload: See ``shard``.
-
-    Returns:
-        The parameters of modules without experts on this rank, for ``shard`` to ignore.
     """
-    idle: list[nn.Parameter] = []
     is_replicated = view["dp_replicate"].size() > 1
     mesh = view["dp_replicate", "fsdp_ep"] if is_replicated else view["fsdp_ep"]
     for module in modules:
-        is_idle = not any(cast("DTensor", p).to_local().numel() for p in module.parameters())
-        # FSDP says how an idle one would be sharded, and is then let go.
-        sharded = nn.ParameterList(module.parameters()) if is_idle else module
         fully_shard(
-            sharded,
+            module,
             mesh=mesh,
             mp_policy=_block_policy(precision, module),
             reshard_after_forward=bool(reshard_after_forward),
             offload_policy=_offload_policy(mesh, cpu_offload),
             shard_placement_fn=lambda _: Shard(1),
         )
-        if is_idle:
-            idle += _empty_alike(module, sharded, view["fsdp_ep"].size())
-    return idle
-
-
-def _empty_alike(module: nn.Module, sharded: nn.Module, shards: int) -> list[nn.Parameter]:
-    """Replace a module's parameters, which hold nothing, in place by empty ones sharded alike."""
-    found: list[nn.Parameter] = []
-    named = list(module.named_parameters())
-    for (name, own), parameter in zip(named, sharded.parameters(), strict=True):
-        like, before = cast("DTensor", parameter), cast("DTensor", own)
-        _, rows, *rest = before.to_local().shape
-        empty = DTensor.from_local(
-            like.to_local().new_empty(0, rows // shards, *rest),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-        found.append(nn.Parameter(empty, requires_grad=before.requires_grad))
-        path, _, leaf = name.rpartition(".")
-        module.get_submodule(path).register_parameter(leaf, found[-1])
-    return found
 
 
 def sum_gradients(module: FSDPModule) -> None:
@@ -270,7 +241,7 @@ def gather_skipped(modules: FsdpModules) -> None:
 
 
 def release(modules: list[Any]) -> None:
-    """Let gathered parameters go, in place.
+    """Free gathered parameters, in place.
 
     A forward without a backward leaves those of a root gathered: with the values of then, even
     if their shards change, and as the parameters that the model names.
@@ -304,14 +275,14 @@ def watching_shards(
         modules: Its FSDP modules.
         is_due: Whether to do anything.
     """
-    found: set[str] = set()
+    added: set[str] = set()
     records = [p for p in modules.records if is_due and p.sharded_param.requires_grad]
     # FSDP, which sets gradients of shards, calls no such hook; autograd does.
     with ExitStack() as stack:
         for name, record in zip(_names(model, records), records, strict=True):
-            hook = record.sharded_param.register_hook(lambda _, name=name: found.add(name))
+            hook = record.sharded_param.register_hook(lambda _, name=name: added.add(name))
             stack.enter_context(hook)
-        yield found
+        yield added
 
 
 def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:
@@ -343,8 +314,8 @@ def _names(model: nn.Module, records: list[Any]) -> list[str]:
     if not records:
         return []
     names = {module: name for name, module in model.named_modules()}
-    found = [(p._module_info.module, p._module_info.param_name) for p in records]
-    return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in found]
+    infos = [(p._module_info.module, p._module_info.param_name) for p in records]
+    return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in infos]
 
 
 def reset_iteration(modules: list[Any]) -> None:
@@ -380,14 +351,14 @@ def _modules(roots: list[nn.Module]) -> Iterable[nn.Module]:
 
     Asked for at each step, as users may change a model between two.
     """
-    found: dict[nn.Module, None] = {}
+    seen: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = list(reversed(roots))
     while waiting:
         module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
+        if module is not None and module not in seen:
+            seen[module] = None
             waiting.extend(reversed(module._modules.values()))
-    return found
+    return seen
 
 
 def _groups(module: Any) -> list[Any]:
@@ -397,67 +368,16 @@ def _groups(module: Any) -> list[Any]:
     return [group for group in [fsdp_state._fsdp_param_group] if group is not None]
 
 
-def _check_options(mesh: DeviceMesh, reshard: bool | int, prefetch: int) -> None:
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch} blocks; it must not be negative, 0 is none.")
-    if isinstance(reshard, bool):
-        return
-    shards = mesh.size(-1)
-    sizes = divisors(shards)[1:]
-    if reshard not in sizes:
-        raise ValueError(
-            f"reshard_after_forward is {reshard}; True, False, or a number above 1 that divides "
-            f"the {shards} shards: one of {sizes}."
-        )
-    if mesh.size() != dist.get_world_size():
-        # Each of them would make a mesh of its own, and process groups are made by all together.
-        raise ValueError(
-            f"reshard_after_forward={reshard} needs all {dist.get_world_size()} ranks on "
-            f"dp_replicate, dp_shard and cp, and they have {mesh.size()}. Use True or False beside "
-            "tp."
-        )
-
-
 def _offload_policy(mesh: DeviceMesh, cpu_offload: bool) -> OffloadPolicy:
     # Pinning needs an accelerator; without one there is nothing to copy either.
-    return (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    )
-
-
-def _prefetch(root: Any, blocks: list[Any], count: int) -> None:
-    """Tell each block, and the root, what to gather before it computes.
-
-    By default FSDP prefetches one module in backward, and in forward whatever the host
-    reaches while the device still computes.
-    """
-    groups = [fsdp_modules(block) for block in blocks]  # a block, then its experts
-    for index, group in enumerate(groups):
-        block, *experts = group
-        before = groups[max(index - count, 0) : index]
-        block.set_modules_to_forward_prefetch(_flat(groups[index + 1 : index + 1 + count]))
-        due = [*experts, *_flat(reversed(before))] if count else []
-        block.set_modules_to_backward_prefetch(due or [block])  # itself: none
-        for module in experts if not count else []:
-            module.set_modules_to_backward_prefetch([module])
-    root.set_modules_to_forward_prefetch(_flat(groups[:count]))
-    last = _flat(reversed(groups[len(groups) - min(count, len(groups)) :]))
-    root.set_modules_to_backward_prefetch(last or [root])
-
-
-def _flat(groups: Iterable[list[Any]]) -> list[Any]:
-    return [module for group in groups for module in group]
+    pins = mesh.device_type != "cpu"
+    return CPUOffloadPolicy(pin_memory=pins) if cpu_offload else OffloadPolicy()
 
 
 def _block_policy(precision: Precision, block: nn.Module) -> MixedPrecisionPolicy:
     # Inputs of our own blocks are not cast: hidden states arrive in 16 bits already, and the
     # cosines and sines of rotary embedding must stay in float32 (bfloat16 has 8 bits for an angle).
     return _policy(precision, cast_forward_inputs=not isinstance(block, Block))
-
-
-def _root_policy(precision: Precision, is_inner: bool) -> MixedPrecisionPolicy:
-    # The output is cast on the root only; on a block it would break the next block.
-    return _policy(precision, output_dtype=None if is_inner else torch.float32)
 
 
 def _policy(precision: Precision, **options: Any) -> MixedPrecisionPolicy:

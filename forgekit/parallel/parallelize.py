@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import check_choice
-from forgekit.mesh import check_dimensions, expert_ranks
+from forgekit.mesh import check_dimensions, expert_ranks, expert_view
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
@@ -34,7 +34,7 @@ from forgekit.parallel.context.context_parallel import (
     apply_context,
     choose_attention,
 )
-from forgekit.parallel.expert import apply_experts, expert_mesh, find_experts
+from forgekit.parallel.expert import apply_experts, find_experts
 from forgekit.parallel.fsdp import COMPUTE, Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.materialise import (
@@ -66,7 +66,6 @@ def parallelize(
     blocks: str | None = None,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
-    prefetch: int = 1,
     seed: int = 0,
 ) -> nn.Module:
     """Prepare a model for training on a mesh, in place, and return it.
@@ -101,7 +100,6 @@ def parallelize(
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
             keep them for the whole step: a backward in two parts needs them in both.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
-        prefetch: How many blocks ahead parameters are gathered.
         seed: Seed of the initial weights of parameters that are on meta.
 
     Returns:
@@ -128,7 +126,7 @@ def parallelize(
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
     styles = read_plan(model, tensor, plan) if tensor > 1 else {}
     data_ranks, tensor_ranks = arrange(mesh)
-    ranks_of_experts = expert_mesh(mesh)
+    ranks_of_experts = expert_view(mesh)
     experts = find_experts(model, _expert_patterns(model, plan)) if ranks_of_experts else []
 
     context = apply_context(model, mesh, context_parallel, tensor=tensor, chosen=kernels)
@@ -151,12 +149,10 @@ def parallelize(
             "reshard_after_forward": reshard_after_forward,
         }
         kept |= {} if stages is None else {"reshard_after_forward": False}
-        idle: list[nn.Parameter] = []
         if ranks_of_experts is not None:
-            idle = shard_experts(experts, ranks_of_experts, precision, **kept)
+            shard_experts(experts, ranks_of_experts, precision, **kept)
         inner = roots[:-1] if has_last else roots
-        kept |= {"inner": inner, "ignored": idle, "prefetch": prefetch}
-        shard(roots, layers, data_ranks, precision, **kept)
+        shard(roots, layers, data_ranks, precision, inner=inner, **kept)
     if tensor > 1 and has_last:
         roots[-1].register_forward_hook(share_logits)
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)

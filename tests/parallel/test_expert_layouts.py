@@ -17,7 +17,7 @@ import forgekit as fk
 from forgekit.mesh import data_ranks
 
 MOE = fk.MoESpec(
-    experts=6,
+    experts=7,
     top_k=2,
     ffn_dim=8,
     shared=2,
@@ -42,11 +42,11 @@ LAYOUTS = {
     "FSDP2xTP2": (4, {"dp_shard": 2, "tp": 2}, 6),
     "EP2xTP2": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, 6),
     "EP2, 3 experts": (2, {"ep": 2}, 3),
-    "EP4, 6 experts": (4, {"ep": 4}, 6),
+    "EP4, 7 experts": (4, {"ep": 4}, 7),
     "EP2xFSDP2": (4, {"ep": 2}, 6),
     "EP2xTP2, 3 experts": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, 3),
-    "EP4xTP2, 6 experts": (8, {"dp_shard": 4, "tp": 2, "ep": 4}, 6),
-    "EP4xFSDP2, 6 experts": (8, {"ep": 4}, 6),
+    "EP4xTP2, 7 experts": (8, {"dp_shard": 4, "tp": 2, "ep": 4}, 7),
+    "EP4xFSDP2, 7 experts": (8, {"ep": 4}, 7),
     "EP2xHSDP2xTP2": (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, 6),
     "EP2xFSDP2xTP2": (8, {"dp_shard": 4, "tp": 2, "ep": 2}, 6),
 }
@@ -141,7 +141,7 @@ def errors(found, expected):
 SOME = [
     ("TP2", "none", {}),
     ("EP2xTP2", "selective", {}),
-    ("EP4, 6 experts", "full", {}),
+    ("EP4, 7 experts", "full", {}),
 ]
 MORE = [
     ("TP2", "full", {"shared": 0}),
@@ -193,7 +193,7 @@ def _in_16_bits(rank, world, sizes, changes):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("layout", ["EP2xTP2, 3 experts", "EP4, 6 experts"])
+@pytest.mark.parametrize("layout", ["EP2xTP2, 3 experts", "EP4, 7 experts"])
 def test_gradients_in_bfloat16_are_near(layout):
     world, sizes, experts = LAYOUTS[layout]
     changes = {"experts": experts, **TURNS}
@@ -219,11 +219,11 @@ def _from_meta(rank, world, sizes, spec):
 @pytest.mark.parametrize(
     ("layout", "held"),
     [
-        ("EP4, 6 experts", [(2, 8, 16)] * 3 + [(0, 8, 16)]),
+        ("EP4, 7 experts", [(2, 8, 16)] * 3 + [(1, 8, 16)]),
         ("EP2xTP2, 3 experts", [(2, 4, 16)] * 2 + [(1, 4, 16)] * 2),
         pytest.param(
-            "EP4xFSDP2, 6 experts",
-            ([(2, 4, 16)] * 3 + [(0, 4, 16)]) * 2,
+            "EP4xFSDP2, 7 experts",
+            ([(2, 4, 16)] * 3 + [(1, 4, 16)]) * 2,
             marks=pytest.mark.oracle,
         ),
     ],
@@ -275,14 +275,14 @@ def _pass_on(rank, world, sizes, source, target):
     return loaded, _contents(state)
 
 
-CHAIN = ("EP2xFSDP2", "EP4, 6 experts", "EP2xTP2")
+CHAIN = ("EP2xFSDP2", "EP4, 7 experts", "EP2xTP2")
 
 
 @pytest.mark.parametrize(
     "chain", [CHAIN[1:2], pytest.param(CHAIN, marks=pytest.mark.oracle)], ids=["one", "all"]
 )
 def test_checkpoints_move_between_any_numbers_of_expert_ranks(chain, tmp_path):
-    """One process, ep 2, ep 4 (2, 2, 2 and no expert), ep 2 beside tp, and one process again."""
+    """One process, ep 2, ep 4 (2, 2, 2 and 1), ep 2 beside tp, and one process again."""
     state = _adamw(build())
     state = _step(state, whole)
     fk.checkpoint_save(state, tmp_path / "0", blocking=True)

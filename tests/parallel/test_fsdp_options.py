@@ -35,8 +35,6 @@ OPTIONS = {
     "keep": {"reshard_after_forward": False},
     "neighbours": {"reshard_after_forward": 2},
     "offload": {"cpu_offload": True},
-    "no prefetch": {"prefetch": 0},
-    "far prefetch": {"prefetch": 9, "reshard_after_forward": True},
 }
 
 
@@ -67,7 +65,7 @@ def _gradients(rank, world, sizes, sync, options):
 
 MODES = (("hsdp 2x2", "last"), ("fsdp 4", "every"), ("hsdp 2x2", "hsdp_last"))
 ON_TWO = [("fsdp 2", "last", option) for option in OPTIONS]
-ON_FOUR = [("hsdp 2x2", "hsdp_last", "far prefetch")]
+ON_FOUR = [("hsdp 2x2", "hsdp_last", "keep")]
 ALL = ((*mode, option) for mode in MODES for option in OPTIONS)
 
 
@@ -112,9 +110,9 @@ def test_resharding_decides_what_stays_and_what_backward_gathers(reshard, share,
 # Prefetch
 
 
-def _ahead(rank, world, prefetch):
+def _ahead(rank, world):
     """All-gathers issued by the time each block computes, in forward and in backward."""
-    model, _ = _sharded({}, prefetch=prefetch)
+    model, _ = _sharded({})
     model(IDS).sum().backward()  # FSDP learns the order in which modules run
     forward, backward = [], []
     note = lambda _: backward.append(gathers.count("allgather"))  # noqa: E731
@@ -128,19 +126,10 @@ def _ahead(rank, world, prefetch):
     return forward, backward
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "forward", "backward"),
-    [
-        (0, [2, 3, 4, 5], [1, 2, 3, 4]),
-        (1, [3, 4, 5, 5], [2, 3, 4, 4]),
-        (2, [4, 5, 5, 5], [3, 4, 4, 4]),
-        (9, [5, 5, 5, 5], [4, 4, 4, 4]),
-    ],
-)
-def test_prefetch_gathers_as_many_blocks_ahead(prefetch, forward, backward):
+def test_one_block_is_gathered_ahead():
     """With the root's own parameters the first block is the second to be gathered."""
-    for found in run_again(_ahead, 2, prefetch):
-        assert found == (forward, backward)
+    for ahead in run_again(_ahead, 2):
+        assert ahead == ([3, 4, 5, 5], [2, 3, 4, 4])
 
 
 # Offload
@@ -220,35 +209,17 @@ def _refused(rank, world, sizes, options):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options", "message"),
-    [
-        (
-            {},
-            {"reshard_after_forward": 3},
-            "reshard_after_forward is 3; True, False, or a number above 1 that divides the 4 "
-            "shards: one of [2, 4].",
-        ),
-        ({}, {"reshard_after_forward": 1}, "reshard_after_forward is 1; True, False, or a number"),
-        (
-            {"tp": 2},
-            {"reshard_after_forward": 2},
-            "reshard_after_forward=2 needs all 4 ranks on dp_replicate, dp_shard and cp, and they "
-            "have 2. Use True or False beside tp.",
-        ),
-        ({}, {"prefetch": -1}, "prefetch is -1 blocks; it must not be negative, 0 is none."),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(sizes, options, message):
-    for found in run_again(_refused, 4, sizes, options):
-        assert found.startswith(message)
+def test_groups_of_neighbours_need_all_ranks():
+    message = "reshard_after_forward=2 needs all 4 ranks on dp_replicate, dp_shard and cp, and they"
+    for error in run_again(_refused, 4, {"tp": 2}, {"reshard_after_forward": 2}):
+        assert error.startswith(message)
 
 
 def test_a_block_that_is_no_part_of_a_root_is_not_prefetched(mesh):
     """Stages of one rank share the list of blocks; none may gather another's."""
     stages = [torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2))) for _ in range(2)]
     blocks = [block for stage in stages for block in stage]
-    shard(stages, blocks, mesh["dp_shard"], "fp32", prefetch=4)
+    shard(stages, blocks, mesh["dp_shard"], "fp32")
     for stage in stages:
         ahead = stage[0]._get_fsdp_state()._states_to_forward_prefetch
         assert ahead == [stage[1]._get_fsdp_state()]
