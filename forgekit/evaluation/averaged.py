@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.optim.schedule_free import ScheduleFree
-from forgekit.optim.shards import local
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState
+from forgekit.tensors import local
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import resource
 import torch
 from torch import Tensor
 
-from forgekit.optim.shards import local
 from forgekit.state import TrainState
+from forgekit.tensors import local
 
 GIB = 2.0**30
 

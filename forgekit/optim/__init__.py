@@ -1,7 +1,6 @@
 """From gradients to updates: parameter groups, optimizers, learning-rate schedules."""
 
-from forgekit.optim.parameter_groups import decay_groups, parameters_by_optimizer
-from forgekit.optim.roles import roles_of
+from forgekit.optim.groups import decay_groups, parameters_by_optimizer, roles_of
 from forgekit.optim.muon import Muon
 from forgekit.optim.lion import Lion
 from forgekit.optim.schedule_free import ScheduleFree

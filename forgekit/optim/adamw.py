@@ -1,13 +1,26 @@
-"""AdamW in its fused form, which takes a step's factor and skip inside its kernel."""
+"""AdamW: fused, or rounded stochastically for bfloat16 parameters without float32 masters.
+
+bfloat16 keeps 8 bits: an update below 1/512 of a weight is lost where it is rounded to nearest.
+Rounded up or down at random the mean is right. The random bits are a hash of a key and of each
+value's index in the whole tensor: the same values come out however a tensor is sharded, and other
+tensors and steps have others.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from forgekit.inputs import check_integers, check_numbers
-from forgekit.optim.parameter_groups import check_betas, decay_groups
-from forgekit.optim.stochastic_adamw import StochasticAdamW
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from forgekit.optim.groups import decay_groups
+from forgekit.optim.shards import global_indices
+from forgekit.optim.step_each import State, call_closure, is_skipped, step_one, with_gradient, zeros
+from forgekit.tensors import local
 
 
 def adamw(
@@ -45,18 +58,10 @@ def adamw(
     References:
         https://arxiv.org/abs/1711.05101
     """
-    check_numbers(lr=(lr, 0), eps=(eps, 0))
-    check_betas(betas)
-    check_integers(seed=(seed, -(2**63)))
     groups = decay_groups(model, weight_decay)
     if not stochastic_rounding:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     names = {p: name for name, p in model.named_parameters()}
-    _check_rounded(names)
-    return StochasticAdamW(groups, names, lr=lr, betas=betas, eps=eps, seed=seed)
-
-
-def _check_rounded(names: dict[nn.Parameter, str]) -> None:
     dtypes = {str(p.dtype).removeprefix("torch.") for p in names if p.requires_grad}
     if "bfloat16" not in dtypes:
         raise ValueError(
@@ -64,3 +69,135 @@ def _check_rounded(names: dict[nn.Parameter, str]) -> None:
             "is for bfloat16 parameters. Call model.to(torch.bfloat16) before parallelize, whose "
             'precision="bf16" keeps float32 masters, or leave it out.'
         )
+    for group in groups:
+        group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
+    return StochasticAdamW(groups, lr=lr, betas=betas, eps=eps)
+
+
+class StochasticAdamW(Optimizer):
+    """AdamW that computes in float32 and rounds bfloat16 parameters stochastically.
+
+    Moments are float32. The rounding is a function of the seed, the number of good steps, a
+    parameter's name and a value's index in it, so it does not depend on the layout, and a resumed
+    run goes on to the bit. Parameters of other dtypes are stepped as by AdamW.
+
+    Args:
+        params: Groups, each with the ``keys`` of its parameters, which seed and name decide.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters; return what ``closure``, called once, returned."""
+        loss, skip = call_closure(closure), is_skipped(self)
+        for group in self.param_groups:
+            keys = dict(zip(group["params"], group["keys"], strict=True))
+            for parameter in with_gradient(group):
+                rule = partial(_rule, parameter, keys[parameter])
+                step_one(self, group, parameter, rule, _init, skip)
+        return loss
+
+
+def _rule(
+    parameter: nn.Parameter,
+    key: int,
+    values: Tensor,
+    gradient: Tensor,
+    state: State,
+    group: dict[str, Any],
+) -> tuple[Tensor, State]:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    step = state["step"] + 1
+    mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
+    squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (squares / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    moved = values * (1 - lr * group["weight_decay"])
+    moved -= lr / (1 - beta1**step) * (mean / root)
+    if parameter.dtype == torch.bfloat16:
+        moved = round_stochastically(moved, global_indices(parameter), key, step)
+    return moved, {"step": step, "exp_avg": mean, "exp_avg_sq": squares}
+
+
+def _init(parameter: nn.Parameter) -> dict[str, Any]:
+    step = torch.zeros((), dtype=torch.float64, device=local(parameter).device)
+    return {"step": step, **zeros("exp_avg", "exp_avg_sq")(parameter)}
+
+
+def key_of(seed: int, name: str) -> int:
+    """Hash a seed and a parameter's name to 63 bits, the same in every process."""
+    digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def round_stochastically(
+    values: Tensor, indices: Sequence[Tensor], key: int, step: Tensor | int
+) -> Tensor:
+    """Round to bfloat16, up with the probability that makes the mean the value itself.
+
+    What bfloat16 represents exactly stays, infinities and NaN too.
+
+    Args:
+        values: ``[...]`` float32: this rank's part of a tensor.
+        indices: For each of its dimensions where the part lies in the whole tensor.
+        key: From ``key_of``: which tensor it is.
+        step: Which step it is; ``[]`` on the device, or a number.
+
+    Returns:
+        ``[...]`` bfloat16.
+    """
+    noise = _noise(values, indices, key, step) & 0xFFFF
+    bits = values.contiguous().view(torch.int32)
+    rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def _noise(values: Tensor, indices: Sequence[Tensor], key: int, step: Tensor | int) -> Tensor:
+    """Hash each value to 32 bits: its row with key and step in 64 bits, then its column."""
+    *leading, columns = indices if indices else [torch.zeros(1, device=values.device)]
+    row = torch.zeros((), dtype=torch.int64, device=values.device)
+    for index in leading:  # one dimension after the other, so that no product can overflow
+        row = _mix64(row.unsqueeze(-1) + index)
+    start = _mix64(torch.as_tensor(step, device=values.device).to(torch.int64) + key)
+    halves = _mix64(row ^ start).unsqueeze(-1).view(torch.int32)
+    first, second = halves[..., :1], halves[..., 1:]
+    # A Weyl sequence through murmur3's finalizer, with the row's other half between its rounds.
+    x = columns.to(torch.int32) * _C[0] + first
+    x = ((x ^ _shifted(x, 16)) * _C[1]) ^ second
+    x = (x ^ _shifted(x, 13)) * _C[2]
+    return (x ^ _shifted(x, 16)).view(values.shape)
+
+
+_C = (-0x61C88647, -0x7A143595, -0x3D4D51CB)
+"""0x9E3779B9, 0x85EBCA6B and 0xC2B2AE35 as signed integers."""
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64 of integers, which wrap around.
+
+    References:
+        https://doi.org/10.1145/2714064.2660195
+    """
+    x = x + -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """A logical shift to the right of int32."""
+    return (x >> by) & ((1 << (32 - by)) - 1)

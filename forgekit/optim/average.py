@@ -12,9 +12,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.inputs import check_integers, check_numbers
-from forgekit.optim.device_skip import keep_or_write
-from forgekit.optim.shards import local, wide
+from forgekit.optim.step_each import keep_or_write
+from forgekit.tensors import local, wide
 
 
 class Rule(Protocol):
@@ -32,7 +31,7 @@ class Rule(Protocol):
         ...
 
     def counts(self, step: int) -> bool:
-        """Say whether a step, from 0, counts; if not, the next share is as large again."""
+        """Return whether a step, from 0, enters the average."""
         ...
 
 
@@ -49,12 +48,7 @@ class EMA:
         ValueError: If ``decay`` is out of range.
     """
 
-    decay: float
-
-    def __attrs_post_init__(self) -> None:
-        check_numbers(decay=(self.decay, 0))
-        if self.decay >= 1:
-            raise ValueError(f"decay is {self.decay}; it must be below 1, such as 0.999.")
+    decay: float = attrs.field(validator=(attrs.validators.ge(0), attrs.validators.lt(1)))
 
     def begin(self, model: nn.Module, device: torch.device) -> Average:
         """Begin an average with a model's weights as they are."""
@@ -76,17 +70,11 @@ class UniformAverage:
     Attributes:
         start_step: Number of the first step, from 0, after which the weights enter the mean.
 
-    Raises:
-        ValueError: If ``start_step`` is negative.
-
     References:
         https://arxiv.org/abs/1803.05407
     """
 
     start_step: int
-
-    def __attrs_post_init__(self) -> None:
-        check_integers(start_step=(self.start_step, 0))
 
     def begin(self, model: nn.Module, device: torch.device) -> Average:
         """Begin an average with a model's weights as they are."""
@@ -126,9 +114,9 @@ class Average:
             model: The model, after ``parallelize`` where there is more than one rank.
             device: Where the model computes.
         """
-        found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        values = {n: p.detach().clone().to(wide(p.dtype)) for n, p in found.items()}
-        return cls(rule, found, values, torch.zeros((), dtype=torch.int64, device=device))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        values = {n: p.detach().clone().to(wide(p.dtype)) for n, p in trained.items()}
+        return cls(rule, trained, values, torch.zeros((), dtype=torch.int64, device=device))
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -148,8 +136,8 @@ class Average:
         share, skip = self.rule.share(self.count), ~finite
         for name, value in self.values.items():
             mean, weights = local(value), local(self.parameters[name])
-            own, kept = share.to(mean), skip.to(mean.device)
-            keep_or_write(kept, mean, torch.lerp(mean, weights.to(mean.dtype), own))
+            moved = torch.lerp(mean, weights.to(mean.dtype), share.to(mean))
+            keep_or_write(skip.to(mean.device), mean, moved)
         if self.rule.counts(step):
             self.count += finite
 

@@ -6,19 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.inputs import check_numbers
-from forgekit.optim.device_skip import (
-    call_closure,
-    gradients_of,
-    is_skipped,
-    keep_or_write,
-    with_gradient,
-)
-from forgekit.optim.parameter_groups import check_betas, decay_groups
-from forgekit.optim.shards import local, wide
+from forgekit.optim.groups import decay_groups
+from forgekit.optim.step_each import State, step_each, zeros
 
 
 def lion(
@@ -49,17 +41,7 @@ def lion(
 
 
 class Lion(Optimizer):
-    """Lion over parameters of any shape and layout; ``lion`` makes one of a model.
-
-    Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        betas: See ``lion``.
-        weight_decay: Decoupled decay, of groups that do not say.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """Lion over parameters of any shape and layout; ``lion`` makes one of a model."""
 
     _step_supports_amp_scaling = True
 
@@ -71,40 +53,19 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        check_numbers(lr=(lr, 0), weight_decay=(weight_decay, 0))
-        check_betas(betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters.
+        """Step all parameters; return what ``closure``, called once, returned."""
+        return step_each(self, _rule, zeros("exp_avg"), closure)
 
-        Args:
-            closure: Computes the loss again; called once.
 
-        Returns:
-            What the closure returned, else None.
-        """
-        loss, skip = call_closure(closure), is_skipped(self)
-        for group in self.param_groups:
-            parameters = with_gradient(group)
-            gradients = gradients_of(self, parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                self._step_one(group, parameter, gradient, skip)
-        return loss
-
-    def _step_one(
-        self,
-        group: dict[str, Any],
-        parameter: nn.Parameter,
-        gradient: torch.Tensor,
-        skip: torch.Tensor | None,
-    ) -> None:
-        entries, (kept, kept_on) = self.state[parameter], group["betas"]
-        if "exp_avg" not in entries:
-            entries["exp_avg"] = torch.zeros_like(parameter, dtype=wide(parameter.dtype))
-        shard, mean = local(parameter), local(entries["exp_avg"])
-        sign = (kept * mean).add_(gradient, alpha=1 - kept).sign_()
-        moved = shard.to(mean.dtype) * (1 - group["lr"] * group["weight_decay"])
-        keep_or_write(skip, shard, moved.add_(sign, alpha=-group["lr"]))
-        keep_or_write(skip, mean, (kept_on * mean).add_(gradient, alpha=1 - kept_on))
+def _rule(
+    values: Tensor, gradient: Tensor, state: State, group: dict[str, Any]
+) -> tuple[Tensor, State]:
+    (kept, kept_on), mean = group["betas"], state["exp_avg"]
+    sign = (kept * mean).add_(gradient, alpha=1 - kept).sign_()
+    decayed = values * (1 - group["lr"] * group["weight_decay"])
+    next_mean = (kept_on * mean).add_(gradient, alpha=1 - kept_on)
+    return decayed.add_(sign, alpha=-group["lr"]), {"exp_avg": next_mean}

@@ -12,12 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import pairwise
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal
 
 import attrs
 from torch.optim import Optimizer
 
-from forgekit.inputs import brief, check_integers, check_numbers
+from forgekit.inputs import check_integers, check_numbers
 
 Schedule = Callable[[int], float]
 Decay = Literal["linear", "cosine", "sqrt", "rex"]
@@ -75,7 +75,7 @@ def wsd(
         A pure function of the step.
 
     Raises:
-        ValueError: If warm-up and decay do not fit into ``total``, or ``shape`` is unknown.
+        ValueError: If warm-up and decay do not fit into ``total``.
 
     Examples:
         >>> schedule = wsd(1.0, warmup=2, decay=4, total=10, shape="linear")
@@ -85,11 +85,10 @@ def wsd(
     References:
         MiniCPM, https://arxiv.org/abs/2404.06395; the sqrt decay, https://arxiv.org/abs/2405.18392
     """
-    _check_steps(warmup=warmup, decay=decay, total=total)
-    if decay < 1 or warmup + decay > total:
+    check_integers(warmup=(warmup, 0), decay=(decay, 1))
+    if warmup + decay > total:
         raise ValueError(
-            f"warmup {warmup} + decay {decay} = {warmup + decay} must fit into total {total}, with "
-            "a decay of at least 1 step."
+            f"warmup {warmup} + decay {decay} = {warmup + decay} must fit into total {total}."
         )
     return _warmed(_decay(peak, final, start=total - decay, total=total, shape=shape), warmup)
 
@@ -109,12 +108,6 @@ def warmup(schedule: Schedule, steps: int) -> Schedule:
         >>> [schedule(step) for step in (0, 3, 9)]
         [0.25, 1.0, 1.0]
     """
-    if not callable(schedule):
-        raise TypeError(
-            f"schedule is {brief(schedule)}, a {type(schedule).__name__}; pass a function of the "
-            "step, such as forgekit.constant(3e-4)."
-        )
-    _check_steps(warmup=steps)
     return _warmed(lambda step: schedule(max(step - steps, 0)), steps)
 
 
@@ -189,22 +182,8 @@ def join_schedules(*schedules: Schedule, at: Sequence[int]) -> Schedule:
     return schedule
 
 
-class Scaled(Protocol):
-    """Another scale of the learning rate from a sample on: a ``forgekit.Phase``."""
-
-    @property
-    def start(self) -> int:
-        """The first sample."""
-        ...
-
-    @property
-    def lr_scale(self) -> float:
-        """What the learning rate is multiplied by."""
-        ...
-
-
 def with_phases(
-    schedule: Schedule, phases: Sequence[Scaled], global_batch_size: int
+    schedule: Schedule, phases: Sequence[Any], global_batch_size: int
 ) -> PhasedSchedule:
     """Multiply a schedule by the scale of the phase that its step is in.
 
@@ -215,7 +194,8 @@ def with_phases(
 
     Args:
         schedule: Any schedule.
-        phases: Each with a ``start`` and an ``lr_scale``, by increasing start.
+        phases: Each with a ``start``, its first sample, and an ``lr_scale``, as ``forgekit.Phase``;
+            by increasing start.
         global_batch_size: Samples that each step consumes, over all ranks: where nobody says
             otherwise, step ``i`` holds the samples from ``i * global_batch_size`` on.
 
@@ -223,7 +203,7 @@ def with_phases(
         A pure function of the step, and of where in the data it ends.
 
     Raises:
-        ValueError: If ``global_batch_size`` is not positive or phases do not increase.
+        ValueError: If phases do not increase.
 
     Examples:
         >>> from forgekit import Phase
@@ -233,8 +213,6 @@ def with_phases(
         >>> schedule(1, end=21)  # samples up to number 20, of a run that began with larger steps
         0.5
     """
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size {global_batch_size} must be at least 1.")
     for before, after in pairwise(phases):
         if after.start <= before.start:
             raise ValueError(
@@ -294,9 +272,9 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
             if rate is None or (default is not None and rate == default.default):
                 continue
             scheduled = (
-                s for step in range(steps) for s in (schedule(step), schedule(step) * scale)
+                schedule(step) * factor for step in range(steps) for factor in (1.0, scale)
             )
-            if not any(math.isclose(rate, s, rel_tol=1e-6) for s in scheduled):
+            if not any(math.isclose(rate, each, rel_tol=1e-6) for each in scheduled):
                 raise ValueError(
                     f"{type(member).__name__} was given lr={float(rate):g}, a rate that the "
                     f"schedule never has (it begins with {schedule(0):g}); a step sets the rate of "
@@ -315,33 +293,22 @@ _SHAPES: dict[Decay, Callable[[float], float]] = {
 
 def _decay(peak: float, final: float, *, start: int, total: int, shape: Decay) -> Schedule:
     check_numbers(peak=(peak, 0), final=(final, 0))
-    _check_steps(total=total)
-    if shape not in get_args(Decay):
-        raise ValueError(f"shape is {brief(shape)}; it is one of {', '.join(get_args(Decay))}.")
-    if start < 0:
-        raise ValueError(f"warmup is {start} steps; it must not be negative.")
-    if start >= total:
-        raise ValueError(f"total {total} must be above {start}, the step at which decay starts.")
+    check_integers(warmup=(start, 0), total=(total, 1))
+    share_left = _SHAPES[shape]
 
     def schedule(step: int) -> float:
         progress = min(max((step - start) / (total - start), 0.0), 1.0)
-        return final + (peak - final) * _SHAPES[shape](progress)
+        return final + (peak - final) * share_left(progress)
 
     return schedule
 
 
 def _warmed_decay(peak: float, warmup: int, total: int, final: float, shape: Decay) -> Schedule:
-    _check_steps(warmup=warmup, total=total)
     decay = _decay(peak, final, start=warmup, total=max(total, warmup + 1), shape=shape)
     return _warmed(decay, warmup)
 
 
-def _check_steps(**steps: int) -> None:
-    """Refuse counts of steps that are no integers, such as a warm-up of 0.1 of the run."""
-    check_integers(**{name: (value, -(2**63)) for name, value in steps.items()})
-
-
 def _warmed(schedule: Schedule, steps: int) -> Schedule:
-    if steps < 0:
-        raise ValueError(f"warmup is {steps} steps; it must not be negative.")
+    # An integer: a warm-up of 0.1 would be none, in silence.
+    check_integers(warmup=(steps, 0))
     return lambda step: schedule(step) * min((step + 1) / steps, 1.0) if steps else schedule(step)

@@ -6,26 +6,26 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from forgekit.inputs import brief, check_choice, check_integers, check_numbers
 from forgekit.optim.chain import Chained, chain_optimizers
-from forgekit.optim.device_skip import (
+from forgekit.optim.groups import check_patterns, decay_groups, roles_of
+from forgekit.optim.orthogonalize import orthogonalize, share_matrices
+from forgekit.optim.shards import splits_of
+from forgekit.optim.step_each import (
     call_closure,
     gradients_of,
     is_skipped,
     keep_or_write,
     with_gradient,
+    zeros,
 )
-from forgekit.optim.orthogonalize import orthogonalize, share_matrices
-from forgekit.optim.parameter_groups import check_betas, decay_groups
-from forgekit.optim.roles import check_patterns, roles_of
-from forgekit.optim.shards import local, splits_of, wide
+from forgekit.tensors import local
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 
@@ -77,8 +77,8 @@ def muon(
         A chain of ``Muon`` and ``torch.optim.AdamW``.
 
     Raises:
-        ValueError: If a number is out of range, the model has no table of roles, a pattern
-            matches nothing, a matrix has no two dimensions, or rows do not add up.
+        ValueError: If the model has no table of roles, a pattern matches nothing, or what has the
+            role of a matrix is neither one nor a stack of them.
 
     Examples:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
@@ -89,28 +89,23 @@ def muon(
     References:
         https://kellerjordan.github.io/posts/muon/; the factor, https://arxiv.org/abs/2502.16982
     """
-    check_numbers(lr=(lr, 0), weight_decay=(weight_decay, 0), eps=(eps, 0))
-    check_betas(betas)
     check_patterns("split", model, split or ())
-    named, found = dict(model.named_parameters()), roles_of(model, roles)
-    matrices = {name: named[name] for name, role in found.items() if role == "matrix"}
-    groups: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
-    for name, parameter in matrices.items():
-        rows = next((tuple(r) for p, r in (split or {}).items() if fnmatchcase(name, p)), None)
-        _check_matrix(name, parameter, rows)
-        groups.setdefault(rows, []).append(parameter)
-    own = Muon(
-        [{"params": parameters, "rows": rows} for rows, parameters in groups.items()],
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        adjust_lr=adjust_lr,
-        ns_steps=ns_steps,
-        ns_dtype=ns_dtype,
+    matrices: list[nn.Parameter] = []
+    groups: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
+    for name, role in roles_of(model, roles).items():
+        if role == "matrix":
+            matrices.append(parameter := model.get_parameter(name))
+            _check_matrix(name, parameter)
+            rows = next((tuple(r) for p, r in (split or {}).items() if fnmatchcase(name, p)), None)
+            groups.setdefault(rows, []).append(parameter)
+    by_rows = [{"params": parameters, "rows": rows} for rows, parameters in groups.items()]
+    options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
+    options |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
+    of_matrices = Muon(by_rows, lr=lr, weight_decay=weight_decay, **options)
+    rest = decay_groups(model, weight_decay, without=matrices)
+    return chain_optimizers(
+        of_matrices, torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True)
     )
-    rest = decay_groups(model, weight_decay, without=matrices.values())
-    return chain_optimizers(own, torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=True))
 
 
 class Muon(Optimizer):
@@ -129,8 +124,6 @@ class Muon(Optimizer):
         ns_steps: Newton-Schulz iterations.
         ns_dtype: The dtype of the iteration.
 
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     _step_supports_amp_scaling = True
@@ -147,13 +140,6 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        check_numbers(lr=(lr, 0), weight_decay=(weight_decay, 0), momentum=(momentum, 0))
-        check_integers(ns_steps=(ns_steps, 1, 99))
-        check_choice("adjust_lr", adjust_lr, get_args(AdjustLr))
-        if momentum >= 1:
-            raise ValueError(f"momentum is {momentum}; it must be below 1.")
-        if not ns_dtype.is_floating_point:
-            raise ValueError(f"ns_dtype is {ns_dtype}; it is a floating-point dtype.")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -168,9 +154,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all matrices, those of one shape and layout at once.
-
-        Every rank that shares them calls it.
+        """Step all matrices, those of one shape and layout at once; all ranks call it.
 
         Args:
             closure: Computes the loss again; called once.
@@ -196,9 +180,10 @@ class Muon(Optimizer):
         moments = [local(self._momentum(parameter)) for parameter in parameters]
         gradients = gradients_of(self, parameters)
         mixed = torch._foreach_lerp(moments, gradients, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(gradients, mixed, group["momentum"])
-        taken = ahead if group["nesterov"] else mixed
-        updates = self._orthogonal(group, parameters[0], taken, start)
+        ahead = mixed
+        if group["nesterov"]:
+            ahead = torch._foreach_lerp(gradients, mixed, group["momentum"])
+        updates = self._orthogonal(group, parameters[0], ahead, start)
         wider = [shard.to(moment.dtype) for shard, moment in zip(shards, moments, strict=True)]
         moved = torch._foreach_mul(wider, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(moved, [*updates], alpha=-group["lr"])
@@ -207,9 +192,8 @@ class Muon(Optimizer):
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
         entries = self.state[parameter]
-        if "momentum_buffer" not in entries:
-            dtype = wide(parameter.dtype)
-            entries["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+        if not entries:
+            entries.update(zeros("momentum_buffer")(parameter))
         return entries["momentum_buffer"]
 
     def _orthogonal(
@@ -257,14 +241,9 @@ def _portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     return (parameters[start : start + size] for start in range(0, len(parameters), size))
 
 
-def _check_matrix(name: str, parameter: nn.Parameter, rows: tuple[int, ...] | None) -> None:
+def _check_matrix(name: str, parameter: nn.Parameter) -> None:
     if parameter.ndim not in (2, 3):
         raise ValueError(
             f"{name!r} has the role 'matrix' and the shape {tuple(parameter.shape)}; Muon takes "
             "matrices [o i] and stacks of them [e o i]. Give it another role."
-        )
-    if rows is not None and (min(rows, default=0) < 1 or sum(rows) != parameter.shape[-2]):
-        raise ValueError(
-            f"split gives {name!r} the rows {brief(rows)}, which add up to {sum(rows)}; it has "
-            f"{parameter.shape[-2]} rows, and each part at least 1."
         )

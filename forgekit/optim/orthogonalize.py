@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.optim.shards import Split
+from forgekit.tensors import wide
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steep: singular values end between 0.7 and 1.2."""
@@ -52,8 +53,7 @@ def _iterate(matrices: Tensor, steps: int, scale: float) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    wider = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wider)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide(x.dtype))
     x = x / norm.clamp(min=EPS).to(x.dtype)
     for step in range(steps):
         last = scale if step == steps - 1 else 1.0

@@ -1,29 +1,31 @@
 """Schedule-free AdamW: no decay of the learning rate, an average of the weights in its stead.
 
-Two points share the parameters' memory. At the *training* point ``y`` gradients are computed; at
-the *evaluation* point ``x``, an average of all ``z`` so far, the model is used. With ``z``, kept
-in the state, each follows from the other: ``y = (1 - beta1) z + beta1 x``.
+Two points share the parameters' memory. Gradients are computed at the *training* point ``y``; the
+model is evaluated at ``x``, an average of all ``z`` so far. With ``z``, kept in the state, each
+follows from the other: ``y = (1 - beta1) z + beta1 x``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.inputs import check_numbers
-from forgekit.optim.device_skip import (
+from forgekit.optim.groups import decay_groups
+from forgekit.optim.step_each import (
+    State,
     call_closure,
-    gradients_of,
     is_skipped,
     keep_or_write,
+    step_one,
     with_gradient,
+    zeros,
 )
-from forgekit.optim.parameter_groups import check_betas, decay_groups
-from forgekit.optim.shards import local, wide
+from forgekit.tensors import local, wide
 
 Point = Literal["train", "evaluate"]
 
@@ -78,7 +80,7 @@ class ScheduleFree(Optimizer):
         weight_lr_power: Power of the learning rate in the average.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If ``betas[0]`` is 0.
     """
 
     _step_supports_amp_scaling = True
@@ -94,9 +96,6 @@ class ScheduleFree(Optimizer):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ) -> None:
-        check_numbers(lr=(lr, 0), eps=(eps, 0), weight_decay=(weight_decay, 0), r=(r, 0))
-        check_numbers(weight_lr_power=(weight_lr_power, 0))
-        check_betas(betas)
         if betas[0] == 0:
             raise ValueError("betas[0] is 0; it must be above 0, or no average could be computed.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -106,8 +105,10 @@ class ScheduleFree(Optimizer):
     @property
     def point(self) -> Point:
         """Where the parameters are: ``"train"`` or ``"evaluate"``; a checkpoint keeps it."""
-        kept = [e["point"] for p in self._parameters() if (e := self.state.get(p))]
-        return kept[0] if kept else self.param_groups[0]["point"]
+        # After a resume the entries say where the parameters are; before a first step the group.
+        parameters = (p for group in self.param_groups for p in group["params"])
+        points = (self.state[p]["point"] for p in parameters if self.state.get(p))
+        return next(points, self.param_groups[0]["point"])
 
     def train(self) -> None:
         """Move the parameters to the training point, in place; nothing where they are there."""
@@ -161,55 +162,25 @@ class ScheduleFree(Optimizer):
     ) -> None:
         counters = self._counters(group["params"])
         k, weight_sum, largest = counters.values()
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        new_largest = largest.clamp(min=lr)
+        new_largest = largest.clamp(min=group["lr"])
         weight = (k + 1) ** group["r"] * new_largest ** group["weight_lr_power"]
         new_sum = weight_sum + weight
         share = torch.where(new_sum > 0, weight / new_sum, 0.0)
-        factors = share, 1 - beta2 ** (k + 1), lr * (beta1 * (1 - share) - 1)
-        gradients = gradients_of(self, parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            self._step_one(group, parameter, gradient, factors, skip)
+        rule = partial(_rule, share, 1 - group["betas"][1] ** (k + 1))
+        for parameter in parameters:
+            step_one(self, group, parameter, rule, _init, skip)
         for old, new in zip(counters.values(), (k + 1, new_sum, new_largest), strict=True):
             keep_or_write(skip, old, new)
         for parameter in group["params"]:
             if entries := self.state.get(parameter):
                 entries.update(counters)  # one tensor each for all of the group
 
-    def _step_one(
-        self,
-        group: dict[str, Any],
-        parameter: nn.Parameter,
-        gradient: Tensor,
-        factors: tuple[Tensor, Tensor, Tensor],
-        skip: Tensor | None,
-    ) -> None:
-        share, correction, pull = factors
-        entries, beta2 = self._entries(parameter), group["betas"][1]
-        y, z, squares = (local(t) for t in (parameter, entries["z"], entries["exp_avg_sq"]))
-        new_squares = (beta2 * squares).addcmul_(gradient, gradient, value=1 - beta2)
-        scaled = gradient / (new_squares / correction).sqrt_().add_(group["eps"])
-        wide_y = y.to(z.dtype)
-        scaled = scaled.add_(wide_y, alpha=group["weight_decay"])
-        moved = wide_y + share * (z - wide_y) + pull * scaled
-        keep_or_write(skip, y, moved)
-        keep_or_write(skip, z, z - group["lr"] * scaled)
-        keep_or_write(skip, squares, new_squares)
-
-    def _entries(self, parameter: nn.Parameter) -> dict[str, Any]:
-        entries, dtype = self.state[parameter], wide(parameter.dtype)
-        if not entries:
-            z = parameter.detach().clone().to(dtype)
-            squares = torch.zeros_like(parameter, dtype=dtype)
-            entries.update(point="train", z=z, exp_avg_sq=squares)
-        return entries
-
     def _counters(self, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
         """What a group counts, on the device of its parameters; every parameter keeps a copy."""
         device = local(parameters[0]).device
-        known = next((self.state[p] for p in parameters if self.state.get(p)), {})
+        kept = next((self.state[p] for p in parameters if self.state.get(p)), {})
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return {name: known.get(name, zero).to(device).clone() for name in COUNTERS}
+        return {name: kept.get(name, zero).to(device).clone() for name in COUNTERS}
 
     def _move(self, point: Point, weight: Callable[[float], float]) -> None:
         for group in self.param_groups:
@@ -225,9 +196,29 @@ class ScheduleFree(Optimizer):
         z = local(self.state[parameter]["z"])
         return torch.lerp(local(parameter.detach()).to(z.dtype), z, weight)
 
-    def _parameters(self) -> Iterable[nn.Parameter]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
 
 COUNTERS = ("step", "weight_sum", "lr_max")
 """Good steps, the sum of their weights in the average, and the largest rate: ``[]`` float64."""
+
+
+def _rule(
+    share: Tensor,
+    correction: Tensor,
+    y: Tensor,
+    gradient: Tensor,
+    state: State,
+    group: dict[str, Any],
+) -> tuple[Tensor, State]:
+    """``share``: of the new ``z`` in the average; ``correction``: of the second moment's bias."""
+    z, (beta1, beta2) = state["z"], group["betas"]
+    squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
+    update = gradient / (squares / correction).sqrt_().add_(group["eps"])
+    update = update.add_(y, alpha=group["weight_decay"])
+    pull = group["lr"] * (beta1 * (1 - share) - 1)
+    moved = y + share * (z - y) + pull * update
+    return moved, {"z": z - group["lr"] * update, "exp_avg_sq": squares}
+
+
+def _init(parameter: nn.Parameter) -> dict[str, Any]:
+    z = parameter.detach().clone().to(wide(parameter.dtype))
+    return {"point": "train", "z": z, **zeros("exp_avg_sq")(parameter)}

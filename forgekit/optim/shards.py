@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from forgekit.tensors import local
+
 
 @attrs.frozen
 class Split:
@@ -46,7 +48,7 @@ def splits_of(tensor: Tensor) -> list[Split]:
     """
     if not isinstance(tensor, DTensor):
         return []
-    mesh, found = tensor.device_mesh, []
+    mesh, splits = tensor.device_mesh, []
     shape = list(tensor.shape)
     for mesh_dim in sorted(range(mesh.ndim), key=lambda i: _is_late(tensor.placements[i])):
         ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
@@ -56,8 +58,8 @@ def splits_of(tensor: Tensor) -> list[Split]:
         sizes = _chunk_sizes(shape[dim], ranks) if dim is not None else ()
         if dim is not None:
             shape[dim] = sizes[rank]
-        found.append(Split(mesh_dim, dim, sizes, rank))
-    return found
+        splits.append(Split(mesh_dim, dim, sizes, rank))
+    return splits
 
 
 def global_indices(tensor: Tensor) -> list[Tensor]:
@@ -75,16 +77,6 @@ def global_indices(tensor: Tensor) -> list[Tensor]:
         if split.dim is not None:
             indices[split.dim] = indices[split.dim].split(split.sizes)[split.rank]
     return indices
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; a change of it in place is one of the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that an optimizer computes in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _is_late(placement: Placement) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from forgekit.mesh import expert_ranks
 from forgekit.metrics.flops import Flops
-from forgekit.optim.parameter_groups import parameters_by_optimizer
-from forgekit.optim.shards import local
+from forgekit.optim.groups import parameters_by_optimizer
 from forgekit.parallel.fsdp import compute_dtype
 from forgekit.state import TrainState
+from forgekit.tensors import local
 
 MIB = 2**20
 SHOWN = 3

@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 
 import torch
-from oracle import full
+from lab import full
+from optim.rms import rms
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import forgekit as fk
@@ -35,6 +36,7 @@ BUILDERS = {
     "lion": lambda model: fk.lion(model, weight_decay=0.1),
     "schedule_free": lambda model: fk.schedule_free(model, weight_decay=0.1),
     "chain": join,
+    "rms": rms,
 }
 DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}
 
