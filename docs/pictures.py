@@ -19,10 +19,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from forgekit.data.batch import slice_positions
 from forgekit.data.order import BLOCK, Phase, make_order
 from forgekit.data.packing import pack
 from forgekit.data.rows import packed_dataset
-from forgekit.data.sequence_slices import slice_positions
 from forgekit.model.attention import document_mask
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing

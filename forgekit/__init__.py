@@ -28,9 +28,10 @@ if _TYPE_CHECKING:
     )
     from forgekit.data.order import Phase as Phase, make_order as make_order
     from forgekit.data.mixture import mixture_dataset as mixture_dataset
-    from forgekit.data.batch import check_batch as check_batch, shift_labels as shift_labels
-    from forgekit.data.sequence_slices import (
+    from forgekit.data.batch import (
+        check_batch as check_batch,
         shard_sequence as shard_sequence,
+        shift_labels as shift_labels,
         unshard_sequence as unshard_sequence,
     )
     from forgekit.data.loader import make_loader as make_loader
@@ -135,8 +136,7 @@ _NAMES = _MappingProxyType(
         "data.rows": "check_vocabulary packed_dataset token_dataset",
         "data.order": "Phase make_order",
         "data.mixture": "mixture_dataset",
-        "data.batch": "check_batch shift_labels",
-        "data.sequence_slices": "shard_sequence unshard_sequence",
+        "data.batch": "check_batch shard_sequence shift_labels unshard_sequence",
         "data.loader": "make_loader",
         "data.groups": "groups",
         "model.moe_spec": "MoESpec",

@@ -705,7 +705,7 @@ def _pipeline(run: Run, layout: Mapping[str, int], prefix: str) -> str:
 def _draw_mask(run: Run, cp: int, figure: Figure) -> None:
     import torch
 
-    from forgekit.data.sequence_slices import slice_positions
+    from forgekit.data.batch import slice_positions
     from forgekit.model.attention import document_mask
 
     size = 2 * cp * math.ceil(24 / (2 * cp))

@@ -45,7 +45,7 @@ from forgekit.checkpoints.state_dict import (
     rename,
     restore,
 )
-from forgekit.data.fingerprint import compare_facts, facts_of
+from forgekit.data.hashing import compare_facts, facts_of
 from forgekit.inputs import brief
 from forgekit.model.lora import adapter_names, check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain

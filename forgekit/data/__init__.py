@@ -8,11 +8,9 @@ from forgekit.data.token_files import open_tokens, token_documents
 from forgekit.data.prepare_corpus import prepare
 from forgekit.data.packing import Bins, LongDocuments, PackingMethod, cached_bins
 from forgekit.data.chat import chat_dataset, preference_dataset
-from forgekit.data.permutation import permute, sample_rows
-from forgekit.data.order import Order
-from forgekit.data.batch import mask_batch
-from forgekit.data.batch import collate
-from forgekit.data.transforms import mask_prompts, pad_positions
+from forgekit.data.hashing import permute
+from forgekit.data.order import Order, sample_rows
+from forgekit.data.batch import collate, mask_batch, pad_positions
 from forgekit.data.stream import DocumentStream, stream_documents
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "Order",
     "mask_batch",
     "collate",
-    "mask_prompts",
     "pad_positions",
     "DocumentStream",
     "stream_documents",

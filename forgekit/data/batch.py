@@ -1,28 +1,36 @@
-"""Micro-batches: their keys and shapes, and the functions that make them of samples.
+"""Micro-batches: their keys and shapes, and the functions that make, pad and slice them.
 
 A micro-batch is a TensorDict, ``batch_size=[b]``, of ``input_ids`` and ``labels``, ``[b s]``
 integers, and where they apply ``position_ids`` and ``doc_ids``, ``[b s]``, and ``source``, ``[b]``.
 ``labels[t]`` is the token that follows ``input_ids[t]``; -100 carries no loss.
+
+A sequence is shared by context-parallel ranks. A causal query attends to all positions before it,
+so a rank with the last positions would compute far more than one with the first. *Zigzag* balances
+this: of twice as many chunks as there are ranks, each takes one from the front and its mirror image
+from the back. Masks come from positions and document ids, so documents may start and end anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
+from torch import Tensor
 
-from forgekit.inputs import quoted
+from forgekit.inputs import check_choice, check_integers, check_rank, nearest_multiples, quoted
+
+Slicing = Literal["zigzag", "contiguous"]
 
 IGNORED = -100
 """The label of a position without a loss."""
 
-MOST_ROWS = 2**31
-"""Most rows of a micro-batch, and most positions of a row: both are in memory."""
-
 PADDING = -1
 """The document id of a position that belongs to no document."""
+
+_FILL = {"labels": IGNORED, "doc_ids": PADDING}
 
 
 def check_batch(batch: TensorDict) -> None:
@@ -40,14 +48,23 @@ def check_batch(batch: TensorDict) -> None:
         Traceback (most recent call last):
         ValueError: batch has no "labels"; it has "input_ids". forgekit.shift_labels adds them.
     """
-    _check_rows(batch)
+    if not isinstance(batch, TensorDict):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}; a micro-batch is a TensorDict: "
+            "TensorDict(tensors, batch_size=[rows])."
+        )
+    if len(batch.batch_size) != 1:
+        raise ValueError(
+            f"batch has batch_size {list(batch.batch_size)}; a micro-batch has [rows]. "
+            "Build it as TensorDict(tensors, batch_size=[rows])."
+        )
     shape = ids_shape(batch)
     check_has(batch, "labels")
-    _check_tensor(batch, "input_ids", shape, "[b s]")
-    for key in ("labels", "position_ids", "doc_ids"):
-        _check_tensor(batch, key, shape, "[b s] like input_ids")
+    rules = dict.fromkeys(("labels", "position_ids", "doc_ids"), "[b s] like input_ids")
+    for key, rule in {"input_ids": "[b s]", **rules, "source": "[b]"}.items():
+        if key in batch:
+            _check_tensor(key, batch[key], shape[:1] if key == "source" else shape, rule)
     _check_signed(batch)
-    _check_tensor(batch, "source", shape[:1], "[b]")
 
 
 def shift_labels(batch: TensorDict) -> TensorDict:
@@ -71,7 +88,6 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         >>> shift_labels(rows)["labels"]
         tensor([[6, 7]])
     """
-    _check_rows(batch)
     check_has(batch, "input_ids")
     if "labels" in batch:
         raise ValueError(
@@ -79,7 +95,7 @@ def shift_labels(batch: TensorDict) -> TensorDict:
             'Delete them first if they are not shifted: del batch["labels"].'
         )
     ids = batch["input_ids"]
-    if ids.ndim != 2 or ids.shape[1] < 2:
+    if ids.ndim != 2 or ids.shape[1] < 2:  # of no position a loss would be nan
         raise ValueError(
             f'"input_ids" has shape {tuple(ids.shape)}; shifting needs [b s+1] with s at least 1.'
         )
@@ -89,7 +105,10 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         documents = batch["doc_ids"]
         crosses = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] == PADDING)
         labels[crosses] = IGNORED
-    shifted = {key: _drop_last(tensor, ids.shape) for key, tensor in batch.items()}
+    shifted = {
+        key: tensor[:, :-1].clone() if tensor.shape[:2] == ids.shape else tensor
+        for key, tensor in batch.items()
+    }
     return TensorDict({**shifted, "labels": labels}, batch_size=batch.batch_size)
 
 
@@ -110,7 +129,6 @@ def mask_batch(batch: TensorDict) -> TensorDict:
         >>> mask_batch(batch)["labels"]
         tensor([[-100, -100]])
     """
-    _check_rows(batch)
     return mask_rows(batch, keep=0)
 
 
@@ -123,23 +141,6 @@ def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     if "doc_ids" in masked:
         masked["doc_ids"][keep:] = PADDING
     return masked
-
-
-def _drop_last(tensor: Any, shape: torch.Size) -> Any:
-    return tensor[:, :-1].clone() if tensor.shape[:2] == shape else tensor
-
-
-def _check_rows(batch: Any) -> None:
-    if not isinstance(batch, TensorDict):
-        raise TypeError(
-            f"batch is a {type(batch).__name__}; a micro-batch is a TensorDict: "
-            "TensorDict(tensors, batch_size=[rows])."
-        )
-    if len(batch.batch_size) != 1:
-        raise ValueError(
-            f"batch has batch_size {list(batch.batch_size)}; a micro-batch has [rows]. "
-            "Build it as TensorDict(tensors, batch_size=[rows])."
-        )
 
 
 def ids_shape(batch: Any) -> tuple[int, ...]:
@@ -158,10 +159,7 @@ def ids_shape(batch: Any) -> tuple[int, ...]:
     return shape
 
 
-def _check_tensor(batch: TensorDict, key: str, shape: tuple[int, ...], rule: str) -> None:
-    if key not in batch:
-        return
-    tensor = batch[key]
+def _check_tensor(key: str, tensor: Tensor, shape: tuple[int, ...], rule: str) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f'"{key}" has shape {tuple(tensor.shape)}; it must be {rule}, here {shape}.'
@@ -181,6 +179,52 @@ def _check_signed(batch: TensorDict) -> None:
         )
 
 
+def pad_positions(
+    batch: TensorDict, positions: int | None = None, *, multiple: int = 1, token: int = 0
+) -> TensorDict:
+    """Pad rows on the right: labels -100, document ids -1, position ids 0.
+
+    As a transform of single rows it gives them one length; of a micro-batch, a length that context
+    parallelism can shard.
+
+    Args:
+        batch: A row or a micro-batch with ``input_ids`` ``[... s]``; tensors of this shape are
+            padded.
+        positions: The new ``s``; None for the next multiple.
+        multiple: Must divide the new ``s``.
+        token: The id on padding.
+
+    Returns:
+        A new TensorDict.
+
+    Raises:
+        ValueError: If there are no labels yet, rows are longer, or ``multiple`` does not divide
+            ``positions``.
+
+    Examples:
+        >>> row = TensorDict({"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([6, 7])})
+        >>> pad_positions(row, 3)["labels"]
+        tensor([   6,    7, -100])
+    """
+    check_has(batch, "input_ids", "labels")
+    check_integers(multiple=(multiple, 1))
+    shape = batch["input_ids"].shape
+    length = -(-shape[-1] // multiple) * multiple if positions is None else positions
+    if length % multiple:
+        raise ValueError(f"positions {length} must be divisible by multiple {multiple}.")
+    if length < shape[-1]:  # torch would cut the row
+        raise ValueError(
+            f"a row has {shape[-1]} positions, more than {length}; truncate or drop long rows, or "
+            "pack documents: forgekit.pack."
+        )
+    padded: dict[str, Any] = dict(batch.items())
+    for key, tensor in padded.items():
+        if tensor.shape == shape:
+            padded[key] = F.pad(tensor, (0, length - shape[-1]), value=_FILL.get(key, 0))
+    padded["input_ids"][..., shape[-1] :] = token
+    return TensorDict(padded, batch.batch_size)
+
+
 def collate(samples: Sequence[TensorDict]) -> TensorDict:
     """Stack samples into a micro-batch, key by key: six times faster than stacking TensorDicts.
 
@@ -191,16 +235,13 @@ def collate(samples: Sequence[TensorDict]) -> TensorDict:
         A TensorDict with ``batch_size=[b]``.
 
     Raises:
-        ValueError: If there are no samples, or they differ in keys, shapes or dtypes: stacking
-            would cast some of them.
+        ValueError: If they differ in keys, shapes or dtypes: stacking would cast some of them.
 
     Examples:
         >>> rows = [{"input_ids": torch.tensor([1, 2])}, {"input_ids": torch.tensor([3, 4])}]
         >>> collate(rows)["input_ids"].tolist()
         [[1, 2], [3, 4]]
     """
-    if not samples:
-        raise ValueError("there are no samples to collate; a micro-batch has at least one row.")
     rows: list[dict[Any, Any]] = [dict(sample.items()) for sample in samples]
     check_alike({f"sample {number}": row for number, row in enumerate(rows)})
     columns = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
@@ -233,19 +274,16 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
     Raises:
         ValueError: If they differ in keys, dtypes or shapes.
     """
-    kinds = [_kind(part, dim) for part in parts.values()]
-    for name, kind in zip(parts, kinds, strict=True):
-        if kind != kinds[0]:
+    first, kind = "", None
+    for name, part in parts.items():
+        kind_of_part = {key: (tensor.dtype, tensor.shape[dim:]) for key, tensor in part.items()}
+        if kind is None:
+            first, kind = name, kind_of_part
+        elif kind_of_part != kind:
             raise ValueError(
-                f"{name} has {_describe(kind)}; {next(iter(parts))} has {_describe(kinds[0])}. "
+                f"{name} has {_describe(kind_of_part)}; {first} has {_describe(kind)}. "
                 "All must have the same keys, dtypes and shapes."
             )
-
-
-def _kind(part: Mapping[Any, Any], dim: int) -> dict[Any, tuple[torch.dtype, torch.Size]]:
-    if not dim:  # slicing a shape takes longer than all the rest
-        return {key: (tensor.dtype, tensor.shape) for key, tensor in part.items()}
-    return {key: (tensor.dtype, tensor.shape[dim:]) for key, tensor in part.items()}
 
 
 def _describe(kind: Mapping[Any, tuple[torch.dtype, torch.Size]]) -> str:
@@ -290,3 +328,131 @@ def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict
             )
         batch = after
     return batch
+
+
+def shard_sequence(
+    batch: TensorDict, *, rank: int, world: int, method: Slicing = "zigzag"
+) -> TensorDict:
+    """Take one rank's positions of a micro-batch of whole sequences.
+
+    Args:
+        batch: ``input_ids`` ``[b s]``; tensors whose first dimensions are ``b`` and ``s`` are
+            sliced, in nested TensorDicts too; all others (``source``) are kept.
+        rank: This rank among those that share the sequence.
+        world: Number of ranks that share it.
+        method: ``"zigzag"``: of ``2 * world`` chunks, ``rank`` and its mirror image
+            ``2 * world - 1 - rank``, for a ring. ``"contiguous"``: of ``world`` chunks, ``rank``,
+            for Ulysses.
+
+    Returns:
+        A new TensorDict with ``[b s/world]`` tensors.
+
+    Raises:
+        ValueError: If there are no ``input_ids``, the method is unknown, the rank is out of range,
+            or the positions do not divide into equal chunks.
+
+    Examples:
+        >>> batch = TensorDict({"input_ids": torch.arange(8)[None]}, batch_size=[1])
+        >>> [shard_sequence(batch, rank=r, world=2)["input_ids"].tolist() for r in range(2)]
+        [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+
+    References:
+        Ring attention, https://arxiv.org/abs/2310.01889; striped, for the balance of causal
+        masks, https://arxiv.org/abs/2311.09431
+    """
+    shape = ids_shape(batch)
+
+    def mine(tensor: Tensor) -> Tensor:
+        if tensor.shape[:2] != shape:
+            return tensor
+        return slice_positions(tensor, rank=rank, world=world, method=method, dim=1)
+
+    return _apply(mine, batch)
+
+
+def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag") -> TensorDict:
+    """Join the slices of all ranks, the inverse of ``shard_sequence``.
+
+    Args:
+        slices: One TensorDict for each rank, in rank order.
+        method: How they were sharded.
+
+    Returns:
+        A new TensorDict with ``[b s]`` tensors; tensors without positions are the first rank's.
+
+    Raises:
+        ValueError: If they differ in keys, dtypes or shapes.
+    """
+    check_choice("method", method, get_args(Slicing))
+    first, *others = slices
+    shape = ids_shape(first)
+    check_alike({f"slice {number}": part for number, part in enumerate(slices)})
+
+    def join(*parts: Tensor) -> Tensor:
+        if parts[0].shape[:2] != shape:
+            return parts[0]
+        return join_positions(parts, method=method, dim=1)
+
+    return _apply(join, first, *others)
+
+
+def slice_positions(
+    tensor: Tensor, *, rank: int, world: int, method: Slicing = "zigzag", dim: int = 0
+) -> Tensor:
+    """Take one rank's positions along one dimension of a tensor.
+
+    Args:
+        tensor: ``[... s ...]``.
+        rank: This rank among those that share the positions.
+        world: Number of ranks that share them.
+        method: As for ``shard_sequence``.
+        dim: The dimension of the positions.
+
+    Returns:
+        ``[... s/world ...]``, a view if the positions are contiguous.
+
+    Raises:
+        ValueError: As for ``shard_sequence``.
+
+    Examples:
+        >>> slice_positions(torch.arange(8), rank=1, world=4)
+        tensor([1, 6])
+    """
+    check_choice("method", method, get_args(Slicing))
+    check_rank(rank, world)
+    positions, chunks = tensor.shape[dim], world
+    if method == "zigzag" and world > 1:
+        chunks = 2 * world
+    if positions % chunks:
+        rule = "2 * world" if chunks > world else "world"
+        raise ValueError(
+            f"{positions} positions must be divisible by {rule} = {chunks} to be sharded {method}; "
+            f"{nearest_multiples(positions, chunks)}."
+        )
+    if chunks == world:
+        return tensor.chunk(world, dim)[rank]
+    # world 4, chunks 0-7: rank 0 has 0 7, rank 1 has 1 6, rank 2 has 2 5, rank 3 has 3 4.
+    parts = tensor.chunk(chunks, dim)
+    return torch.cat((parts[rank], parts[-1 - rank]), dim)
+
+
+def join_positions(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: int = 0) -> Tensor:
+    """Join the positions of all ranks, in rank order; the inverse of slicing.
+
+    Examples:
+        >>> join_positions([torch.tensor([0, 3]), torch.tensor([1, 2])])
+        tensor([0, 1, 2, 3])
+    """
+    if method == "zigzag" and len(parts) > 1:
+        # Front halves in rank order, then back halves from the last rank: chunks 0-3, then 4-7.
+        halves = [part.chunk(2, dim) for part in parts]
+        parts = [first for first, _ in halves] + [last for _, last in reversed(halves)]
+    return torch.cat(list(parts), dim)
+
+
+def _apply(function: Callable[..., Tensor], *batches: TensorDict) -> TensorDict:
+    """Call a function of the tensors under each key, in nested TensorDicts too."""
+    first, *others = batches
+    applied = first.apply(function, *others, batch_size=first.batch_size[:1])
+    assert isinstance(applied, TensorDict)
+    return applied

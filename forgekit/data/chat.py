@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
-from forgekit.data.fingerprint import state_facts
+from forgekit.data.hashing import state_facts
 from forgekit.data.optional_packages import require
 from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import fill_rows, pieces_of

@@ -3,35 +3,39 @@
 The position in the stream is one integer, the number of rows that all ranks have consumed. The next
 rows follow from it alone, so a run resumes exactly on another number of ranks or workers, and no
 other state of the loader is stored.
+
+Threads of ``torchdata.nodes`` or processes read ahead, and a copy to the device runs while the step
+computes. Results arrive in order; what a worker raises is raised unchanged where its result is due.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+import multiprocessing
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
-from forgekit.data.batch import MOST_ROWS, apply_transforms, mask_rows, read_rows
+from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
-from forgekit.data.permutation import sample_rows
-from forgekit.data.read_ahead import DeviceCopies, Reader, compute_ahead
-from forgekit.data.skipped_samples import Skips, check_skips, positions
+from forgekit.data.order import Skips, renumber, sample_rows
 from forgekit.devices import check_device
 from forgekit.inputs import LARGEST, check_integers, check_rank
 
-MOST_WORKERS = 1024
-
-LAST_SAMPLE = 2**62
-"""Sample numbers are int64; this leaves room for the samples after the first one."""
-
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]
+"""A micro-batch on its device, and the event that marks the end of its copy."""
 
 
 def make_loader(
@@ -77,7 +81,7 @@ def make_loader(
             next. A number ends after that many. Then each rank gets the same number of
             micro-batches, and rows missing at the end are copies without a loss.
         transforms: Functions of a micro-batch that return one with as many rows, applied in this
-            order in the workers; see ``mask_prompts`` and ``pad_positions``.
+            order in the workers; see ``pad_positions``.
         device: Where micro-batches are needed. To an accelerator they are copied from pinned
             memory, on a separate stream, while the step computes.
         ahead: Most micro-batches on the device before they are requested; 0 copies on request.
@@ -88,9 +92,8 @@ def make_loader(
         A loader, to be used in ``for``.
 
     Raises:
-        TypeError: If the dataset has no length.
-        ValueError: If it is empty, a number is out of range, the device is not there, or ``epochs``
-            are given for a dataset without end.
+        ValueError: If the dataset is empty, a number is out of range, the device is not there, or
+            ``epochs`` are given for a dataset without end.
 
     Examples:
         >>> import torch
@@ -99,33 +102,37 @@ def make_loader(
         >>> [batch["input_ids"].tolist() for batch in loader], loader.samples
         ([[[0], [1]], [[2], [3]]], 4)
     """
-    _check_dataset(dataset, epochs)
     check_rank(rank, world)
     check_integers(
         seed=(seed, -LARGEST),
-        batch_size=(batch_size, 1, MOST_ROWS),
-        start=(start, 0, LAST_SAMPLE),
-        workers=(workers, 0, MOST_WORKERS),
+        batch_size=(batch_size, 1),
+        start=(start, 0),
+        workers=(workers, 1 if processes else 0),
         ahead=(ahead, 0),
         epochs=(1 if epochs is None else epochs, 1),
     )
-    if processes and not workers:
-        raise ValueError("processes=True needs workers of at least 1, it is 0; pass workers=4.")
+    if not _is_endless(dataset):
+        check_integers(**{"len(dataset)": (len(dataset), 1)})
+    elif epochs is not None:
+        raise ValueError(
+            f"epochs {epochs} of a {type(dataset).__name__}, which has no end; leave epochs out, "
+            "and end the loop over its steps."
+        )
     batches = MicroBatches(
         dataset=dataset,
         batch_size=batch_size,
         seed=seed,
         start=start,
-        skips=check_skips(skip),
+        skips=tuple(skip),
         rank=rank,
         world=world,
         shuffle=shuffle,
         samples=None if epochs is None else epochs * len(dataset),
         transforms=tuple(transforms),
     )
-    if device is not None and str(device) != "meta":  # where batches are shapes only
-        check_device(device)
     target = torch.device(device or "cpu")
+    if target.type != "meta":  # where batches are shapes only
+        check_device(target)
     copies = None if target.type == "cpu" else DeviceCopies(target, ahead, note_documents)
     compute = partial(compute_ahead, workers=workers, processes=processes, copies=copies)
     return Loader(batches, compute)
@@ -178,7 +185,7 @@ class MicroBatches:
 
     def rows(self, samples: Integers) -> Integers:
         """Find the rows of samples in the dataset."""
-        samples = positions(samples, self.skips)
+        samples = renumber(samples, self.skips)
         if _is_endless(self.dataset):
             return samples
         return sample_rows(samples, len(self.dataset), self.seed, shuffle=self.shuffle)
@@ -244,11 +251,11 @@ class Loader:
             skip: As in ``make_loader``: ``state.skips``.
 
         Raises:
-            ValueError: If ``start`` or a skip is negative.
+            ValueError: If ``start`` is negative.
         """
-        check_integers(start=(start, 0, LAST_SAMPLE))
+        check_integers(start=(start, 0))
         self.close()
-        self._batches = attrs.evolve(self._batches, start=start, skips=check_skips(skip))
+        self._batches = attrs.evolve(self._batches, start=start, skips=tuple(skip))
         self._position = 0
 
     def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
@@ -319,17 +326,170 @@ def _is_endless(dataset: Any) -> bool:
     return getattr(dataset, "is_endless", False)
 
 
-def _check_dataset(dataset: Any, epochs: int | None) -> None:
-    if _is_endless(dataset):
-        if epochs is not None:
-            raise ValueError(
-                f"epochs {epochs} of a {type(dataset).__name__}, which has no end; leave epochs "
-                "out, and end the loop over its steps."
-            )
-    elif not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"the dataset is a {type(dataset).__name__} without a length; a loader reads rows by "
-            "number. Pass an endless stream of micro-batches to forgekit.groups directly."
-        )
-    elif len(dataset) == 0:
-        raise ValueError("the dataset has 0 rows; a loader needs at least one.")
+class Reader:
+    """Takes results from a stream that is opened when the first one is needed.
+
+    Attributes:
+        wait_seconds: How long the consumer has waited, over all results.
+    """
+
+    def __init__(self) -> None:
+        self.wait_seconds = 0.0
+        self._results: Generator[Any] | None = None
+
+    def take(self, open_results: Callable[[], Generator[Any]]) -> Any:
+        """Wait for the next result; after an exception the stream is closed."""
+        began = time.perf_counter()
+        try:
+            if self._results is None:
+                self._results = open_results()
+                # Also at exit: threads must end before the interpreter clears the modules.
+                self._close = weakref.finalize(self, self._results.close)
+            return next(self._results)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Stop the workers and wait for them."""
+        if self._results is not None:
+            self._close()
+            self._results = None
+
+
+def compute_ahead(
+    work: Callable[[int], Any],
+    numbers: Iterable[int],
+    *,
+    workers: int,
+    processes: bool = False,
+    copies: DeviceCopies | None = None,
+) -> Generator[Any]:
+    """Yield ``work(number)`` for each number, in order, computed ahead by workers.
+
+    Closing the generator stops the workers and waits for them.
+
+    Args:
+        work: A function of a number; must pickle for processes.
+        numbers: Its arguments; may be endless.
+        workers: Number of threads; with 0 each result is computed on request.
+        processes: Give each thread a process that computes for it.
+        copies: Copies the results to a device, ahead of their use.
+    """
+    pool = _start_pool(work, workers) if processes else None
+    # torchdata's threads set torch's number of threads to 1, and with it that of every thread that
+    # has not read its own number yet. Reading it here keeps it for this thread.
+    torch.get_num_threads()
+    compute = work if pool is None else partial(_compute_in, pool)
+    results: BaseNode[Any] = ParallelMapper(
+        IterableWrapper(numbers), _Guarded(compute), num_workers=workers, snapshot_frequency=0
+    )
+    if copies is not None:
+        results = Mapper(results, _Guarded(copies.start))
+        if copies.ahead:
+            results = Prefetcher(results, copies.ahead, snapshot_frequency=0)
+    try:
+        for result in results:
+            if isinstance(result, _Raised):
+                raise result.error
+            yield result if copies is None else copies.finish(result)
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        del results  # the last reference: the nodes join their threads when deleted
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+
+@attrs.frozen
+class _Raised:
+    """An exception as a result: torchdata would raise another one instead."""
+
+    error: BaseException
+
+
+@attrs.frozen
+class _Guarded:
+    work: Callable[[Any], Any]
+
+    def __call__(self, given: Any) -> Any:
+        try:
+            return given if isinstance(given, _Raised) else self.work(given)
+        except BaseException as error:
+            return _Raised(error)
+
+
+def _compute_in(pool: ProcessPoolExecutor, number: int) -> Any:
+    return pickle.loads(pool.submit(_work_in_process, number).result())
+
+
+def _start_pool(work: Callable[[int], Any], workers: int) -> ProcessPoolExecutor:
+    # Not forks of this process: they would wait forever for locks that threads of torch or of a
+    # process group held at that moment. The server that is forked has imported torch and started
+    # nothing.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forgekit.data"])
+    return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))
+
+
+_work: Callable[[int], Any]  # of this worker process
+
+
+def _start_process(work: Callable[[int], Any]) -> None:
+    global _work
+    torch.set_num_threads(1)
+    _work = work
+
+
+def _work_in_process(number: int) -> bytes:
+    # A plain pickle copies the tensors; shared memory would need a file handle for each.
+    return pickle.dumps(_work(number), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+class DeviceCopies:
+    """Copies micro-batches to a device.
+
+    ``start`` runs in a thread that reads ahead, ``finish`` in the consumer's. Only pinning blocks
+    the host, in the thread that reads ahead.
+
+    Attributes:
+        device: The device.
+        ahead: Most micro-batches on the device before they are requested.
+        note: Told of each copy of document ids: ``note(there, here)``.
+    """
+
+    def __init__(
+        self, device: torch.device, ahead: int, note: Callable[[Tensor, Tensor], None] | None = None
+    ) -> None:
+        self.device, self.ahead, self.note = device, ahead, note
+        try:
+            self._module: Any = torch.get_device_module(device)
+        except RuntimeError:  # "meta" has no module
+            self._module = None
+        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
+
+    def start(self, batch: TensorDict) -> Copy:
+        """Start the copy; to an accelerator from pinned memory and on a separate stream."""
+        if self._stream is None:
+            return batch.to(self.device), None
+        done = self._module.Event()
+        pinned: dict[str, Any] = {key: tensor.pin_memory() for key, tensor in batch.items()}
+        with self._module.stream(self._stream):
+            copied = {key: p.to(self.device, non_blocking=True) for key, p in pinned.items()}
+            done.record(self._stream)
+        if self.note is not None and "doc_ids" in pinned:
+            self.note(copied["doc_ids"], pinned["doc_ids"])
+        return TensorDict(copied, batch.batch_size), done
+
+    def finish(self, copy: Copy) -> TensorDict:
+        """Make the current stream wait for a copy, and keep its memory until the stream is done."""
+        batch, done = copy
+        if done is not None:
+            current = self._module.current_stream(self.device)
+            current.wait_event(done)
+            tensors: Any = batch.values()
+            for tensor in tensors:
+                tensor.record_stream(current)
+        return batch

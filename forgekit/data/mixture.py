@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from forgekit.data.batch import check_alike, read_rows
-from forgekit.data.fingerprint import facts_of, state_facts
+from forgekit.data.hashing import facts_of, state_facts
 from forgekit.data.order import Order
 from forgekit.inputs import quoted
 
@@ -32,7 +32,7 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
         ``order.sources``.
 
     Raises:
-        ValueError: If names, lengths or sequence lengths differ; on reading, if rows do.
+        ValueError: If names or numbers of rows differ; on reading, if rows differ in shape.
 
     Examples:
         >>> from forgekit.data.order import make_order
@@ -53,9 +53,6 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
                 f"dataset {name!r} has {len(datasets[name])} rows and the order was made for "
                 f"{size}; make it from len(dataset)."
             )
-    lengths = {name: getattr(dataset, "seq_len", 0) for name, dataset in datasets.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"the datasets differ in seq_len, {lengths}; give all one length.")
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 

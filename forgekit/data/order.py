@@ -1,9 +1,12 @@
-"""The order of a mixture as a pure function: sample number in, source and row out.
+"""Which row each sample is, of one dataset or of a mixture: a pure function of its number.
 
-So weights change at exactly their sample, on every rank and whatever was read ahead, and a run
-resumes before, at or after a change from its number of samples alone.
+A shuffled array would have to be stored, rebuilt at each resume and equal on all ranks. A keyed
+permutation needs none of this: sample ``i`` of seed ``s`` is the same row on any number of ranks
+and workers, and the whole position is one integer. No library's random generator is used, since its
+stream may change with the next version. In a mixture weights change at exactly their sample,
+whatever was read ahead.
 
-Samples are assigned in blocks of 16,384. Before block ``t`` each source has had its
+A mixture's samples are assigned in blocks of 16,384. Before block ``t`` each source has had its
 share of the samples, rounded to the nearest, and the largest source the rest: an integer formula,
 so that nothing is replayed and no rounding adds up.
 """
@@ -23,12 +26,13 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.data.fingerprint import SAMPLE_ORDER
-from forgekit.data.hashing import U64, hash_integers
-from forgekit.data.permutation import sample_rows
+from forgekit.data.hashing import SAMPLE_ORDER, U64, hash_integers, permute
 from forgekit.inputs import check_integers, check_numbers, quoted
 
 Integers = NDArray[np.int64]
+
+Skips = Sequence[tuple[int, int]]
+"""Pairs of the first sample and the number of rows, in the numbering before this skip."""
 
 BLOCK = 2**14
 """Samples per block: of more than 128 sources, as many as the square of their number."""
@@ -42,8 +46,50 @@ LEAST_SHARE = 1e-6
 BLOCKS_KEPT = 4
 
 
-def _copied(weights: Mapping[str, float]) -> dict[str, float]:
-    return dict(weights)
+def sample_rows(
+    samples: ArrayLike, n: ArrayLike, seed: ArrayLike, *, shuffle: bool = True
+) -> Integers:
+    """Find the row of each sample number, epoch after epoch.
+
+    Args:
+        samples: Sample numbers since the start of training, 0 and up, of any shape.
+        n: Rows in the data; samples ``e * n .. (e + 1) * n - 1`` are epoch ``e``. Integers that
+            broadcast against ``samples``, for several datasets at once.
+        seed: Selects the order; each epoch has another one. Broadcasts like ``n``.
+        shuffle: False keeps the rows in their own order.
+
+    Returns:
+        ``int64`` rows in ``range(n)``, of the broadcast shape.
+
+    Examples:
+        >>> sample_rows(range(6), 3, seed=0, shuffle=False)
+        array([0, 1, 2, 0, 1, 2])
+    """
+    epochs, indices = np.divmod(np.asarray(samples, np.int64), np.asarray(n, np.int64))
+    return permute(indices, n, hash_integers(epochs, seed)) if shuffle else indices
+
+
+def renumber(samples: ArrayLike, skips: Skips) -> Integers:
+    """Renumber samples as in a stream without skips.
+
+    What remains is numbered as if the skipped samples had never existed. So ``state.samples`` is
+    still the only position in the data, and any number of ranks or workers skips the same rows.
+
+    Args:
+        samples: Sample numbers of any shape.
+        skips: What is skipped, in the order in which it was added.
+
+    Returns:
+        int64 of the shape of ``samples``.
+
+    Examples:
+        >>> renumber([0, 1, 2, 3], skips=[(1, 10), (2, 5)])
+        array([ 0, 11, 17, 18])
+    """
+    numbers = np.array(samples, dtype=np.int64)
+    for first, rows in reversed(skips):  # undo the last renumbering first
+        numbers[numbers >= first] += rows
+    return numbers
 
 
 @attrs.frozen
@@ -67,14 +113,12 @@ class Phase:
     """
 
     start: int
-    weights: dict[str, float] = attrs.field(factory=dict, converter=_copied)
+    weights: Mapping[str, float] = attrs.field(factory=dict)
     lr_scale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         check_integers(start=(self.start, 0))
         check_numbers(lr_scale=(self.lr_scale, 0))
-        # Not a converter: type checkers would treat the attribute as a descriptor.
-        object.__setattr__(self, "start", operator.index(self.start))
 
 
 def make_order(
@@ -207,9 +251,7 @@ class Order:
     _stretches: tuple[Stretch, ...] = attrs.field(repr=False)
     _keys: U64 = attrs.field(repr=False)
     # The last blocks: eight samples cost as much as a block, and the next batch needs the next.
-    _blocks: dict[Any, tuple[Integers, Integers]] = attrs.field(
-        factory=dict, init=False, repr=False
-    )
+    _blocks: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
 
     def __call__(self, sample: int) -> tuple[str, int]:
         """Find the source, by name, and the row of one sample."""
@@ -233,8 +275,7 @@ class Order:
             >>> make_order({"a": 3, "b": 3}, seed=1).span(10**12, 4)
             (array([1, 1, 0, 0]), array([0, 2, 2, 0]))
         """
-        if count < 0:
-            raise ValueError(f"count {count} must be at least 0.")
+        check_integers(count=(count, 0))
         return self.find(np.arange(start, start + count))
 
     def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
@@ -250,8 +291,7 @@ class Order:
             ValueError: If a number is negative.
         """
         samples = np.asarray(samples, dtype=np.int64)
-        if samples.size and samples.min() < 0:
-            raise ValueError(f"sample {samples.min()} must be at least 0.")
+        check_integers(sample=(int(samples.min(initial=0)), 0))
         starts = np.array([stretch.start for stretch in self._stretches])
         stretch = np.searchsorted(starts, samples, side="right") - 1
         block, inside = np.divmod(samples - starts[stretch], self._stretches[0].size)
@@ -310,11 +350,8 @@ class Order:
         Phases that start later are not included, so they may be moved, changed or added during a
         run. The scale of the learning rate is never included.
         """
-        parts = [
-            [stretch.start, stretch.units]
-            for stretch in self._stretches
-            if stretch.start < max(samples, 1)
-        ]
+        begun = [each for each in self._stretches if each.start < max(samples, 1)]
+        parts = [[stretch.start, stretch.units] for stretch in begun]
         facts = [SAMPLE_ORDER, self.seed, self.sources, self.sizes, parts]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -335,47 +372,40 @@ def _mixed_weights(
     temperature: float,
     phases: Sequence[Phase],
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield the start and the weights of each phase, also of the time before the first.
-
-    The largest weight is 1, so no power overflows.
-    """
+    """Yield the start and the weights of each phase, also of the time before the first."""
     if not temperature > 0:
         raise ValueError(
             f"temperature {temperature} must be above 0; 1.0 leaves the weights as they are."
         )
+    if weights is None:
+        weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
+    if missing := [name for name in sizes if name not in weights]:
+        raise ValueError(
+            f"weights lack {quoted(missing)}; give each source a weight. 0 leaves one out."
+        )
+    if not phases or phases[0].start:
+        phases = (Phase(start=0), *phases)
     for before, after in itertools.pairwise(phases):
         if after.start <= before.start:
             raise ValueError(
                 f"a phase at sample {after.start} follows one at sample {before.start}; "
                 "put phases in increasing order, one per sample."
             )
-    if weights is None:
-        weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
-    _check_weights(weights, sizes, "weights")
-    if missing := [name for name in sizes if name not in weights]:
-        raise ValueError(
-            f"weights lack {quoted(missing)}; give each source a weight. 0 leaves one out."
-        )
-    starts_at_once = bool(phases) and phases[0].start == 0
-    for phase in phases if starts_at_once else (Phase(start=0), *phases):
-        of_phase = f"the phase at sample {phase.start}: weights" if phase.weights else "weights"
-        _check_weights(phase.weights, sizes, of_phase)
+    for phase in phases:
         mixed = {**weights, **phase.weights}
-        if not (largest := max(mixed.values())):
+        of_phase = f"the phase at sample {phase.start}: weights" if phase.weights else "weights"
+        if unknown := [name for name in mixed if name not in sizes]:
+            raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
+        check_numbers(**{f"{of_phase}[{name!r}]": (mixed[name], 0) for name in mixed})
+        largest = max(mixed.values())
+        if not largest:
             raise ValueError(
                 f"{of_phase} leave every source at 0: {mixed}; at least one must be above 0."
             )
+        # The largest weight is 1, so no power overflows; none that is positive becomes 0.
         shares = (mixed[name] / largest for name in sizes)
-        yield (
-            phase.start,
-            [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares],
-        )
-
-
-def _check_weights(weights: Mapping[str, float], sizes: Mapping[str, int], of_phase: str) -> None:
-    if unknown := [name for name in weights if name not in sizes]:
-        raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
-    check_numbers(**{f"{of_phase}[{name!r}]": (weight, 0) for name, weight in weights.items()})
+        powers = [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares]
+        yield operator.index(phase.start), powers
 
 
 def _units_of(sources: Mapping[str, Any], weights: Sequence[float]) -> tuple[int, ...]:

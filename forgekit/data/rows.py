@@ -14,9 +14,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
-from forgekit.data.batch import IGNORED, MOST_ROWS, PADDING, apply_transforms, collate
+from forgekit.data.batch import IGNORED, PADDING, apply_transforms, collate
 from forgekit.data.documents import check_ids
-from forgekit.data.fingerprint import state_facts, tokenizer_of
+from forgekit.data.hashing import state_facts, tokenizer_of
 from forgekit.data.packing import Bins, pack, pad_lengths
 from forgekit.data.token_files import TokenFile, open_tokens
 from forgekit.inputs import check_integers
@@ -94,7 +94,7 @@ def token_dataset(
         ...     [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
         [([1, 2, 0], [2, 0, 3]), ([3, 0, 0], [0, -100, -100])]
     """
-    check_integers(seq_len=(seq_len, 1, MOST_ROWS))
+    check_integers(seq_len=(seq_len, 1))
     file = path if isinstance(path, TokenFile) else open_tokens(path)
     if file.tokens < 2:
         raise ValueError(

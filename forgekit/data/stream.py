@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
-from forgekit.data.batch import MOST_ROWS, apply_transforms
+from forgekit.data.batch import apply_transforms
 from forgekit.data.documents import Documents, Record, as_documents, check_ids
 from forgekit.data.groups import count_micro_batches
-from forgekit.data.read_ahead import Reader, compute_ahead
+from forgekit.data.loader import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
 from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
 from forgekit.inputs import check_integers, check_rank, wrong_type
@@ -100,8 +100,8 @@ def stream_documents(
     check_rank(rank, world)
     check_integers(
         workers=(workers, 0, 1),  # documents are read in order
-        seq_len=(seq_len, 1, MOST_ROWS),
-        batch_size=(batch_size, 1, MOST_ROWS),
+        seq_len=(seq_len, 1),
+        batch_size=(batch_size, 1),
         epochs=(1 if epochs is None else epochs, 1),
     )
     if tokenizer is not None and not hasattr(tokenizer, "encode_batch_fast"):

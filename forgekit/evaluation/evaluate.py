@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from forgekit.data.fingerprint import tokenizer_of
+from forgekit.data.hashing import tokenizer_of
 from forgekit.data.token_files import HELD_OUT
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions

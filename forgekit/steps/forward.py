@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from forgekit.data.sequence_slices import shard_sequence
+from forgekit.data.batch import shard_sequence
 from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.layout import full

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from forgekit.data.skipped_samples import positions
+from forgekit.data.order import renumber
 from forgekit.optim.lr_schedules import PhasedSchedule, check_rates
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
@@ -115,7 +115,7 @@ def _rate(schedule: Callable[[int], float], state: TrainState, samples: int) -> 
     """Ask a schedule for a step's rate; one with phases follows the data, and what they skip."""
     if not isinstance(schedule, PhasedSchedule):
         return schedule(state.step)
-    last = positions(state.samples + samples - 1, state.skips)
+    last = renumber(state.samples + samples - 1, state.skips)
     return schedule(state.step, end=int(last) + 1)
 
 

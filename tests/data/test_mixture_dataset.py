@@ -140,7 +140,6 @@ def odd_rows(**tensors):
 
 
 BAD = {
-    "row": (lambda: mixture()[-1], "^sample -1 must be at least 0"),
     "names": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 5, "b": 5}),
         '^the datasets are "a", the sources of the order "a", "b"; make the order',
@@ -148,10 +147,6 @@ BAD = {
     "length": (
         lambda: mixed({"a": Rows(0, 5)}, {"a": 6}),
         r"^dataset 'a' has 5 rows and the order was made for 6; make it from len\(dataset\)",
-    ),
-    "seq_len": (
-        lambda: mixed({"a": Rows(0, 5, seq_len=8), "b": Rows(1, 5, seq_len=9)}),
-        "^the datasets differ in seq_len, {'a': 8, 'b': 9}; give all one length",
     ),
     "shapes": (
         lambda: mixed(

@@ -13,10 +13,133 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgekit as fk
-from forgekit.data.order import BLOCK
+from forgekit.data.hashing import hash_integers, permute
+from forgekit.data.order import BLOCK, renumber, sample_rows
 
 FAR = 2**61
+RANGES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))
 WEIGHTS = st.one_of(st.integers(1, 9), st.floats(0.05, 20))
+
+
+@given(n=RANGES, key=st.integers(-(2**63), 2**64))
+@settings(max_examples=40, deadline=None)
+def test_every_index_is_taken_once(n, key):
+    assert sorted(permute(np.arange(n), n, key)) == list(range(n))
+
+
+@given(n=RANGES, key=st.integers(0, 2**32), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_an_index_alone_goes_where_it_goes_among_others(n, key, data):
+    index = data.draw(st.integers(0, n - 1))
+    assert permute(index, n, key) == permute(np.arange(n), n, key)[index]
+
+
+@given(n=st.integers(30, 2000), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(n, seed, epoch):
+    samples = np.arange(epoch * n, (epoch + 1) * n)
+    orders = [
+        sample_rows(samples, n, seed).tolist(),
+        sample_rows(samples + n, n, seed).tolist(),
+        sample_rows(samples, n, seed + 1).tolist(),
+        list(range(n)),
+    ]
+    assert all(sorted(order) == orders[-1] for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
+def test_statistics_are_those_of_a_shuffle(n):
+    """Of a random order one place stays and one neighbour follows on average (Poisson, mean 1)."""
+    orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
+    spread = 4 / np.sqrt(300)
+    assert abs((orders == np.arange(n)).sum(1).mean() - 1) < spread
+    assert abs((np.diff(orders, axis=1) == 1).sum(1).mean() - 1) < spread
+    assert abs((np.diff(orders, axis=1) == -1).sum(1).mean() - 1) < spread
+    assert abs((np.diff(orders, axis=1) > 0).mean() - 0.5) < 4 / np.sqrt(12 * n * 300) + 1e-4
+    counts = np.bincount(orders[:, 7] * 16 // n, minlength=16)
+    expected = np.bincount(np.arange(n) * 16 // n) * 300 / n
+    assert ((counts - expected) ** 2 / expected).sum() < 45  # chi-squared of 15: 1e-4 of cases
+
+
+@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
+def test_neighbours_part(n):
+    """Neighbours land at any distance, and a place says nothing of where the next ones go."""
+    orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
+    distances = np.diff(orders, axis=1) % n
+    counts = np.bincount(distances.ravel(), minlength=n)[1:]
+    expected = distances.size / (n - 1)
+    excess = (((counts - expected) ** 2 / expected).sum() - (n - 2)) / np.sqrt(2 * (n - 2))
+    assert abs(excess) < 5
+    centred = orders - (n - 1) / 2
+    for lag in (1, 2, 7):
+        correlations = (centred[lag:] * centred[:-lag]).mean(axis=1) / ((n * n - 1) / 12)
+        assert abs(correlations.mean()) < 5 / np.sqrt(n * (300 - lag))
+        assert abs(correlations.std() * np.sqrt(n - 1) - 1) < 0.2
+
+
+@given(data=st.data(), seed=st.integers(0, 2**64))
+@settings(max_examples=20, deadline=None)
+def test_ranges_of_several_sizes_at_once_are_those_one_by_one(data, seed):
+    sizes = data.draw(st.lists(st.one_of(RANGES, st.integers(1, 2**62)), min_size=1, max_size=9))
+    samples = [data.draw(st.integers(0, 2**62)) for _ in sizes]
+    seeds = hash_integers(np.arange(len(sizes)), seed)
+    one_by_one = [sample_rows(*each) for each in zip(samples, sizes, seeds, strict=True)]
+    assert sample_rows(samples, sizes, seeds).tolist() == [int(row) for row in one_by_one]
+
+
+@pytest.mark.parametrize("n", [2**40, 2**40 + 1, 10**15])
+def test_ranges_too_large_to_hold_are_permuted_too(n):
+    places = np.concatenate([np.arange(50_000), n - 1 - np.arange(50_000)])
+    rows = permute(places, n, 5)
+    assert len(np.unique(rows)) == rows.size
+    assert 0 <= rows.min() <= rows.max() < n
+    counts = np.bincount(rows * 16 // n, minlength=16)
+    assert ((counts - 6250) ** 2 / 6250).sum() < 45  # chi-squared of 15: 1e-4 of cases
+
+
+def test_the_rows_are_pinned():
+    """A change here would silently change the order of every resumed run."""
+    assert sample_rows(range(6), 10, seed=3).tolist() == [2, 5, 1, 9, 6, 7]
+    far = sample_rows([0, 1, 999_999, 1_000_000, 10**12], 10**6, seed=3)
+    assert far.tolist() == [658298, 109115, 330889, 736272, 825934]
+    assert hash_integers([0, 1, -1]).tolist() == [
+        5197578548964807871,
+        12035550249420947055,
+        17896504823353187392,
+    ]
+
+
+def test_one_bit_of_the_input_turns_half_of_the_output():
+    values = np.arange(1000)
+    for bit in (0, 7, 40, 62):
+        turned = hash_integers(values) ^ hash_integers(values ^ (1 << bit))
+        assert abs(np.unpackbits(turned.view(np.uint8)).mean() - 0.5) < 0.01
+
+
+def test_without_shuffle_rows_keep_their_order():
+    assert sample_rows(range(7), 3, seed=5, shuffle=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("index", [5, -1])
+def test_an_index_outside_of_its_range_is_refused(index):
+    with pytest.raises(IndexError, match=rf"index {index} is outside range\(5\)"):
+        permute([0, index], 5, 1)
+
+
+def taken_out(numbers, skips):
+    """The oracle: a list, out of which stretches are cut one after the other."""
+    numbers = list(numbers)
+    for first, rows in skips:
+        del numbers[first : first + rows]
+    return numbers
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=4))
+def test_samples_are_renumbered_as_in_a_list_with_stretches_cut_out(skips):
+    left = taken_out(range(200), skips)
+    assert renumber(range(len(left)), skips).tolist() == left
 
 
 @st.composite
@@ -315,53 +438,31 @@ def order_of(**options):
     return fk.make_order({"a": 5, "b": 5}, **options)
 
 
+BOTH = {"a": 1, "b": 1}
 BAD = {
     "no sources": (lambda: fk.make_order({}), r'sizes are empty; .*: \{"code": 1000\}'),
     "no rows": (lambda: fk.make_order({"a": 0}), r"sizes\['a'\] 0 must be at least 1"),
-    "unknown": (lambda: order_of(weights={"c": 1}), '^weights name "c"; the sources are "a", "b"'),
     "missing": (lambda: order_of(weights={"a": 1}), '^weights lack "b"; give each source a weight'),
-    "negative": (
-        lambda: order_of(weights={"a": -1, "b": 1}),
-        r"^weights\['a'\] is -1; it must be finite and not negative",
+    "unknown": (
+        lambda: order_of(weights=BOTH | {"c": 1}),
+        '^weights name "c"; the sources are "a", "b"',
     ),
-    "nan": (lambda: order_of(weights={"a": 1, "b": np.nan}), r"^weights\['b'\] is nan; it must"),
-    "infinite": (
-        lambda: order_of(weights={"a": 1, "b": np.inf}),
-        r"^weights\['b'\] is inf; it must",
+    "nan": (
+        lambda: order_of(weights=BOTH, phases=[fk.Phase(9, {"a": np.nan})]),
+        r"^the phase at sample 9: weights\['a'\] is nan; it must be finite and not negative",
     ),
-    "nothing": (lambda: order_of(weights={"a": 0, "b": 0}), "^weights leave every source at 0: .*"),
-    "temperature": (lambda: order_of(temperature=0), "^temperature 0 must be above 0; 1.0 leaves"),
-    "hot": (lambda: order_of(temperature=np.nan), "^temperature nan must be above 0"),
-    "phase": (lambda: fk.Phase(start=-1), "^start -1 must be at least 0"),
-    "scale": (
-        lambda: fk.Phase(9, lr_scale=-1),
-        "^lr_scale is -1; it must be finite and not negative",
-    ),
-    "nan scale": (
-        lambda: fk.Phase(9, lr_scale=np.nan),
-        "^lr_scale is nan; it must be finite and not negative",
-    ),
-    "phase's unknown": (
-        lambda: order_of(phases=[fk.Phase(9, {"c": 1})]),
-        '^the phase at sample 9: weights name "c"; the sources are "a", "b"',
-    ),
-    "phase's nan": (
-        lambda: order_of(phases=[fk.Phase(9, {"a": np.nan})]),
-        r"^the phase at sample 9: weights\['a'\] is nan",
-    ),
-    "phase's nothing": (
+    "nothing": (
         lambda: order_of(weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]),
         r"^the phase at sample 9: weights leave every source at 0: \{'a': 0, 'b': 0\}; at least",
     ),
+    "temperature": (lambda: order_of(temperature=np.nan), "^temperature nan must be above 0"),
+    "scale": (lambda: fk.Phase(9, lr_scale=-1), "^lr_scale is -1; it must be finite and not negat"),
     "phases": (
-        lambda: order_of(phases=[fk.Phase(9), fk.Phase(9)]),
-        "^a phase at sample 9 follows one at sample 9; put phases in increasing order",
+        lambda: order_of(phases=[fk.Phase(9), fk.Phase(3)]),
+        "^a phase at sample 3 follows one at sample 9; put phases in increasing order",
     ),
-    "sample": (lambda: order_of()(-1), "^sample -1 must be at least 0"),
-    "span": (lambda: order_of().span(-3, 9), "^sample -3 must be at least 0"),
-    "count": (lambda: order_of().span(0, -1), "^count -1 must be at least 0"),
+    "sample": (lambda: order_of().span(-3, 9), "^sample -3 must be at least 0"),
     "taken": (lambda: order_of().taken(-1), "^samples -1 must be at least 0"),
-    "shares": (lambda: order_of().shares(0, 0), "^count 0 must be at least 1"),
 }
 
 
@@ -372,8 +473,6 @@ def test_what_cannot_be_an_order_is_refused(call, message):
         call()
 
 
-def test_what_is_no_integer_is_refused():
-    with pytest.raises(TypeError, match=r"sizes\['a'\] is 2\.5, a float; pass an integer"):
-        fk.make_order({"a": 2.5})
+def test_a_start_is_an_integer():
     with pytest.raises(TypeError, match=r"start is 100000\.0, a float; pass an integer"):
         fk.Phase(start=1e5)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forgekit.data.sequence_slices import slice_positions
+from forgekit.data.batch import slice_positions
 from forgekit.parallel.context import attention_areas
 from forgekit.parallel.context.attention_areas import (
     Area,

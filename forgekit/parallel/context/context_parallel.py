@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forgekit.data.sequence_slices import slice_positions
+from forgekit.data.batch import slice_positions
 from forgekit.inputs import check_choice, divisors
 from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal

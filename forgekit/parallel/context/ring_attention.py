@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from forgekit.data.sequence_slices import slice_positions
+from forgekit.data.batch import slice_positions
 from forgekit.model.attention import Attend, Documents, wide
 from forgekit.model.attention_kernels import AttentionChoice, Kernel, choose
 from forgekit.parallel.context.attention_areas import Area, Route
