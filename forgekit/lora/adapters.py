@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import permutations
 from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forgekit.inputs import check_choice, check_integers, quoted
@@ -103,7 +104,7 @@ def add_lora(
 
 def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = None) -> nn.Module:
     """Add adapters to the matrices that they name, in place; freeze all else. See ``add_lora``."""
-    if base is not None:
+    if packs := base is not None:
         check_choice("base", base, get_args(Base))
     if was_parallelized(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
@@ -112,19 +113,22 @@ def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = 
             "forgekit.add_lora or load_adapter before forgekit.parallelize(model, mesh)."
         )
     matrices = find_matrices(model)
-    if matrices.keys() & {"", *STACKS}:
-        raise ValueError(
-            f"the model is a {type(model).__name__} itself, and adapters take the place of a "
-            "model's layers. Put it into a module: torch.nn.Sequential(model)."
-        )
+    shared = _shared_weights(model)
     for adapter in chosen:
-        if problem := _problem(model, matrices, adapter, packs=base is not None):
+        if problem := _problem(model, matrices[adapter.name], adapter, shared, packs=packs):
             raise ValueError(
                 f"{adapter.name!r} {problem}. Narrow the pattern; add_lora may be called again, "
                 "with other options, for other matrices."
             )
     for adapter in chosen:
-        _add(model, adapter, packs=base is not None)
+        layer, path = find_matrices(model)[adapter.name], adapter.name
+        if isinstance(layer, Experts):
+            path, _, stack = adapter.name.rpartition(".")
+            adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
+            adapted.add_adapter(stack, adapter)
+        else:
+            adapted = LoraLinear.of(layer, adapter, packs=packs)
+        model.set_submodule(path, adapted)
     trained = set(adapter_names(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -161,7 +165,12 @@ def merge_lora(model: nn.Module) -> None:
             layer.bases[matrix] = local_of(weight).clone()
             merged = merged_weight(layer, matrix)
             if isinstance(layer, LoraLinear) and is_packed(weight):
-                layer.merged = _sharded_as(weight, merged.to(layer.full_dtype))
+                layer.merged = merged.to(layer.full_dtype)
+                if isinstance(weight, DTensor):
+                    mesh, placements = weight.device_mesh, weight.placements
+                    layer.merged = distribute_tensor(
+                        layer.merged, mesh, placements, src_data_rank=None
+                    )
             else:
                 copy_full(weight, merged)
 
@@ -171,19 +180,10 @@ def unmerge_lora(model: nn.Module) -> None:
     """Restore the matrices as they were before ``merge_lora``, in place and bit for bit.
 
     Args:
-        model: What ``merge_lora`` was given.
-
-    Raises:
-        ValueError: If it is not merged.
+        model: What ``merge_lora`` was given; one that is not merged stays as it is.
     """
-    layers = lora_layers(model).values()
-    if not any(layer.bases for layer in layers) and layout_of(model).stages is None:
-        raise ValueError(
-            f"{type(model).__name__} is not merged, so there is nothing to take out of its "
-            "matrices. Call forgekit.merge_lora(model) first."
-        )
     reshard(model)
-    for layer in layers:
+    for layer in lora_layers(model).values():
         if isinstance(layer, LoraLinear):
             layer.merged = None
         for matrix, base in layer.bases.items():
@@ -264,13 +264,13 @@ def _restart(layer: LoraLayer, state: TrainState) -> None:
 
 def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that adapters are for, by name of the matrix: a linear layer's or a stack's."""
-    found: dict[str, nn.Module] = {}
+    matrices: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = module
+            matrices[name] = module
         elif isinstance(module, Experts):
-            found |= dict.fromkeys((_join(name, stack) for stack in STACKS), module)
-    return found
+            matrices |= {f"{name}.{stack}": module for stack in STACKS}
+    return matrices
 
 
 def reshard(model: nn.Module) -> None:
@@ -291,60 +291,52 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             or (isinstance(module, Experts) and fnmatchcase(name.rpartition(".")[0], pattern))
         }
         if not matching:
-            tied = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.tied]
             ends = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
             raise ValueError(
                 f"the pattern {pattern!r} matches no linear layer and no stack of experts; their "
-                f"names end in {quoted(ends)}."
-                + (
-                    " The output projection is the embedding (tied=True), and merging would change "
-                    "both: build the model with tied=False."
-                    if tied
-                    else ""
-                )
+                f"names end in {quoted(ends)}. The output projection of a tied model is its "
+                "embedding, and has no adapter: build the model with tied=False."
             )
         chosen |= matching
     return [name for name in matrices if name in chosen]
 
 
-def _by_name(names: list[str], pattern: Mapping[str, float], default: float) -> dict[str, float]:
-    """Each matrix's own value, of the last pattern that matches; the default without one."""
-    found = dict.fromkeys(names, default)
-    for key, value in pattern.items():
-        matched = [name for name in names if fnmatchcase(name, key)]
-        if not matched:
+def _by_name(names: list[str], patterns: Mapping[str, float], default: float) -> dict[str, float]:
+    """Each matrix's value, of the last pattern that matches; the default without one."""
+    values = dict.fromkeys(names, default)
+    for pattern, value in patterns.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
             raise ValueError(
-                f"the pattern {key!r} matches none of the {len(names)} matrices that get an "
+                f"the pattern {pattern!r} matches none of the {len(names)} matrices that get an "
                 f"adapter (first: {names[0]!r}). Correct it or leave it out."
             )
-        found |= dict.fromkeys(matched, value)
-    return found
+        values |= dict.fromkeys(matching, value)
+    return values
 
 
 def _problem(
-    model: nn.Module, matrices: Mapping[str, nn.Module], adapter: Adapter, *, packs: bool
+    model: nn.Module, layer: nn.Module, adapter: Adapter, shared: Mapping[str, str], *, packs: bool
 ) -> str | None:
     """Say why a matrix cannot get an adapter, or not one with these options."""
-    name, layer = adapter.name, matrices[adapter.name]
-    is_head = any(
-        name == _join(prefix, "output")
-        for prefix, module in model.named_modules()
-        if isinstance(module, Transformer)
-    )
+    name, stack = adapter.name, adapter.name.rpartition(".")[2]
+    transformers = (module for module in model.modules() if isinstance(module, Transformer))
     # Of these the adapter is added to the matrix, not to what the matrix makes.
-    kind = "the output projection" if is_head else ""
-    kind = "of experts" if isinstance(layer, Experts) else kind
-    if isinstance(layer, LoraLinear | LoraExperts) and _stack(layer, name) in layer.adapters:
+    kind = "of experts" if isinstance(layer, Experts) else ""
+    kind = "the output projection" if any(t.output is layer for t in transformers) else kind
+    if isinstance(layer, LoraLinear) or (
+        isinstance(layer, LoraExperts) and stack in layer.adapters
+    ):
         return "has an adapter already; a matrix has one"
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
         return f"is a {type(layer).__name__} with a forward of its own; adapters are for nn.Linear"
-    if name in (shared := _shared_weights(model)):
+    if name in shared:
         return f"has the weight of {shared[name]!r} too (tied), so merging would change both"
     if kind and adapter.dropout:
         return f"is {kind}; its adapter takes no dropout"
     if isinstance(layer, Experts) and adapter.dora:
         return f"is {kind}; its adapter takes no dora"
-    if packs and (kind or not isinstance(layer, nn.Linear)):
+    if packs and kind:
         return f'is {kind}, and base="nf4" packs other linear layers alone'
     if packs and isinstance(layer, nn.Linear) and layer.weight.numel() % PIECE:
         shape = [*layer.weight.shape]
@@ -357,35 +349,5 @@ def _shared_weights(model: nn.Module) -> dict[str, str]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return {
-        name.rpartition(".")[0]: next(other for other in known if other != name)
-        for known in names.values()
-        for name in known
-        if len(known) > 1
-    }
-
-
-def _add(model: nn.Module, adapter: Adapter, *, packs: bool) -> None:
-    layer = find_matrices(model)[adapter.name]
-    path = adapter.name.rpartition(".")[0] if isinstance(layer, Experts) else adapter.name
-    if isinstance(layer, Experts):
-        adapted = layer if isinstance(layer, LoraExperts) else LoraExperts.of(layer)
-        adapted.add_adapter(_stack(layer, adapter.name), adapter)
-    else:
-        adapted = LoraLinear.of(layer, adapter, packs=packs)
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, adapted)
-
-
-def _stack(layer: nn.Module, name: str) -> str:
-    return name.rpartition(".")[2] if isinstance(layer, Experts) else "weight"
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-def _sharded_as(like: Tensor, whole: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    pairs = [(one, other) for ties in names.values() for one, other in permutations(ties, 2)]
+    return {one.rpartition(".")[0]: other for one, other in pairs}

@@ -1,6 +1,17 @@
-"""Adapters in peft's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters in the files of peft: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-How they lie in them says ``peft_layout``. An adapter is small: it is gathered, and read, whole.
+A ``Transformer``'s matrices have the names that Llama-like models have in transformers; those of
+other models keep their own. A linear layer has ``<name>.lora_A.weight`` ``[r in]``,
+``<name>.lora_B.weight`` ``[out r]`` and, with DoRA, ``<name>.lora_magnitude_vector`` ``[out]``.
+
+transformers holds the experts of a layer fused, so peft has one adapter for gate and up, under
+``<experts>.base_layer``, and one for down, under ``<experts>``, where the only one lies too. Of
+experts, ``A`` ``[e*r in]`` goes by expert, then rank, and ``B`` ``[out r*e]`` by rank, then expert.
+Here gate and up have an adapter each, of ranks ``r`` and ``s``: together they are one of rank
+``r + s`` whose ``B`` is zero outside of two blocks. So it is written, and so it is read where the
+blocks are there; one without blocks is read as two of the whole rank with the same ``A``.
+
+An adapter is small: it is gathered, and read, whole.
 
 References:
     https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -12,23 +23,51 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import mode
+from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.files import atomic_directory, restore_replaced
-from forgekit.inputs import is_integer, is_number, parse_json, path_of, quoted
+from forgekit.files import atomic_directory, read_regular, restore_replaced
+from forgekit.inputs import parse_json, path_of, quoted
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
-from forgekit.lora.peft_layout import BASE_WEIGHTS, Key, Shapes, from_peft, to_peft
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import Adapter, adapter_names, check_unmerged, full_of, lora_layers
 from forgekit.model.transformer import Transformer
 from forgekit.ranks import CheckpointError, all_ranks, ranks_sharing
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ENDS = MappingProxyType(
+    {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}
+)
+NAMES = MappingProxyType(
+    {
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+        "feed_forward.shared.gate": "mlp.shared_experts.gate_proj",
+        "feed_forward.shared.up": "mlp.shared_experts.up_proj",
+        "feed_forward.shared.down": "mlp.shared_experts.down_proj",
+        "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
+        "feed_forward.experts.down": "mlp.experts.down_proj",
+    }
+)
+"""Matrices of a ``Transformer`` in ``layers.N``, and of transformers in ``model.layers.N``."""
+HEAD, EXPERTS = "lm_head", (".experts.gate_up_proj", ".experts.down_proj")
+BASE_WEIGHTS = MappingProxyType(
+    {"model.embed_tokens.weight": "embedding.weight", "lm_head.base_layer.weight": "output.weight"}
+)
+"""Weights of the base that peft stores beside an adapter of the head."""
 UNSUPPORTED = (
     *("modules_to_save", "trainable_token_indices", "lora_bias", "fan_in_fan_out"),
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens"),
@@ -37,6 +76,10 @@ UNSUPPORTED = (
 """Entries of a config that change what is computed and have no counterpart here."""
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initial values of factors that leave the base as it was; others subtract from its weights."""
+
+Key = tuple[str, str]
+"""A matrix, and a part of its adapter: A, B, m (magnitude); or W, the base's own weight."""
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def save_adapter(
@@ -59,36 +102,36 @@ def save_adapter(
     """
     path = path_of("directory", directory)
     check_unmerged(model, "the file is for a base without them")
-    ranks, parameters = all_ranks(), dict(_parameters(model))
-    adapters, trained = {}, []
-    for here, beside in ranks.each(lambda: (_adapters(model), _trained_beside(model))):
-        adapters, trained = adapters | here, trained + beside
+    ranks, parameters, names = all_ranks(), _parameters(model), set(adapter_names(model))
+    beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in names]
+    held = ranks.each(lambda: (_adapters(model), beside, [*parameters]))
+    adapters = {name: adapter for one, *_ in held for name, adapter in one.items()}
     if not adapters:
         raise ValueError(
             f"{type(model).__name__} has no adapter to save; forgekit.add_lora adds some."
         )
-    if trained:
+    if trained := list(dict.fromkeys(name for _, others, _ in held for name in others)):
         raise ValueError(
-            f"{len(set(trained))} trained parameters (first: {trained[0]!r}) are no part of an "
-            "adapter and would be lost. Freeze them (requires_grad_(False)), or save the whole "
-            "model with forgekit.checkpoint_save."
+            f"{len(trained)} trained parameters (first: {trained[0]!r}) are no part of an adapter "
+            "and would be lost. Freeze them (requires_grad_(False)), or save the whole model with "
+            "forgekit.checkpoint_save."
         )
-    owners: dict[Key, int] = {}
-    for rank, keys in enumerate(ranks.each(lambda: [*parameters])):
-        owners = dict.fromkeys(keys, rank) | owners
     reshard(model)
     whole = {key: full_of(parameter.detach()).cpu() for key, parameter in parameters.items()}
-    gathered = ranks.gather({key: t for key, t in whole.items() if owners[key] == ranks.rank})
+    # Of several ranks that hold a factor the first one sends it: rank 0 receives it once.
+    sent = {key for *_, keys in held[: ranks.rank] for key in keys}
+    gathered = ranks.gather({key: tensor for key, tensor in whole.items() if key not in sent})
     tensors = {key: tensor for part in gathered for key, tensor in part.items()}
 
     def write() -> None:
         from safetensors.torch import save_file
 
-        config, files = to_peft(adapters, tensors, is_known=isinstance(model, Transformer))
+        is_transformer = isinstance(model, Transformer)
+        config, files = to_peft(adapters, tensors, is_transformer=is_transformer)
+        config["base_model_name_or_path"] = base
         with atomic_directory(path, is_replaceable=_is_adapter) as new:
             save_file(files, new / TENSORS, metadata={"format": "pt"})
-            content = {**config, "base_model_name_or_path": base}
-            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     ranks.first(write)
 
@@ -114,119 +157,320 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             trained modules, weights taken out of its base); if a file is missing or damaged. On
             every rank.
     """
-    path, is_known = (
-        restore_replaced(path_of("directory", directory)),
-        isinstance(model, Transformer),
-    )
+    path = restore_replaced(path_of("directory", directory))
     check_unmerged(model, "loaded values would not be what is merged")
-    ranks = ranks_sharing(model.parameters())
+    ranks, is_transformer = ranks_sharing(model.parameters()), isinstance(model, Transformer)
     held, shapes = {}, {}
     for adapters, matrices in ranks.each(lambda: (_adapters(model), _shapes(model))):
         held, shapes = adapters | held, matrices | shapes
-    chosen, tensors = ranks.together(lambda: _read(path, shapes, held, is_known=is_known))
+
+    def read() -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
+        config, files = _read_config(path / CONFIG), _read_tensors(path / TENSORS)
+        adapters, tensors = from_peft(config, files, shapes, held, is_transformer=is_transformer)
+        if held:
+            _check_alike(adapters, held)
+        return adapters, tensors
+
+    try:
+        chosen, tensors = ranks.together(read)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if not held:
         add_chosen(model, [*chosen.values()])
     reshard(model)
-    weights = {(name, "W"): p for name, p in model.named_parameters()} if is_known else {}
+    weights = {(name, "W"): p for name, p in model.named_parameters()} if is_transformer else {}
     with torch.no_grad():
-        for key, parameter in {**dict(_parameters(model)), **weights}.items():
+        for key, parameter in {**_parameters(model), **weights}.items():
             if key in tensors:
                 copy_full(parameter, tensors[key])
 
 
-def _read(
-    directory: Path, shapes: Shapes, held: Mapping[str, Adapter], *, is_known: bool
+def to_peft(
+    adapters: Mapping[str, Adapter], tensors: Mapping[Key, Tensor], *, is_transformer: bool
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Turn adapters into a config and tensors under peft's names.
+
+    Args:
+        adapters: By name of the matrix.
+        tensors: Their whole parts.
+        is_transformer: Whether the matrices are those of a ``Transformer``.
+
+    Raises:
+        CheckpointError: If only some have DoRA, or gate and up of a layer have different scales.
+    """
+    by_dora = {adapter.dora: name for name, adapter in adapters.items()}
+    if len(by_dora) > 1:
+        raise CheckpointError(
+            f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} has not; peft's files say it once "
+            "for all. Add all adapters alike, or keep them with forgekit.checkpoint_save."
+        )
+    if is_transformer:
+        adapters, tensors = _fuse(adapters, tensors)
+    keys, files = _keys(adapters, is_transformer=is_transformer), dict[str, Tensor]()
+    experts = [name for name in adapters if tensors[name, "A"].ndim == 3]
+    for name in adapters:
+        path = keys[name]
+        if is_transformer and name in experts:
+            path, _, leaf = path.rpartition(".")
+            has_both = f"{path}.down_proj" in keys.values()
+            path += ".base_layer" if leaf == "gate_up_proj" and has_both else ""
+        for part, end in ENDS.items():
+            if (tensor := tensors.get((name, part))) is None:
+                continue
+            if name in experts:  # [e r in] -> [e*r in], [e out r] -> [out r*e]
+                tensor = tensor.flatten(0, 1) if part == "A" else tensor.movedim(0, -1).flatten(1)
+            files[PREFIX + path + end] = tensor.contiguous()
+    by_key = {keys[name]: adapter for name, adapter in adapters.items()}
+    return _config(by_key, [keys[n] for n in experts], is_transformer=is_transformer), files
+
+
+def from_peft(
+    config: Mapping[str, Any],
+    files: Mapping[str, Tensor],
+    shapes: Shapes,
+    held: Mapping[str, Adapter],
+    *,
+    is_transformer: bool,
 ) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
-    for name in (CONFIG, TENSORS):
-        if not (directory / name).is_file():  # a pipe would never end
+    """Turn peft's config and tensors into adapters of a model and their parts.
+
+    Args:
+        config: The config.
+        files: Tensors by peft's names.
+        shapes: Of the model's matrices, its embedding and its head.
+        held: The adapters that the model has, which decide how fused ones are split.
+        is_transformer: As for ``to_peft``.
+
+    Raises:
+        CheckpointError: If they are of another model.
+    """
+    if is_transformer:
+        gates = {n: size for n, size in shapes.items() if n.endswith(".gate") and len(size) == 3}
+        shapes = {**shapes, **{f"{n}_up": (e, 2 * f, d) for n, (e, f, d) in gates.items()}}
+    names = {key: name for name, key in _keys(shapes, is_transformer=is_transformer).items()}
+    adapters: dict[str, Adapter] = {}
+    tensors: dict[Key, Tensor] = {}
+    paths: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in files.items():
+        path = key.removeprefix(PREFIX)
+        part = next((part for part, end in ENDS.items() if key.endswith(end)), None)
+        if is_transformer and path in BASE_WEIGHTS:
+            if (name := BASE_WEIGHTS[path]) in shapes:
+                _check_shapes(key, {"W": tensor}, {"W": shapes[name]})
+                tensors[name, "W"] = tensor
+        elif part is None or path == key:
             raise CheckpointError(
-                f"{directory} has no file {name}; an adapter is {CONFIG} and {TENSORS}."
+                f"it holds {key!r}; names are {PREFIX}<matrix> with one of the ends "
+                f"{quoted(ENDS.values())}. Other parts of peft have no counterpart here."
             )
-    try:
-        config, files = _read_config(directory / CONFIG), _read_tensors(directory / TENSORS)
-        adapters, tensors = from_peft(config, files, shapes, held, is_known=is_known)
-        _check_held(adapters, held)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from None
+        else:
+            paths.setdefault(path.removesuffix(ENDS[part]), {})[part] = tensor
+    for path, parts in paths.items():
+        key = _key_of(path, names, config, has_both=f"{path}.base_layer" in paths)
+        *experts, outputs, inputs = shapes[names[key]]
+        # Neither experts nor the head take dropout.
+        is_plain = bool(experts) or (is_transformer and key == HEAD)
+        adapter = Adapter(
+            name=names[key],
+            rank=_setting(config, "rank_pattern", "r", key),
+            alpha=float(_setting(config, "alpha_pattern", "lora_alpha", key)),
+            dropout=0.0 if is_plain else float(config.get("lora_dropout") or 0.0),
+            dora=bool(config.get("use_dora")) and not experts,
+            rslora=bool(config.get("use_rslora")),
+        )
+        count, rank = math.prod(experts), adapter.rank
+        expected = {"A": (count * rank, inputs), "B": (outputs, rank * count)}
+        _check_shapes(key, parts, expected | ({"m": (outputs,)} if adapter.dora else {}))
+        if experts:
+            high = parts["B"].unflatten(1, (rank, count)).movedim(-1, 0)
+            parts = {"A": parts["A"].unflatten(0, (count, rank)), "B": high}
+        is_fused = is_transformer and key.endswith(EXPERTS[0])
+        for one, values in _split(adapter, parts, held) if is_fused else [(adapter, parts)]:
+            adapters[one.name] = one
+            tensors |= {(one.name, part): value for part, value in values.items()}
     return adapters, tensors
 
 
+def _keys(names: Iterable[str], *, is_transformer: bool) -> dict[str, str]:
+    """What peft's patterns call matrices, by name; those that transformers has."""
+    if not is_transformer:
+        return {name: name for name in names}
+    blocks = {name: name.split(".", 2) for name in names if name.count(".") > 1}
+    keys = {n: f"model.layers.{b[1]}.{NAMES[b[2]]}" for n, b in blocks.items() if b[2] in NAMES}
+    return keys | ({"output": HEAD} if "output" in names else {})
+
+
+def _key_of(
+    path: str, names: Mapping[str, str], config: Mapping[str, Any], *, has_both: bool
+) -> str:
+    """The matrix that lies under a path of the file; of experts one of two may lie there."""
+    if path in names and not path.endswith(EXPERTS):
+        return path
+    stem = path.removesuffix(".base_layer")
+    keys = [key for key in names if key.endswith(EXPERTS) and key.rpartition(".")[0] == stem]
+    if not keys:
+        tied = "; of a tied model build it with tied=False" if path == HEAD else ""
+        raise CheckpointError(
+            f"it has an adapter of {path!r}, which this model does not have{tied}. It is an "
+            "adapter for another base."
+        )
+    if path != stem or has_both:
+        return f"{stem}.{'gate_up_proj' if path != stem else 'down_proj'}"
+    targets = config.get("target_parameters") or ()
+    named = [key for key in keys if any(f".{key}".endswith(f".{target}") for target in targets)]
+    if len(named) != 1:
+        raise CheckpointError(
+            f"it has one adapter under {path!r}, and target_parameters {targets} name "
+            f"{len(named)} of its matrices; so nothing says whose it is."
+        )
+    return named[0]
+
+
+def _fuse(
+    adapters: Mapping[str, Adapter], tensors: Mapping[Key, Tensor]
+) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
+    """Put gate and up of each layer of experts together; their ``B`` are blocks of one."""
+    adapters, tensors = dict(adapters), dict(tensors)
+    stacks = [name for name in adapters if tensors[name, "A"].ndim == 3]
+    for experts in dict.fromkeys(name.rpartition(".")[0] for name in stacks):
+        names = [f"{experts}.gate", f"{experts}.up"]
+        halves = [adapters.pop(name) for name in names if name in adapters]
+        if not halves:
+            continue
+        first = halves[0]
+        if any(not math.isclose(first.scale, half.scale, rel_tol=1e-9) for half in halves):
+            raise CheckpointError(
+                f"gate and up of {experts!r} have the scales {[half.scale for half in halves]}; "
+                "peft holds them fused, with one. Give both the same alpha / rank."
+            )
+        name, absent = f"{experts}.gate_up", tensors[first.name, "B"][..., :0]
+        pairs = zip(*(tensors.get((half, "B"), absent) for half in names), strict=True)
+        tensors[name, "A"] = torch.cat([tensors[half.name, "A"] for half in halves], dim=1)
+        tensors[name, "B"] = torch.stack([torch.block_diag(*pair) for pair in pairs])
+        adapters[name] = _evolve(first, name, sum(half.rank for half in halves))
+    return adapters, tensors
+
+
+def _split(
+    fused: Adapter, parts: Mapping[str, Tensor], held: Mapping[str, Adapter]
+) -> Iterator[tuple[Adapter, dict[str, Tensor]]]:
+    """Take gate and up apart: by the two blocks of ``B``, or with all ranks for each."""
+    low, high, rank = parts["A"], parts["B"], fused.rank
+    above, below = high.chunk(2, dim=1)
+    names = fused.name.removesuffix("_up"), fused.name.replace("gate_up", "up")
+    choices = [tuple(held[name].rank if name in held else 0 for name in names)]
+    if not any(choices[0]):  # the even split first, which also a B of zeros has
+        gates = sorted(range(rank + 1), key=lambda gate: abs(2 * gate - rank))
+        choices = [*((gate, rank - gate) for gate in gates), (rank, rank)]
+    for gate, up in choices:
+        has_blocks = not above[..., gate:].any() and not below[..., :gate].any()
+        if gate == up == rank or (gate + up == rank and has_blocks):
+            if gate:
+                yield _evolve(fused, names[0], gate), {"A": low[:, :gate], "B": above[..., :gate]}
+            if up:
+                yield _evolve(fused, names[1], up), {"A": low[:, -up:], "B": below[..., -up:]}
+            return
+    raise CheckpointError(
+        f"it has one adapter of rank {rank} for gate and up of {names[0]!r}, and the model two of "
+        f"ranks {choices[0]}. Load it into a model without adapters."
+    )
+
+
+def _evolve(adapter: Adapter, name: str, rank: int) -> Adapter:
+    """The adapter of another matrix, of another rank and the same scale."""
+    root = math.sqrt(rank) if adapter.rslora else rank
+    return attrs.evolve(adapter, name=name, rank=rank, alpha=adapter.scale * root)
+
+
+def _config(
+    adapters: Mapping[str, Adapter], experts: Collection[str], *, is_transformer: bool
+) -> dict[str, Any]:
+    is_rslora = all(adapter.rslora for adapter in adapters.values())
+    ranks = {name: adapter.rank for name, adapter in adapters.items()}
+    alphas = {
+        name: adapter.alpha if adapter.rslora == is_rslora else adapter.scale * adapter.rank
+        for name, adapter in adapters.items()
+    }
+    dropouts = {adapter.dropout for adapter in adapters.values()}
+    rank, alpha = mode(ranks.values()), mode(alphas.values())
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_transformer else None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropouts.pop() if len(dropouts) == 1 else 0.0,
+        "target_modules": [name for name in adapters if name not in experts],
+        "target_parameters": [*experts] or None,
+        "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
+        "alpha_pattern": {name: own for name, own in alphas.items() if own != alpha},
+        "use_dora": any(adapter.dora for adapter in adapters.values()),
+        "use_rslora": is_rslora,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _setting(config: Mapping[str, Any], patterns: str, default: str, key: str) -> Any:
+    """A matrix's rank or alpha; a pattern is a regular expression for the end of its name."""
+    # Never ``r`` alone: of a model with experts peft gives gate and up twice the rank, by pattern.
+    given = config.get(patterns) or {}
+    matching = (value for p, value in given.items() if re.match(rf"(.*\.)?({p})$", key))
+    return next(matching, config[default])
+
+
+def _check_shapes(key: str, parts: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
+    shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
+    if shapes != expected:
+        raise CheckpointError(
+            f"it has {shapes} for {key!r}; this model and the config's ranks need "
+            f"{dict(expected)}. It is an adapter for another base, or was changed."
+        )
+
+
+def _check_alike(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
+    for name in {**held, **adapters}:
+        there, here = (_describe(one.get(name)) for one in (adapters, held))
+        if there != here:
+            raise CheckpointError(
+                f"it has {there} for {name!r}; the model has {here}. Add the same with "
+                "forgekit.add_lora, before forgekit.parallelize."
+            )
+
+
+def _describe(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "no adapter"
+    return f"rank {adapter.rank}, scale {adapter.scale:.9g} and dora={adapter.dora}"
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{CONFIG} is no JSON: {error}.") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-    if kind != "LORA":
+    config = parse_json(read_regular(path))
+    if (kind := config.get("peft_type")) != "LORA":
         raise CheckpointError(f"{CONFIG} has the peft_type {kind!r}; adapters here are 'LORA'.")
-    config = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False,
-              "lora_dropout": 0.0, "r": None, "lora_alpha": None, **config}  # fmt: skip
-    for name, empty in (("target_parameters", []), ("rank_pattern", {}), ("alpha_pattern", {})):
-        config[name] = config.get(name) or empty
-        if not isinstance(config[name], type(empty)):
-            raise CheckpointError(f"{CONFIG} has {name}={config[name]!r}; it must be a "
-                                  f"{type(empty).__name__}.")  # fmt: skip
     used = {name: config[name] for name in UNSUPPORTED if config.get(name)}
-    if config["bias"] != "none":
+    if config.get("bias", "none") != "none":
         used["bias"] = config["bias"]
     if used:
         raise CheckpointError(
             f"{CONFIG} has {', '.join(f'{n}={v!r}' for n, v in used.items())}, which has no "
             "counterpart here. Merge the adapter with peft, and start from the merged model."
         )
-    if config["init_lora_weights"] not in INITS:
+    if (initial := config.get("init_lora_weights")) not in INITS:
         raise CheckpointError(
-            f"{CONFIG} has init_lora_weights={config['init_lora_weights']!r}, so it is an adapter "
-            "of another base: peft changes the weights where one begins so. Convert it with peft "
+            f"{CONFIG} has init_lora_weights={initial!r}, so it is an adapter of another base: "
+            "peft changes the weights where one begins so. Convert it with peft "
             "(save_pretrained(path_initial_model_for_weight_conversion=...)), or merge it there."
         )
-    for name, value in {"r": config["r"], **config["rank_pattern"]}.items():
-        if not is_integer(value) or value < 1:
-            raise CheckpointError(f"{CONFIG} has {name}={value!r}; it must be an integer above 0.")
-    numbers = {name: config[name] for name in ("lora_alpha", "lora_dropout")}
-    for name, value in {**numbers, **config["alpha_pattern"]}.items():
-        if not is_number(value):
-            raise CheckpointError(f"{CONFIG} has {name}={value!r}; it must be a number.")
-    for pattern in (*config["rank_pattern"], *config["alpha_pattern"]):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointError(
-                f"{CONFIG} has a pattern {pattern!r} that is no regular expression: {error}."
-            ) from None
     return config
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{TENSORS} is damaged or no safetensors file: {error}.") from error
+    tensors = load(read_regular(path))
     if odd := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{odd[0]!r} holds values that are not finite.")
     return tensors
-
-
-def _check_held(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
-    if held and (lost := [name for name in held if name not in adapters]):
-        raise CheckpointError(f"it lacks {quoted(lost[:3])}, which have adapters in the model.")
-    if held and (more := [name for name in adapters if name not in held]):
-        raise CheckpointError(
-            f"it has adapters of {quoted(more[:3])}, which have none in the model. Add them with "
-            "forgekit.add_lora before forgekit.parallelize."
-        )
-    for name, one in held.items():
-        other = adapters[name]
-        is_alike = math.isclose(one.scale, other.scale, rel_tol=1e-9)
-        if not is_alike or (one.rank, one.dora) != (other.rank, other.dora):
-            raise CheckpointError(
-                f"it has rank {other.rank}, scale {other.scale:g} and dora={other.dora} for "
-                f"{name!r}; the model has rank {one.rank}, scale {one.scale:g} and "
-                f"dora={one.dora}. Add the same with forgekit.add_lora."
-            )
 
 
 def _adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -234,29 +478,26 @@ def _adapters(model: nn.Module) -> dict[str, Adapter]:
     return {a.name: a for layer in lora_layers(model).values() for a in layer.adapters.values()}
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[Key, nn.Parameter]]:
-    for layer in lora_layers(model).values():
-        for matrix, adapter in layer.adapters.items():
-            for part, leaf in zip("ABm", layer.factor_names(matrix), strict=True):
-                if leaf is not None:
-                    yield (adapter.name, part), getattr(layer, leaf)
+def _parameters(model: nn.Module) -> dict[Key, nn.Parameter]:
+    return {
+        (adapter.name, part): getattr(layer, leaf)
+        for layer in lora_layers(model).values()
+        for matrix, adapter in layer.adapters.items()
+        for part, leaf in zip("ABm", layer.factor_names(matrix), strict=True)
+        if leaf is not None
+    }
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the matrices that adapters are for, and of embedding and head."""
     named = model.named_parameters()
     shapes = {n: tuple(p.shape) for n, p in named if n in BASE_WEIGHTS.values()}
-    for name, module in find_matrices(model).items():
-        if isinstance(module, nn.Linear):  # its weight may be packed
-            shapes[name] = module.out_features, module.in_features
+    for name, layer in find_matrices(model).items():
+        if isinstance(layer, nn.Linear):  # its weight may be packed
+            shapes[name] = layer.out_features, layer.in_features
         else:
-            shapes[name] = tuple(module.get_parameter(name.rpartition(".")[2]).shape)
+            shapes[name] = tuple(layer.get_parameter(name.rpartition(".")[2]).shape)
     return shapes
-
-
-def _trained_beside(model: nn.Module) -> list[str]:
-    adapters = set(adapter_names(model))
-    return [n for n, p in model.named_parameters() if p.requires_grad and n not in adapters]
 
 
 def _is_adapter(path: Path) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
-from adapted import ADAPTED, SPEC, adapted_weights, batches_of, build, loss_fn, move, reference
+from adapted import ADAPTED, SPEC, adapted_weights, batches_of, build, loss_fn, move
 from torch import nn
 from torch.func import functional_call
 
@@ -186,16 +186,6 @@ def test_adapters_of_a_foreign_model_and_of_a_tied_one():
     assert gradient(tied(IDS).square().sum(), query)[0].abs().max() > 0
 
 
-def test_one_process_finds_the_gradients_of_the_reference():
-    model, expected = move(build("dense")), reference("dense", 1)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    totals = fk.accumulate(state, [row[0] for row in batches_of(1)], loss_fn)
-    found = fk.gradients(state, fk.reduce_totals(totals, state))
-    assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert torch.allclose(found[name], wanted, rtol=0, atol=1e-12)
-
-
 def tied_linears():
     model = nn.Module()
     model.embed, model.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
@@ -221,29 +211,16 @@ REFUSED = {
         lambda: add(dense(), targets=("*.quary",)),
         r"'\*\.quary' matches no linear layer .* names end in .*\"query\"",
     ),
-    "a pattern for another layer": (
-        lambda: add(dense(), targets=("embedding",)),
-        "'embedding' matches no linear layer and no stack of experts",
-    ),
     "no pattern": (lambda: add(dense(), targets=()), "targets is empty"),
     "rank 0": (lambda: add(dense(), rank=0), "rank 0 must be at least 1"),
-    "rank 0 of a pattern": (
-        lambda: add(dense(), rank_pattern={"*.value": 0}),
-        "rank 0 must be at least 1",
-    ),
     "alpha 0": (
         lambda: add(dense(), alpha=0.0),
         "alpha is 0.0 .* or the adapter would add nothing",
     ),
-    "alpha below 0": (lambda: add(dense(), alpha=-1.0), "alpha is -1"),
     "dropout 1": (lambda: add(dense(), dropout=1.0), "dropout 1.0; .* and dropout below 1"),
     "a rank's pattern for nothing": (
         lambda: add(dense(), rank_pattern={"*.down": 2}),
         r"'\*\.down' matches none of the 4 matrices .*attention\.query",
-    ),
-    "an alpha's pattern for nothing": (
-        lambda: add(dense(), alpha_pattern={"*.down": 2.0}),
-        r"'\*\.down' matches none of the 4 matrices",
     ),
     "a second adapter": (
         lambda: add(build("dense"), targets="*.query"),
@@ -267,7 +244,7 @@ REFUSED = {
     ),
     "the head of a tied model": (
         lambda: add(fk.Transformer(attrs.evolve(SPEC, tied=True)), targets="output"),
-        "The output projection is the embedding",
+        "output projection of a tied model is its embedding",
     ),
     "a tied layer": (
         lambda: add(tied_linears(), targets="head"),
@@ -282,10 +259,6 @@ REFUSED = {
         lambda: fk.merge_lora(merged()),
         "are merged into their weights: once more would add them twice",
     ),
-    "unmerging what is not merged": (
-        lambda: fk.unmerge_lora(build("dense")),
-        "Transformer is not merged",
-    ),
 }
 
 
@@ -298,15 +271,10 @@ def test_what_is_no_adapter_is_refused(call, message):
 
 @pytest.mark.bad_input
 def test_adding_after_parallelize_is_refused_in_one_process_too():
-    model = dense()
-    model = fk.parallelize(model, one_rank())
+    model = fk.parallelize(dense(), fk.build_mesh(fk.MeshSpec(), device="cpu"))
     with pytest.raises(ValueError, match="went through parallelize, and gradients of adapters"):
         fk.add_lora(model)
     fk.shutdown()
-
-
-def one_rank():
-    return fk.build_mesh(fk.MeshSpec(), device="cpu")
 
 
 def test_a_layer_gives_way_to_one_with_its_parameters_and_hooks():
@@ -320,9 +288,3 @@ def test_a_layer_gives_way_to_one_with_its_parameters_and_hooks():
     assert after.weight is before.weight
     model(torch.arange(4)[None])
     assert seen == [True]
-
-
-@pytest.mark.bad_input
-def test_a_layer_alone_is_refused():
-    with pytest.raises(ValueError, match="the model is a Linear itself, and adapters take the"):
-        fk.add_lora(torch.nn.Linear(4, 4), targets=("*",))
