@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from forgekit.data.batch import shard_sequence
 from forgekit.inputs import nearest_multiples
-from forgekit.parallel.fsdp import fsdp_modules, release
+from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout
 from forgekit.steps.losses import Loss, LossFn, pair_of, values_of
@@ -214,6 +214,9 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
     model.eval()
     try:
         yield
+    except BaseException:
+        reset_iteration(fsdp_modules(*layout.roots(model)))
+        raise
     finally:
         for module in training:  # not `model.train()`: a part may be frozen in evaluation mode
             module.training = True

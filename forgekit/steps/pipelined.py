@@ -96,9 +96,9 @@ def accumulate_staged(
     shape = work.start()
     if size:
         with routers.noting():
-            work.stages.run(size, shape, work.train)
-        # What went wrong while micro-batches were pulled is said here, where no rank waits.
-        work.stages.agree("", work.error)
+            error = work.stages.run(size, shape, work.train)
+        # What went wrong on one rank is said here, where no rank waits.
+        work.stages.agree("", error)
     return work.sums
 
 
@@ -128,20 +128,26 @@ def evaluate_staged(
     """
     work = _Work(state, batches, length_of(batches), loss_fn, first)
     work.start()
-    start, stages = 0, work.stages
-    while True:
-        shapes, error = {}, None
+    start, stages, error, is_over = 0, work.stages, None, False
+    while not is_over:
+        shapes = {}
         try:
-            numbers = [n for n in range(start, start + stages.count) if work.has(n)]
-            shapes = {number: work.shape(number) for number in numbers}
+            if error is None:
+                numbers = [n for n in range(start, start + stages.count) if work.has(n)]
+                shapes = {number: work.shape(number) for number in numbers}
         except Exception as raised:
             error = raised
-        stages.agree(f"{[tuple(shape) for shape in shapes.values()]} from {start} on", error)
-        with stages.guarded():
-            stages.evaluate(shapes, work.compute)
-        if len(shapes) < stages.count:
-            return work.sums
+        is_over = len(shapes) < stages.count
+        try:
+            shown = f"{[tuple(shape) for shape in shapes.values()]} from {start} on"
+            stages.agree(shown, error, is_alone=True)
+            with stages.guarded():
+                error = stages.evaluate(shapes, work.compute)
+        except Exception as raised:
+            error, is_over = raised, True
         start += stages.count
+    stages.agree("", error)
+    return work.sums
 
 
 @attrs.define(eq=False)
@@ -154,7 +160,6 @@ class _Work:
     _loss_fn: LossFn
     _look: FirstLook = None
     _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
-    error: Exception | None = attrs.field(default=None, init=False)
     sums: LossSums = attrs.field(init=False)
     _pulled: int = attrs.field(default=0, init=False)
     _batches: dict[int, TensorDictBase] = attrs.field(factory=dict, init=False)
@@ -183,13 +188,18 @@ class _Work:
             error = raised
         number = "an unknown number" if self._size is None else self._size
         shown = f"{number} of shape {tuple(shape)}, called with {kind or 'nothing'}"
-        self.stages.agree(shown, error)
+        is_new = error is None and self._pulled > 0 and not self.stages.knows(kind, shape)
+        rehearses = self.stages.agree(shown, error, is_new=is_new)
         if self._pulled and self._look is not None:
             self._look(self._whole)
             self.stages.follow()
         self._whole = None
-        if self._pulled and not self.stages.knows(kind, shape):
-            self._rehearse(kind, shape)
+        if rehearses:  # on some rank: FSDP gathers on all of them
+            try:
+                self._rehearse(kind, shape)
+            except Exception as raised:
+                error = raised
+            self.stages.agree("", error)
         return shape
 
     def has(self, micro_batch: int) -> bool:
@@ -231,26 +241,14 @@ class _Work:
 
     def train(self, stage: int, micro_batch: int, received: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Compute as a part of a step: all shapes are the same, and the loss is scaled."""
-        self._pull(micro_batch)
+        if self.has(micro_batch):
+            self._check_shape(micro_batch)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
         if self._size is not None and 0 < micro_batch == self._size - 1:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1
         return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
-
-    def _pull(self, micro_batch: int) -> None:
-        """Pull a micro-batch; after an error the schedule ends with the first one in its place.
-
-        Others would wait for this rank. They learn of it when the schedule has ended.
-        """
-        try:
-            if self.error is None and self.has(micro_batch):
-                self._check_shape(micro_batch)
-        except Exception as raised:
-            self.error = raised
-        if self.error is not None:
-            self._batches[micro_batch] = self._first
 
     def _check_shape(self, micro_batch: int) -> None:
         shape, expected = _shape_of(self._batches[micro_batch]), _shape_of(self._first)
@@ -344,6 +342,10 @@ class _Work:
                 ),
             ):
                 self.stages.rehearse(kind, shape, compute)
+        except Exception:
+            for module in fsdp_modules(*self.stages.modules):
+                module.unshard()  # as the other pipelines do, in their forward
+            raise
         finally:
             for root in self.stages.modules:
                 modules = fsdp_modules(root)

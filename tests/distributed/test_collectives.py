@@ -142,7 +142,7 @@ def _pipeline(row: Row, micros: int, rank: int) -> Counter[str]:
         for other in (stage - 1, stage + 1)
         if 0 <= other < count and owners[other] != owners[stage]
     ]
-    return Counter(all_gather=2, send=micros * len(passed), receive=micros * len(passed))
+    return Counter(all_reduce=2, send=micros * len(passed), receive=micros * len(passed))
 
 
 def _experts(row: Row, micros: int, blocks: int) -> Counter[str]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
+from forgekit.model.transformer import Block
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import Layout, set_layout
 from forgekit.steps.pipelined import evaluate_staged
@@ -74,8 +75,8 @@ def _reference(model, batches):
     return gradients, float(total.detach()), targets
 
 
-def _state(world, schedule, dtype=torch.float64, model=None, **options):
-    mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
+def _state(world, schedule, dtype=torch.float64, model=None, sizes=None, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {"pp": world}), device="cpu")
     model = fk.Transformer(SPECS[world]).to(dtype) if model is None else model
     model = fk.parallelize(model, mesh, pipeline_schedule=schedule, **options)
     return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
@@ -454,28 +455,121 @@ class _Trip(Exception):
     pass
 
 
-def _check_broken(rank, world):
-    """Messages that an exception left on their way would arrive in a later step."""
-    state, batches = _state(world, "gpipe"), _batches(3)
-    fk.accumulate(state, batches, _logits_loss)
-    calls = []
+class _Tripping(torch.autograd.Function):
+    """Raises on its way back."""
 
-    def tripping(model, batch):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        raise _Trip
+
+
+class _Trips:
+    """A loss function, and micro-batches, that fail on one rank at the ``at``-th call."""
+
+    def __init__(self, state, where, at):
+        self.where, self.at, self.calls = where, at, 0
+        block = next(m for m in state.layout.stages.modules[-1].layers if isinstance(m, Block))
+        block.register_forward_pre_hook(partial(self.count, "in a block"))
+        block.register_forward_hook(partial(self.count, "in backward"))
+
+    def count(self, where, *given):
+        if self.where != where:
+            return None
+        self.calls += 1
+        if self.calls != self.at:
+            return None
+        if where == "in backward":
+            return _Tripping.apply(given[-1])
+        raise _Trip
+
+    def loss(self, model, batch):
+        self.count("before the call")
+        loss = _logits_loss(model, batch)
+        self.count("after the call")
+        return loss
+
+    def batches(self, batches):
+        return _Pulled(self, batches)
+
+
+class _Pulled(list):
+    def __init__(self, trips, batches):
+        super().__init__(batches)
+        self.trips = trips
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.trips.count("in the data")
+            yield batch
+
+
+def _tripped(rank, world, schedule, where, at, wrong, steps_before):
+    state = _state(2, schedule, sizes={"pp": 2, "dp_shard": world // 2})
+    batches = _batches(4)
+    expected, _, _ = _reference(fk.Transformer(SPECS[2]), batches)
+    expected = {name: g * (world // 2) for name, g in expected.items()}
+    for _ in range(steps_before):
+        fk.accumulate(state, batches, _logits_loss)
+    trips = _Trips(state, where if rank == wrong else "", at)
+    for act in (fk.accumulate, fk.evaluate)[: 1 if where == "in backward" else 2]:
+        trips.calls = 0
+        with pytest.raises(_Trip if rank == wrong else RuntimeError) as raised:
+            act(state, trips.batches(batches), trips.loss)
+        told = rf"rank {wrong}( of the pipeline)?: _Trip"
+        assert rank == wrong or re.search(told, str(raised.value)), str(raised.value)
+        assert act is fk.evaluate or all(p.grad is None for p in state.model.parameters())
+        trips.calls = at
+        fk.accumulate(state, batches, trips.loss)
+        assert _error(state, expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule", "where", "at", "wrong", "steps_before"),
+    [
+        (2, "1f1b", "before the call", 3, 0, 1),
+        (2, "zbv", "after the call", 2, 0, 1),
+        (2, "interleaved_zero_bubble", "in a block", 2, 1, 1),
+        (2, "gpipe", "in backward", 1, 1, 1),
+        (2, "zbv", "in backward", 2, 0, 1),
+        (4, "1f1b", "in a block", 1, 0, 1),
+        (4, "1f1b", "in a block", 6, 3, 0),
+        (4, "1f1b", "after the call", 2, 2, 1),
+        (4, "1f1b", "in the data", 1, 2, 1),
+        (4, "1f1b", "in the data", 3, 1, 0),
+    ],
+)
+def test_an_exception_on_one_rank_reaches_every_rank_and_the_step_can_be_tried_again(
+    world, schedule, where, at, wrong, steps_before
+):
+    """In the middle of a schedule, and in the data-parallel pipelines beside it."""
+    run_ranks(_tripped, world, schedule, where, at, wrong, steps_before, timeout_s=20)
+
+
+def _interrupted(rank, world):
+    """Messages that are left on their way would arrive in a later step."""
+    state, batches, calls = _state(world, "gpipe"), _batches(3), []
+    fk.accumulate(state, batches, _logits_loss)
+
+    def interrupting(model, batch):
         calls.append(batch)
-        if len(calls) > (2 if rank else 3):  # the first call is the one that ranks compare
-            raise _Trip
+        if len(calls) > (1 if rank else 3):  # the first call is the one that ranks compare
+            raise KeyboardInterrupt
         return _logits_loss(model, batch)
 
-    with pytest.raises(_Trip):
-        fk.accumulate(state, batches, tripping)
+    with pytest.raises(KeyboardInterrupt):
+        fk.accumulate(state, batches, interrupting)
     assert all(p.grad is None for p in state.model.parameters())
     for again in (fk.accumulate, fk.evaluate):
         with pytest.raises(RuntimeError, match="an exception broke off an earlier schedule"):
             again(state, batches, _logits_loss)
 
 
-def test_a_pipeline_that_an_exception_broke_off_is_refused_afterwards():
-    run_ranks(_check_broken, 2, timeout_s=30)
+def test_a_pipeline_that_an_interrupt_broke_off_is_refused_afterwards():
+    run_ranks(_interrupted, 2, timeout_s=30)
 
 
 def _check_dropout(rank, world):

@@ -101,7 +101,7 @@ class Stages:
         index = torch.get_device_module(kind).current_device()
         self.device = CPU if kind == "cpu" else torch.device(kind, index)
         # Small exchanges go over the processors, so that no host waits for a device.
-        has_gloo = "cpu:" in dist.get_backend_config(self._group)
+        has_gloo = "cpu:" in dist.get_backend_config()
         self._wire = CPU if has_gloo else self.device
         pieces = split_model(model, blocks, self.count, self.mine)
         self._stages = dict(zip(self.mine, pieces.stages, strict=True))
@@ -131,12 +131,26 @@ class Stages:
             twin.training = original.training
             vars(twin).update({n: s for n, s in vars(original).items() if n in SOCKETS})
 
-    def agree(self, shown: str, error: Exception | None = None) -> None:
+    def agree(
+        self,
+        shown: str,
+        error: Exception | None = None,
+        *,
+        is_new: bool = False,
+        is_alone: bool = False,
+    ) -> bool:
         """Make sure that all ranks of the pipeline are about to run the same; a small exchange.
+
+        Data-parallel pipelines wait for each other in FSDP's collectives, so they take part.
 
         Args:
             shown: What this rank is about to run.
             error: What went wrong on this rank before, if anything did.
+            is_new: Whether this rank has to rehearse it first.
+            is_alone: Whether the ranks of this pipeline compare among themselves.
+
+        Returns:
+            Whether any rank has to rehearse.
 
         Raises:
             Exception: ``error``, on its rank.
@@ -150,27 +164,36 @@ class Stages:
                 "way then would arrive in this step. Start all ranks again and load the last "
                 "checkpoint."
             )
-        digest = hashlib.blake2b(shown.encode(), digest_size=7).digest()
-        mine = torch.tensor(
-            [int.from_bytes(digest, "little"), error is not None], device=self._wire
-        )
-        everyone = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(everyone, mine, group=self._group)
-        numbers = [each.tolist() for each in everyone]
-        if not any(failed or digest != numbers[0][0] for digest, failed in numbers):
-            return
-        told: list[Any] = [None] * self._ranks
+        group = self._group if is_alone else None
+        # Of each pipeline the largest digest and the smallest, which are the same if all are.
+        digests = torch.full((dist.get_world_size() // self._ranks, 2), -(2**62), device=self._wire)
+        digest = int.from_bytes(hashlib.blake2b(shown.encode(), digest_size=7).digest(), "little")
+        digests[self._globals[0]] = torch.tensor([digest, -digest])
+        flags = torch.tensor([[error is not None, is_new]], device=self._wire)
+        table = torch.cat([digests, flags])
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+        *pairs, (failed, rehearses) = table.tolist()
+        if not failed and all(largest == -least for largest, least in pairs if largest > -(2**62)):
+            return bool(rehearses)
         text = shown if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(told, text, group=self._group)
+        members = self._globals if is_alone else range(dist.get_world_size())
+        reports: list[Any] = [None] * len(members)
+        mine = self._globals[0], text, error is not None
+        dist.all_gather_object(reports, mine, group=group)
         if error is not None:
             raise error
-        for rank, (_, failed) in enumerate(numbers):
-            if failed:
-                raise RuntimeError(f"rank {self._globals[rank]} of the pipeline: {told[rank]}")
-        each = "; ".join(f"rank {self._globals[r]} has {text}" for r, text in enumerate(told))
+        by_rank = dict(zip(members, reports, strict=True))
+        for rank, (_, told, has_failed) in by_rank.items():
+            if has_failed:
+                raise RuntimeError(f"rank {rank} of the pipeline: {told}")
+        texts: dict[int, dict[int, str]] = {}
+        for rank, (pipeline, told, _) in by_rank.items():
+            texts.setdefault(pipeline, {})[rank] = told
+        apart = next(told for told in texts.values() if len(set(told.values())) > 1)
         raise ValueError(
-            f"the ranks of a pipeline came with different micro-batches: {each}. Give all of them "
-            "the same: forgekit.data_ranks(mesh) counts them as one."
+            "the ranks of a pipeline came with different micro-batches: "
+            + "; ".join(f"rank {rank} has {told}" for rank, told in apart.items())
+            + ". Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
         )
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
@@ -278,22 +301,27 @@ class Stages:
             )
         return tuple(tensor.contiguous() for tensor in tensors_of(out))  # or it cannot be sent
 
-    def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> None:
+    def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> Exception | None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
 
         Args:
             micro_batches: Their number.
             shape: ``[b s]``, the same for all.
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
+
+        Returns:
+            What ``compute``, or the backward pass, has raised on this rank, for ``agree``. The
+            schedule has come to its end all the same, with NaN.
         """
-        from forgekit.parallel.pipeline.torch_stage import FailedError
+        from forgekit.parallel.pipeline.torch_stage import Failure
 
         # Torch's schedule walks this rank's row of the table of work: before each forward it waits
         # for the activations, after it sends them on; backward the same the other way round. The
         # stages compute in between, and pull a micro-batch when its turn comes.
         schedule, stages = self._find(micro_batches, shape)
+        failure = Failure()
         for stage in stages:
-            stage.compute, stage.has_backward = compute, True
+            stage.compute, stage.failure, stage.has_backward = compute, failure, True
             stage.clear_runtime_states()
         # Torch is given numbers only: as keywords to forward, as targets to the loss.
         numbers = list(range(micro_batches))
@@ -301,17 +329,16 @@ class Stages:
         with self.guarded():
             try:
                 schedule._step_microbatches([()] * micro_batches, by_name, numbers)
-            except FailedError as failed:
-                raise failed.error from None
             finally:
                 for stage in stages:
                     del stage.compute  # and with it what it holds of this step
+        return failure.error
 
     def evaluate(
         self,
         shapes: Mapping[int, Sequence[int]],
         compute: Compute,
-    ) -> None:
+    ) -> Exception | None:
         """Run forward passes of some micro-batches.
 
         Each stage of this rank takes all of them before the next one does, so the number of
@@ -320,7 +347,11 @@ class Stages:
         Args:
             shapes: By number of a micro-batch its ``[b s]``.
             compute: See ``Compute``.
+
+        Returns:
+            What ``compute`` has raised on this rank; NaN was sent in place of what is missing.
         """
+        error: Exception | None = None
         kept: dict[int, Sequence[Tensor]] = {}
         on_their_way = []
         for stage in self.mine:
@@ -331,13 +362,20 @@ class Stages:
                 kept = {number: self._receive(stage, shape) for number, shape in shapes.items()}
             for number, shape in shapes.items():
                 received = kept.pop(number) if number in kept else self._receive(stage, shape)
-                out = compute(stage, number, tuple(received))
+                out: Sequence[Tensor] = ()
+                try:
+                    out = compute(stage, number, tuple(received)) if error is None else ()
+                except Exception as raised:
+                    error = raised
+                if error is not None and target is not None:
+                    out = [poison(leaf, self.device) for leaf in self.passed(stage, shape)]
                 if target == self._owners[stage]:
                     kept[number] = out
                 elif target is not None:
                     on_their_way += [(dist.isend(t, target, self._group), t) for t in out]
         for work, _ in on_their_way:
             work.wait()
+        return error
 
     def _receive(self, stage: int, shape: Sequence[int]) -> list[Tensor]:
         leaves = self.passed(stage - 1, shape) if stage else []

@@ -2,7 +2,8 @@
 
 ``torch.distributed.pipelining`` gives the order of work, sends and receives, and FSDP's gathers and
 reductions. What differs from its own ``step``: micro-batches are asked for when a stage needs them,
-shapes are given instead of found by running the model once more, and errors come out as raised.
+shapes are given instead of found by running the model once more, and an exception does not break
+the schedule off.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from forgekit.parallel.pipeline.stage import Leaf
@@ -24,28 +27,66 @@ Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
 EDGE = (Leaf((), torch.float32),)
 
 
+@attrs.define
+class Failure:
+    """The first exception of this rank in a step, which its stages share."""
+
+    error: Exception | None = None
+
+
 class TorchStage(PipelineStage):
-    """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss."""
+    """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss.
+
+    After an exception nothing is computed on this rank any more, and NaN is sent in place of it:
+    ranks that wait for a message, or in a collective of FSDP's, come to the end of the schedule,
+    where all of them learn of it.
+    """
 
     compute: Compute
+    failure: Failure
+    leaves: Sequence[Leaf]
 
     def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
         """Compute; torch gives what was received, if the stage is not the first."""
-        try:
-            out = self.compute(self.stage_index, micro_batch, tuple(map(arrived, args)))
-            # Torch detaches them in place after a backward to the inputs; views cannot be.
-            sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
-        except Exception as error:
-            raise FailedError(error) from error
+        received = tuple(map(arrived, args))
+        sent = None
+        if self.failure.error is None:
+            try:
+                out = self.compute(self.stage_index, micro_batch, received)
+                # Torch detaches them in place after a backward to the inputs; views cannot be.
+                sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
+            except Exception as error:
+                self.failure.error = error
+        sent = self._stand_ins(received) if sent is None else sent
         return sent[0] if self.is_last else sent
 
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Differentiate; after an exception give NaN for what was received."""
+        if self.failure.error is None:
+            try:
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            except Exception as error:  # torch's, which lists all tensors
+                cause = error.__cause__
+                self.failure.error = cause if isinstance(cause, Exception) else error
+        given = bwd_kwargs.get("input_values", ())
+        return tuple(torch.full_like(x, torch.nan) if _has_slope(x) else None for x in given), []
 
-class FailedError(BaseException):
-    """Carries an error past torch, which would wrap it and log its whole schedule."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+    def _stand_ins(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """NaN for what the stage sends, which leads back to what it has received."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()  # in the order of a forward: other pipelines gather there
+        slopes = [x.sum() * torch.nan for x in received if _has_slope(x)]
+        root = sum(slopes, torch.full((), torch.nan, device=self.device, requires_grad=True))
+        leaves = EDGE if self.is_last else self.leaves
+        return tuple(
+            root.to(leaf.dtype).expand(leaf.shape).clone()
+            if leaf.dtype.is_floating_point
+            else torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+            for leaf in leaves
+        )
 
 
 def build_stage(
@@ -79,6 +120,7 @@ def build_stage(
         # What it runs for the gradients of weights, where they came along with the inputs'.
         dw_builder=None if splits_backward else lambda: lambda: None,
     )
+    stage.leaves = passed[number] if number < count - 1 else ()
     # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
     stage._runtime_validate = False
     return stage
@@ -90,6 +132,10 @@ def arrived(buffer: Tensor) -> Tensor:
     if received.requires_grad:
         received.register_hook(Tensor.contiguous)  # only such gradients can be sent
     return received
+
+
+def _has_slope(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _examples(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
