@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import divisors, nearest_multiples, quoted
 from forgekit.model.nf4 import is_packed
-from forgekit.parallel.tensor.transformers_plan import transformers_plan
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
@@ -37,6 +36,23 @@ EXAMPLE = (
     '"head": "colwise"}'
 )
 
+TRANSFORMERS_EXPERTS = "moe_tp_experts"
+"""What transformers calls the style of a module of experts, of whose parameters it has entries too.
+
+Its style would shard the width of each expert, gate and projection side by side in one tensor; here
+each rank has whole experts instead.
+"""
+
+TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "replicated_with_grad_allreduce": "heads",
+        TRANSFORMERS_EXPERTS: GROUPED,
+    }
+)
+"""Styles of transformers, and what they are called here: its norms see a rank's heads."""
+
 
 def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str, Style]:
     """Find each module's style and check that everything divides; nothing is changed.
@@ -54,22 +70,41 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
             fit the module, a module with parameters lacks a style where the residual stream is
             sharded, or features, heads or the vocabulary are not divisible by ``size``.
     """
-    plan = _own_plan(model, size) if plan is None else plan
+    if plan is None and (plan := model_plan(model, size)) is None:
+        raise ValueError(
+            f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for "
+            f"example {EXAMPLE}, or set tp to 1."
+        )
     names = dict(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names.items())}
     modules = {name: module for name, module in names.items() if first[module] == name}
     chosen: dict[str, Style] = {}
     for pattern, style in plan.items():
+        if style not in (*KINDS, EXPERT) and not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"the plan gives {pattern!r} the style {style!r}; it is one of "
+                f"{', '.join(map(repr, (*KINDS, EXPERT)))}, or a ParallelStyle of torch."
+            )
         matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
-        _check_style(style, pattern)
         if style != EXPERT and not matched:
-            raise ValueError(_unmatched(pattern, [name for name in names if name]))
+            nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
+            raise ValueError(
+                f"the plan's pattern {pattern!r} matches no module; the nearest names are "
+                f"{', '.join(map(repr, nearest))}. Correct it or leave it out."
+            )
         chosen |= dict.fromkeys(matched, style)
     for name, style in chosen.items():
         _check_kind(name, modules[name], style)
     experts = [pattern for pattern, style in plan.items() if style == EXPERT]
     experts += [f"{name}.router" for name, style in chosen.items() if style == ROUTED]
-    unnamed = [n for n in _with_parameters(modules, experts) if n not in chosen]
+    patterns = [*experts, *(f"{pattern}.*" for pattern in experts)]
+    unnamed = [
+        name
+        for name, module in modules.items()
+        if name not in chosen
+        and next(module.parameters(recurse=False), None) is not None
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     if unnamed and "sequence" in chosen.values():
         raise ValueError(
             f"the plan shards positions ('sequence') and gives {unnamed} no style; gradients of "
@@ -82,33 +117,50 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     return {name: chosen[name] for name in modules if chosen.get(name, EXPERT) != EXPERT}
 
 
-def _own_plan(model: nn.Module, size: int) -> Plan:
-    plan = getattr(model, "plan", None)
-    if isinstance(plan, Mapping):
+def model_plan(model: nn.Module, size: int) -> Plan | None:
+    """Read the plan that a model brings, or the configuration of a model of transformers.
+
+    Of the latter, embeddings and head are shared by tokens, and what does not divide stays whole: a
+    vocabulary, experts.
+
+    Args:
+        model: Any model.
+        size: Ranks that share each matrix.
+
+    Returns:
+        Patterns of module names to styles; None if the model brings no plan.
+
+    Raises:
+        ValueError: If transformers has a style there for which there is none here.
+    """
+    if isinstance(plan := getattr(model, "plan", None), Mapping):
         return plan
-    if (theirs := transformers_plan(model, size)) is not None:
-        return theirs
-    raise ValueError(
-        f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for example "
-        f"{EXAMPLE}, or set tp to 1."
-    )
-
-
-def _check_style(style: Any, pattern: str) -> None:
-    names = [*KINDS, EXPERT]
-    if style not in names and not isinstance(style, ParallelStyle):
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return None
+    experts = tuple(f"{n}." for n, style in plan.items() if style == TRANSFORMERS_EXPERTS)
+    plan = {name: style for name, style in plan.items() if not name.startswith(experts)}
+    odd = [f"{name}: {style}" for name, style in plan.items() if style not in TRANSFORMERS_STYLES]
+    if odd:
         raise ValueError(
-            f"the plan gives {pattern!r} the style {style!r}; it is one of "
-            f"{', '.join(map(repr, names))}, or a ParallelStyle of torch."
+            f"the plan of {type(model).__name__} has {odd[0]!r}, and the styles "
+            f"{[*TRANSFORMERS_STYLES]} are taken over. Pass plan=, or set tp to 1."
         )
-
-
-def _unmatched(pattern: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-    return (
-        f"the plan's pattern {pattern!r} matches no module; the nearest names are "
-        f"{', '.join(map(repr, nearest))}. Correct it or leave it out."
-    )
+    names = {module: name for name, module in model.named_modules()}
+    base = names.get(getattr(model, "base_model", model))
+    styles: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        pattern, style = f"{base}.{pattern}" if base else pattern, TRANSFORMERS_STYLES[style]
+        matched: list[Any] = [module for module, n in names.items() if fnmatchcase(n, pattern)]
+        is_even = style != GROUPED or all(not module.num_experts % size for module in matched)
+        # The configuration names what some models of its kind have: dense layers, or experts.
+        if matched and is_even:
+            styles[pattern] = style
+    for get, style in (("get_output_embeddings", "colwise"), ("get_input_embeddings", "embedding")):
+        ends: Any = getattr(model, get, lambda: None)()
+        if ends is not None and not len(ends.weight) % size:
+            styles[names[ends]] = style
+    return styles
 
 
 Sizes = list[tuple[str, int]]
@@ -141,8 +193,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _are_grouped(module: Any) -> bool:
-    is_theirs = hasattr(module, "is_transposed")
-    return is_theirs and all(len(p) == module.num_experts for p in module.parameters())
+    has_experts = hasattr(module, "is_transposed")  # as those of transformers do
+    return has_experts and all(len(p) == module.num_experts for p in module.parameters())
 
 
 def _widths(module: Any, name: str) -> Sizes:
@@ -228,19 +280,6 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
         )
 
 
-def _with_parameters(modules: Mapping[str, nn.Module], experts: list[str]) -> list[str]:
-    """Names of modules with parameters of their own, but for those of experts."""
-    found = []
-    for name, module in modules.items():
-        own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
-        parts = name.split(".")
-        above = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        is_expert = any(fnmatchcase(n, pattern) for pattern in experts for n in (*above, *own))
-        if own and not is_expert:
-            found.append(name)
-    return found
-
-
 def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], size: int) -> None:
     for name, style in chosen.items():
         parent = modules.get(name.rpartition(".")[0])
@@ -248,17 +287,13 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
             _check_heads(name.rpartition(".")[0], parent, chosen, size)
     for name, style in chosen.items():
         kind = KINDS.get(style) if isinstance(style, str) else None
-        for what, number in () if kind is None else kind.sizes(modules[name], name):
-            _check_divides(what, number, size)
-
-
-def _check_divides(what: str, features: int, size: int) -> None:
-    if features % size:
-        nearest = nearest_multiples(features, size)
-        raise ValueError(
-            f"{what} is {features}, which tp {size} must divide; {nearest}. "
-            f"Change it, or tp to one of {divisors(features)}."
-        )
+        for dimension, number in kind.sizes(modules[name], name) if kind else ():
+            if number % size:
+                raise ValueError(
+                    f"{dimension} is {number}, which tp {size} must divide; "
+                    f"{nearest_multiples(number, size)}. Change it, or tp to one of "
+                    f"{divisors(number)}."
+                )
 
 
 def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size: int) -> None:

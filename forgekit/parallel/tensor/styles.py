@@ -37,7 +37,7 @@ def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
         module: Any module; its own parameters become replicated DTensors, not its children's.
         mesh: The ranks, a mesh of one dimension.
     """
-    _place(module, mesh, Replicate())
+    _distribute(module, mesh, Replicate())
     # It takes its child's weight itself instead of calling the child.
     readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
     wrap_forward(module, partial(_alike, readers))
@@ -51,7 +51,7 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
         mesh: The ranks, a mesh of one dimension whose size divides ``e``.
         is_logits: Whether the output is a DTensor, for a loss that computes with shards.
     """
-    _place(module, mesh, Shard(0))
+    _distribute(module, mesh, Shard(0))
     wrap_forward(module, partial(_project_out, module, mesh, is_logits))
 
 
@@ -65,7 +65,7 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
     """
     bias = module.bias
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
-    _place(module, mesh, Shard(1))
+    _distribute(module, mesh, Shard(1))
     module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
     if isinstance(module, LoraLinear):
         module.add_up, module.drop = partial(_sum_parts, mesh), partial(_drop_channels, mesh)
@@ -78,7 +78,7 @@ def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Its parameters are the same on all ranks and their gradient the sum of theirs.
     """
-    _place(module, mesh, Replicate())
+    _distribute(module, mesh, Replicate())
     wrap_forward(module, partial(with_local_parameters, [module], Partial()))
 
 
@@ -89,7 +89,7 @@ def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
         module: Treats each channel, or head, by itself; its parameters' first dimension is theirs.
         mesh: The ranks, a mesh of one dimension whose size divides that dimension.
     """
-    _place(module, mesh, Shard(0))
+    _distribute(module, mesh, Shard(0))
     wrap_forward(module, partial(with_local_parameters, [module], Shard(0)))
 
 
@@ -105,11 +105,11 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
     """
     router, experts = module.router, module.experts
-    _place(router, mesh, Replicate())
+    _distribute(router, mesh, Replicate())
     wrap_forward(router, partial(_choose_alike, router, mesh))
     for leaf, dim in experts.widths.items():
-        own = Replicate() if dim is None else Shard(dim)
-        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, own))
+        placed = Replicate() if dim is None else Shard(dim)
+        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, placed))
     wrap_forward(experts, partial(with_local_parameters, [experts], None))
     module.reduce = partial(_add_up, mesh, POSITIONS if sequence else Replicate())
 
@@ -124,7 +124,7 @@ def apply_grouped(module: Any, mesh: DeviceMesh) -> None:
             and their weights.
         mesh: The ranks, a mesh of one dimension whose size divides ``e``.
     """
-    _place(module, mesh, Shard(0))
+    _distribute(module, mesh, Shard(0))
     wrap_forward(module, partial(_compute_some, module, mesh))
 
 
@@ -134,7 +134,7 @@ def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     What follows (queries, keys and values) shares the one gathered DTensor, and in backward the
     one reduce-scatter of their summed gradients.
     """
-    _place(module, mesh, Replicate())
+    _distribute(module, mesh, Replicate())
     wrap_forward(module, partial(_gathered, module, mesh))
 
 
@@ -158,7 +158,7 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
         mesh: The ranks, a mesh of one dimension whose size divides ``v``.
         sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
     """
-    _place(module, mesh, Shard(0))
+    _distribute(module, mesh, Shard(0))
     output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_embed, module, mesh, output))
 
@@ -178,11 +178,11 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return x.to_local(grad_placements=(Partial(),))
 
 
-def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Make DTensors of a module's own parameters; ranks keep their part and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        own = Replicate() if _is_whole(name, placement) else placement
-        module.register_parameter(name, _shard(parameter, mesh, own))
+        placed = Replicate() if _is_whole(name, placement) else placement
+        module.register_parameter(name, _shard(parameter, mesh, placed))
 
 
 def _is_whole(leaf: str, placement: Placement) -> bool:
