@@ -16,7 +16,6 @@ import attrs
 import numpy as np
 from torch import Tensor
 
-from forgekit.model.attention import CALL_COST
 from forgekit.model.attention_kernels import Kernel
 from forgekit.parallel.context.block_attention import Ids, has_flash
 
@@ -44,12 +43,6 @@ class Area:
     offset: int | None = None
     rows: slice = slice(None)
     is_masked: bool = False
-
-    @property
-    def pairs(self) -> int:
-        """Query-key pairs of a row that are computed; half of a square that is causal."""
-        pairs = _size(self.queries) * _size(self.keys)
-        return pairs // 2 if self.offset == 0 and not self.is_masked else pairs
 
 
 def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
@@ -108,29 +101,18 @@ def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> l
     return blocks
 
 
-def areas_of_documents(
-    area: Area, queries: Tensor, keys: Tensor, heads: int, *, may_mask: bool = True
-) -> list[Area]:
+def areas_of_documents(area: Area, queries: Tensor, keys: Tensor) -> list[Area]:
     """Split an area by documents, one rectangle for each that two runs of positions share.
 
-    Where there are so many that one call each costs more, the documents are left to a mask. Two
-    chunks without a common document have no area.
+    Two chunks without a common document have no area.
 
     Args:
         area: What is seen, documents aside.
         queries: ``[b s]`` documents of this rank's slice, on the CPU.
         keys: ``[b s]`` documents of the slice that came round, on the CPU.
-        heads: Query heads, ``h``.
-        may_mask: Whether the kernel takes masks.
     """
     rows = zip(queries.numpy(), keys.numpy(), strict=True)
-    one_each = [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
-    if not may_mask:
-        return one_each
-    masked = areas_of_queries(area, len(queries), heads, is_masked=True)
-    one_by_one = sum(heads * part.pairs + CALL_COST for part in one_each)
-    at_once = sum(len(queries) * heads * part.pairs + CALL_COST for part in masked)
-    return one_each if one_by_one < at_once else masked
+    return [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
 
 
 @attrs.frozen(eq=False)
@@ -170,18 +152,15 @@ class Route:
     def _areas(self, step: int, q: Tensor) -> list[Area]:
         rows, positions, heads, _ = q.shape
         seen = areas_seen(self.rank, self._source(step), positions)
-        is_flash = self.kernel == "flash"
-        if not (is_flash or has_flash(q)):
-            is_masked = self.ids is not None
-            parts = (areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen)
-        elif self.ids is None:
+        holds_scores = self.kernel != "flash" and not has_flash(q)
+        if self.ids is None and not holds_scores:
             return seen
-        else:
+        if self.ids is not None and self.kernel == "flash":
             queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
-            parts = (
-                areas_of_documents(area, queries, keys, heads, may_mask=not is_flash)
-                for area in seen
-            )
+            parts = [areas_of_documents(area, queries, keys) for area in seen]
+        else:
+            is_masked = self.ids is not None
+            parts = [areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen]
         return list(itertools.chain.from_iterable(parts))
 
     def _source(self, step: int) -> int:

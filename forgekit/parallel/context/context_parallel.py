@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from forgekit.data.batch import slice_positions
-from forgekit.inputs import check_choice, divisors
+from forgekit.inputs import divisors
 from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
@@ -99,8 +98,8 @@ def choose_attention(
             f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
             "socket with forgekit.model.attend_causal in it. Pass attention='auto'."
         )
-    found = [getattr(m, "channels", None) for m in attending]
-    widths = [channels if isinstance(channels, int) else None for channels in found]
+    channels = [getattr(m, "channels", None) for m in attending]
+    widths = [width if isinstance(width, int) else None for width in channels]
     uses: tuple[AttentionUse, ...] = ("ring",) if is_ring else ("rows", "documents")
     device = torch.device(mesh.device_type)
     kernels = {  # that of documents is refused when some come
@@ -109,8 +108,8 @@ def choose_attention(
         if use != "documents" or attention in ("auto", *ORDER[use])
     }
     needing = {"varlen", *(("flash",) if is_ring else ())}
-    is_needed = any(needing.intersection(found) for found in kernels.values())
-    shown = {use: "/".join(found) for use, found in kernels.items() if found}
+    is_needed = any(needing.intersection(names) for names in kernels.values())
+    shown = {use: "/".join(names) for use, names in kernels.items() if names}
     return ChosenAttention(attention, shown, Documents() if is_needed else None)
 
 
@@ -148,8 +147,8 @@ def apply_context(
     context, chosen = size_of(mesh, "cp"), chosen or ChosenAttention()
     if context == 1:
         modules = dict(model.named_modules()).items()
-        own = [name for name, m in modules if getattr(m, "attend", None) is attend_causal]
-        _put(model, {name: {"attend": chosen.attend} for name in own})
+        causal = [name for name, m in modules if getattr(m, "attend", None) is attend_causal]
+        _put(model, {name: {"attend": chosen.attend} for name in causal})
         return Context(1, 1, 0, {})
     attending = [module for module in model.modules() if hasattr(module, "attend")]
     if not attending:
@@ -167,12 +166,12 @@ def apply_context(
         "locate": locate_slice(ring, ulysses, rank),
         "sum_slices": partial(_sum_slices, mesh.get_group("cp")),
     }
-    found = {
+    replaced = {
         name: {socket: function for socket, function in shared.items() if hasattr(module, socket)}
         for name, module in model.named_modules()
     }
-    own = _put(model, {name: sockets for name, sockets in found.items() if sockets})
-    return Context(ring, ulysses, rank, own)
+    before = _put(model, {name: sockets for name, sockets in replaced.items() if sockets})
+    return Context(ring, ulysses, rank, before)
 
 
 def split_context(
@@ -192,18 +191,17 @@ def split_context(
         ``(ring, ulysses)``, whose product is ``context``.
 
     Raises:
-        ValueError: If the method is unknown or there is no such split.
+        ValueError: If there is no such split.
 
     Examples:
         >>> split_context(8, "both", heads=6)
         (4, 2)
     """
-    check_choice("context_parallel", method, get_args(ContextParallel))
     if method == "ring":
         return context, 1
     if method == "ulysses":
         if heads is not None:
-            from forgekit.parallel.context.ulysses import check_heads
+            from forgekit.parallel.context.sequence_exchange import check_heads
 
             check_heads(heads, context)
         return 1, context
@@ -269,21 +267,18 @@ def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
 def _put(model: nn.Module, sockets: Sockets) -> Sockets:
     """Put callables into a model's sockets, in place, and return those that were there."""
     modules = {name: m for name, m in model.named_modules() if not getattr(m, "is_absent", False)}
-    here = {name: own for name, own in sockets.items() if name in modules}
-    before = {
-        name: {socket: getattr(modules[name], socket) for socket in own}
-        for name, own in here.items()
-    }
-    for name, own in here.items():
-        vars(modules[name]).update(own)  # found before a method or a child of the same name
+    before: dict[str, dict[str, Any]] = {}
+    for name, functions in sockets.items():
+        if name in modules:
+            before[name] = {socket: getattr(modules[name], socket) for socket in functions}
+            vars(modules[name]).update(functions)  # comes before a method or child of the name
     return before
 
 
 def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAttention) -> Attend:
     # Imported here: they register operators with torch, which takes a while.
     from forgekit.parallel.context.ring_attention import ring_attention
-    from forgekit.parallel.context.sequence_exchange import Members
-    from forgekit.parallel.context.ulysses import ulysses_attention
+    from forgekit.parallel.context.sequence_exchange import Members, ulysses_attention
 
     if ulysses == 1:
         return ring_attention(Members.of(mesh.get_group("cp")), chosen.asked, chosen.documents)
@@ -313,6 +308,4 @@ def _local_heads(module: nn.Module, tensor: int) -> int:
     channels = getattr(module, "channels", None)
     if not isinstance(weight, Tensor) or not isinstance(channels, int):
         return 0
-    if isinstance(weight, DTensor):
-        return weight.to_local().shape[0] // channels
     return weight.shape[0] // channels // tensor

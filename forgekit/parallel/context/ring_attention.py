@@ -2,8 +2,7 @@
 
 The next slice is on its way while one is attended to. In the backward pass the slices go round
 once more and the gradients of keys and values follow them, summed in float32 or wider, until they
-are home. What is saved in between stays with the rank's own slice. A slice goes round in several
-turns, each with some of the heads, so that what is on the way stays small beside it.
+are home. What is saved in between stays with the rank's own slice.
 
 References:
     Ring attention, https://arxiv.org/abs/2310.01889
@@ -11,7 +10,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,15 +29,10 @@ from forgekit.parallel.context.block_attention import (
 from forgekit.parallel.context.sequence_exchange import (
     Members,
     Transfer,
+    check_slice,
     gathering_ids,
     members_named,
 )
-
-MOST_TURNS = 4
-"""In how many parts, by heads, a slice goes round at most."""
-
-TURN_BYTES = 2**18
-"""Bytes of keys and values that one of several turns carries at least."""
 
 
 def ring_attention(
@@ -53,13 +47,13 @@ def ring_attention(
             which is called once for each document, is not taken by itself.
 
     Returns:
-        ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for shapes that
-        do not fit, before anything is sent.
+        ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for positions or
+        documents that are no slice, before anything is sent.
     """
     gather = gathering_ids(members)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
-        check_shapes(q, k, v, doc_ids)
+        check_slice(q, k, doc_ids)
         if q.shape[1] % 2:
             raise ValueError(
                 f"a rank of the ring holds {q.shape[1]} positions; a zigzag slice is two chunks of "
@@ -92,32 +86,16 @@ def _by_rank(host: Tensor, size: int) -> Tensor:
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and lengths of the runs in rows laid end to end, as an operator can take them."""
-    found, lengths = ids.flatten().unique_consecutive(return_counts=True)
-    return found, lengths
+    values, lengths = ids.flatten().unique_consecutive(return_counts=True)
+    return values, lengths
 
 
 def _ids(runs: list[int] | None, rows: int) -> Tensor | None:
     """``[b size*s]`` on the CPU, of what ``_runs`` found."""
     if runs is None:
         return None
-    found, lengths = torch.tensor(runs, device="cpu").chunk(2)
-    return found.repeat_interleave(lengths).unflatten(0, (rows, -1))
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> None:
-    """Raise unless queries, keys, values and documents belong together."""
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape
-    fits = fits and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
-    if not fits or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [b s h c], "
-            "[b s k c] and [b s k c] with k a divisor of h."
-        )
-    if doc_ids is not None and doc_ids.shape != q.shape[:2]:
-        raise ValueError(
-            f"doc_ids has shape {tuple(doc_ids.shape)}; it must be [b s], here "
-            f"{tuple(q.shape[:2])}: this rank's slice, as forgekit.shard_sequence splits it."
-        )
+    values, lengths = torch.tensor(runs, device="cpu").chunk(2)
+    return values.repeat_interleave(lengths).unflatten(0, (rows, -1))
 
 
 @torch.library.custom_op(
@@ -153,17 +131,21 @@ def attend_ring(
     """
     members = members_named(name)
     route = _route(members, q, ids, kernel, runs)
-    q, out = _dense(q), _like(q)
+    out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
     # Minus infinity: a softmax over no keys. The first block, each position's own, makes it finite.
-    lse = q.new_full(shape, float("-inf"), dtype=wide(q.dtype))
-    for own, shared in _turns(q, k):
-        queries, keys, values = _by_head(q, own), _by_head(k, shared), _by_head(v, shared)
-        summed = _zeros(_by_head(out, own), lse.dtype)
-        _attend(members, route, queries, keys, values, summed, lse[:, own])
-        _by_head(out, own).copy_(summed)
-        del summed  # before the next turn needs the room
-    return out, lse
+    lse = out.new_full(shape, float("-inf"))
+    q, k, v, summed = map(_by_head, (_dense(q), k, v, out))
+
+    def attend(step: int, keys: Tensor, values: Tensor) -> None:
+        for area in route.steps[step]:
+            here, there = _indices(area)
+            options = {"ids": route.documents(area, step), "kernel": route.kernel}
+            block = attend_block(q[here], keys[there], values[there], offset=area.offset, **options)
+            merge_block(summed[here], lse[here], *block)
+
+    _go_round(members, k, v, attend)
+    return out.to(q.dtype), lse
 
 
 @torch.library.custom_op(
@@ -203,26 +185,30 @@ def attend_ring_backward(
     """
     members = members_named(name)
     route = _route(members, q, ids, kernel, runs)
-    gradient, q = _dense(gradient), _dense(q)
-    dq, shared_gradients = _like(q), []
-    for own, shared in _turns(q, k):
-        summed = _zeros(_by_head(dq, own), lse.dtype)
-        behind = _attend_back(
-            members,
-            route,
-            *(_by_head(x, own) for x in (gradient, q, out)),
-            lse=lse[:, own],
-            k=_by_head(k, shared),
-            v=_by_head(v, shared),
-            dq=summed,
-        )
-        _by_head(dq, own).copy_(summed)
-        # Not before a first turn is over: where it is the only one, its room is free now.
-        shared_gradients = shared_gradients or [_like(k), _like(v)]
-        for whole, part in zip(shared_gradients, behind, strict=True):
-            _by_head(whole, shared).copy_(part)
-        del summed, behind  # before the next turn needs the room
-    dk, dv = shared_gradients
+    wide_dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    gradient, q, out = map(_by_head, (_dense(gradient), _dense(q), out))
+    k, v, summed = map(_by_head, (k, v, wide_dq))
+    # [2 b k s c] gradients of the slice that is here. They follow it by one exchange: each rank
+    # adds its share, and after size exchanges they are home, one more than the slice itself.
+    following = Transfer(torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device))
+
+    def attend_back(step: int, keys: Tensor, values: Tensor) -> None:
+        nonlocal following
+        for area in route.steps[step]:
+            here, there = _indices(area)
+            options = {"ids": route.documents(area, step), "kernel": route.kernel}
+            given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
+            shares = attend_block_backward(*given, offset=area.offset, **options)
+            summed[here].add_(shares[0])
+            # Only now: what others found of these keys may arrive while this rank computes.
+            for whole, share in zip(following.wait(), shares[1:], strict=True):
+                whole[there] += share
+        following = members.pass_on(following.wait())
+
+    _go_round(members, k, v, attend_back)
+    for result, whole in zip((dq, dk, dv), (summed, *following.wait()), strict=True):
+        _by_head(result).copy_(whole)
     return dq, dk, dv
 
 
@@ -233,73 +219,10 @@ def _route(
     return Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
 
 
-def _attend(
-    members: Members, route: Route, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Sum one turn's softmax in ``out`` ``[b h s c]`` and ``lse`` ``[b h s]``, in place."""
-
-    def add(area: Area, step: int, keys: Tensor, values: Tensor) -> None:
-        here, there = _indices(area)
-        ids = route.documents(area, step)
-        options = {"offset": area.offset, "ids": ids, "kernel": route.kernel}
-        block = attend_block(q[here], keys[there], values[there], **options)
-        merge_block(out[here], lse[here], *block)
-
-    def visit(step: int, keys: Tensor, values: Tensor) -> None:
-        for area in route.steps[step]:
-            add(area, step, keys, values)
-
-    _go_round(members, k, v, visit)
-
-
-def _attend_back(
-    members: Members,
-    route: Route,
-    gradient: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-) -> Tensor:
-    """Sum one turn's gradients of ``q`` in ``dq``; return those of ``k`` and ``v``, wide."""
-    # [2 b k s c] gradients of the slice that is being visited. They follow it by one exchange: each
-    # rank adds its share, and after size exchanges they are home, one more than the slice itself.
-    behind = Transfer(torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device))
-
-    def add(area: Area, step: int, keys: Tensor, values: Tensor) -> None:
-        here, there = _indices(area)
-        shares = attend_block_backward(
-            gradient[here],
-            q[here],
-            keys[there],
-            values[there],
-            out[here],
-            lse[here],
-            offset=area.offset,
-            ids=route.documents(area, step),
-            kernel=route.kernel,
-        )
-        dq[here] += shares[0]
-        # Only now: what others found of these keys may arrive while this rank computes.
-        for whole, share in zip(behind.wait(), shares[1:], strict=True):
-            whole[there] += share
-
-    def visit(step: int, keys: Tensor, values: Tensor) -> None:
-        nonlocal behind
-        for area in route.steps[step]:
-            add(area, step, keys, values)
-        behind = members.pass_on(behind.wait())
-
-    _go_round(members, k, v, visit)
-    return behind.wait()
-
-
 def _go_round(
     members: Members, k: Tensor, v: Tensor, visit: Callable[[int, Tensor, Tensor], None]
 ) -> None:
-    """Visit the keys and values of every member, own ones first, the next ones on their way.
+    """Visit the keys and values of every member, this rank's first, the next ones on their way.
 
     A function is called, rather than a generator looped over, so that nothing keeps a slice
     longer than its visit.
@@ -314,30 +237,13 @@ def _go_round(
         block = coming.wait()
 
 
-def _turns(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Query heads, and key and value heads, of each turn."""
-    heads, shared = q.shape[2], k.shape[2]
-    most = max(1, min(MOST_TURNS, 2 * k.nbytes // TURN_BYTES))
-    turns = max(count for count in range(1, most + 1) if shared % count == 0)
-    for turn in range(turns):
-        own, their = (slice(turn * n // turns, (turn + 1) * n // turns) for n in (heads, shared))
-        yield own, their
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros to sum in: the tensor itself, in place, where it is wide enough."""
-    if like.dtype == dtype:
-        return like.zero_()
-    return torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-
 def _dense(x: Tensor) -> Tensor:
     """Kernels read channels that lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _by_head(x: Tensor, heads: slice) -> Tensor:
-    return x.transpose(1, 2)[:, heads]
+def _by_head(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
 
 
 def _indices(area: Area) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
