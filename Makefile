@@ -26,7 +26,7 @@ test: .venv/dev ## run every test, those on several ranks included (ARGS="-k wor
 faults: .venv/dev ## plant every fault of tests/faults and see it (ARGS="-k 'parallel:'" selects a room)
 	$(BIN)/pytest tests/faults -m "oracle or not oracle" $(ARGS)
 
-oracle: .venv/dev .venv/trackio/done .venv/torchao ## compare every combination of layout, data and options (long)
+oracle: .venv/dev .venv/torchao ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
@@ -73,13 +73,6 @@ clean: ## remove builds and caches; data, runs and .venv stay
 .venv/dev: .venv/torch pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@ .venv/run
-
-# These bring dozens of packages that nothing else needs: they lie over .venv, not in it.
-.venv/trackio/done: .venv/%/done: .venv/dev
-	$(BIN)/python -m venv .venv/$*
-	echo $(CURDIR)/.venv/lib/python*/site-packages > $$(echo .venv/$*/lib/python*/site-packages)/base.pth
-	.venv/$*/bin/pip install -q -c constraints.txt $*
-	@touch $@
 
 .venv/docs: .venv/torch pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"

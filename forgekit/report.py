@@ -28,7 +28,7 @@ from forgekit.data.tokenizer import load_tokenizer
 from forgekit.evaluation.generate import write_sample
 from forgekit.files import is_locked, open_regular, write_atomic
 from forgekit.mesh import process_rank
-from forgekit.metrics.expert_loads import LOAD
+from forgekit.metrics.hooks import LOAD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

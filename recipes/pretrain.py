@@ -62,7 +62,7 @@ class Config:
     bad_steps: fk.BadSteps = key("raise", "What bad steps mean: a spike, or what is not finite.")
     patience: int = key(1, "Bad steps at which bad_steps acts.", at_least=1)
     device: str | None = key(None, "Left out: an accelerator if there is one.")
-    trackers: tuple[str, ...] = key((), "Beside metrics.jsonl: tensorboard, wandb, trackio.")
+    trackers: tuple[str, ...] = key((), "Beside metrics.jsonl: tensorboard, wandb.")
     prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()

@@ -26,10 +26,12 @@ def is_exact(difference, size):
 
 
 CLAIMS = {
+    "activations": lambda *n: len(n) == 6 * 5 and min(n[4::5]) > 0,
     "contrastive": lambda _, before, after: before < 0.3 and after > 0.6,
     "distillation": lambda first, last: 0 < last < first / 2,
     "ema": lambda weights, average: 0 < average < weights / 2,
     "frozen_parts": lambda *moved: moved == (0, 1e-4, 1e-3),
+    "histograms": lambda n, none, _, m, zeros, small: n == m == 5712 and none < zeros < small < m,
     "images": lambda count, accuracy: count == 64 and accuracy > 0.9,
     "layer_norms": lambda *n: n[-2] == n[-1] > max(n[:-2]),
     "multiple_choice": lambda *n: max(n[:2]) < 0.5 and min(n[2:]) > 0.9,
@@ -59,7 +61,14 @@ CLAIMS = {
     "two_processes": lambda *n: n[::3] == (1, 2, 3, 4, 5) and 3 < n[1] < 4,
 }
 """By script: whether the numbers that it prints are as the text says."""
-SAID = {"distillation": 1, "ema": 1, "own_source": 1, "profile_steps": 1, "resume": 1}
+SAID = {
+    "activations": 2,
+    "distillation": 1,
+    "ema": 1,
+    "own_source": 1,
+    "profile_steps": 1,
+    "resume": 1,
+}
 """How often a script says True of something that it compared."""
 
 

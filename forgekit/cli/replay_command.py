@@ -37,7 +37,7 @@ def add_replay(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from forgekit.files import write_atomic
-    from forgekit.metrics.strict_json import finite
+    from forgekit.metrics.records import finite
 
     if options.step is not None and options.step < 1:
         raise UsageError(f"--step {options.step}: steps are counted from 1, as in metrics.jsonl.")

@@ -1,4 +1,4 @@
-"""What one looks at between the parts of a step: norms by layer, gradient noise, values inside.
+"""What one looks at beside the loss: gradient norms by layer, gradient noise, loads of experts.
 
 A hook is a function, and it is called where a recipe calls it. Those of gradients stand between
 ``reduce_totals`` and ``update``: ``make_step(..., gradient_hook=...)`` calls one there.
@@ -6,36 +6,29 @@ A hook is a function, and it is called where a recipe calls it. Those of gradien
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from forgekit.inputs import check_integers, quoted
-from forgekit.mesh import rank_name
+from forgekit.inputs import check_integers
+from forgekit.model.moe import MoE
 from forgekit.parallel.fsdp import clear_gradients, fsdp_modules, release
-from forgekit.parallel.layout import shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import accumulate
+from forgekit.steps.experts import find_routed
 from forgekit.steps.forward import LossFn
 from forgekit.steps.gradients import grad_norms
 from forgekit.steps.make_step import GradientHook
 from forgekit.steps.totals import Totals, reduce_totals, with_gradient_square
 
 WIDE = torch.float32
-"""The narrowest dtype in which gradients are added and magnitudes read."""
-SMALLEST, LARGEST = -40, 20
-"""Powers of two between which a histogram has a bin for each."""
+"""The narrowest dtype in which gradients are added."""
+LOAD = "moe/load/"
+"""The metric of a layer's loads is this and the layer's name."""
 
 
 def every_steps(steps: int, hook: GradientHook) -> GradientHook:
@@ -153,158 +146,29 @@ def _noise(state: TrainState, parts: Sequence[Totals]) -> dict[str, Tensor]:
     return {"noise/trace": trace, "noise/gradient_sq": true, "noise/scale": trace / true}
 
 
-def histograms(
-    state: TrainState, totals: Totals | None = None, *, pattern: str = "*"
-) -> dict[str, list[int]]:
-    """Count the magnitudes of weights, or of gradients, by powers of two, over all ranks.
+@torch.no_grad()
+def expert_loads(state: TrainState) -> dict[str, list[float]]:
+    """Read how busy each expert was in the last good step; call it on every rank.
 
-    Magnitudes tell what a dtype would lose: bfloat16 and float32 end near 2**-126, float16 at
-    2**-24. Every rank calls it: one collective and one copy to the host, so ask now and then, and
-    log it with ``log.event(state, histograms(state), show=False)``.
+    The model keeps that load, so nothing is counted for this. The host reads it, so a recipe asks
+    for it now and then: ``log.event(state, expert_loads(state), show=False)``.
 
     Args:
         state: The state; nothing in it changes.
-        totals: Reduced totals, for the gradients of the token-mean loss, before clipping: call it
-            between ``reduce_totals`` and ``update``. None counts the weights.
-        pattern: Names of parameters, as ``"layers.0.*"``.
 
     Returns:
-        ``histogram/weight/<name>``, or ``histogram/gradient/<name>``: counts of values that are 0;
-        for each exponent e from -40 to 20 of those with ``2**(e-1) <= |value| < 2**e``, smaller
-        and larger ones in the first and last of these; and of those that are not finite.
+        By layer, such as ``"moe/load/layers.0.feed_forward"``, the tokens of each expert over
+        their mean; all layers, also those of other pipeline stages. Empty for a dense model.
     """
-    release(fsdp_modules(*state.layout.roots(state.model)))
-    names = [name for name in _all_names(state) if fnmatchcase(name, pattern)]
-    shape, device = (len(names), LARGEST - SMALLEST + 3), state.targets.device
-    counts = torch.zeros(shape, dtype=torch.float64, device=device)
-    rows, world = {name: row for row, name in enumerate(names)}, world_of(state.mesh)
-    for name, parameter in state.model.named_parameters():
-        value = parameter if totals is None else parameter.grad
-        if name in rows and value is not None:
-            shard, owners = shard_and_owners(value.detach(), world // size_of(state.mesh, "pp"))
-            wide = shard.to(torch.promote_types(shard.dtype, WIDE))
-            if totals is not None:
-                wide = wide / (totals["loss_scale"] * totals["targets"].clamp(min=1)).to(wide)
-            counts[rows[name]] = _magnitudes(wide) / owners
-    if world > 1:
-        dist.all_reduce(counts)
-    kind = "weight" if totals is None else "gradient"
-    found = counts.round().long().tolist()
-    return {f"histogram/{kind}/{name}": row for name, row in zip(names, found, strict=True)}
-
-
-def _magnitudes(values: Tensor) -> Tensor:
-    """Counts of zeros, of each exponent, and of what is not finite."""
-    _, exponents = torch.frexp(values)
-    index = exponents.long().clamp(SMALLEST, LARGEST) - SMALLEST + 1
-    index = torch.where(values == 0, torch.zeros_like(index), index)
-    bins = LARGEST - SMALLEST + 3
-    index = torch.where(values.isfinite(), index, torch.full_like(index, bins - 1))
-    # For the length of torch.bincount's result the host would wait.
-    one = torch.ones((), dtype=torch.float64, device=values.device).expand(index.numel())
-    return one.new_zeros(bins).scatter_add_(0, index.flatten(), one)
-
-
-def _all_names(state: TrainState) -> list[str]:
-    """Names of all parameters but packed ones, of all stages; the same list on every rank."""
-    own = [name for name, p in state.model.named_parameters() if p.is_floating_point()]
-    if size_of(state.mesh, "pp") == 1:
-        return own
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return list(dict.fromkeys(name for names in gathered for name in names))
-
-
-@contextmanager
-def capture_activations(
-    state: TrainState, patterns: Sequence[str], folder: str | os.PathLike[str]
-) -> Iterator[None]:
-    """Write what modules return into a safetensors file, one for each rank.
-
-    The file is ``folder/step_00000100/rank0.safetensors``, with the rank's position in the mesh in
-    its name. Tensors are named ``<module>/<call>``, with ``/<index>`` behind it where a module
-    returns several, in tuples, lists, dicts or dataclasses; each is this rank's part, in the order
-    of the calls (micro-batches). What backward computes again is not captured again. A pipeline
-    runs its modules once more before the first step and evaluation of a kind, which counts as a
-    call.
-
-    Args:
-        state: The state; its step names the folder.
-        patterns: Names of modules, as ``"layers.*.attention"``; ``*`` matches dots too.
-        folder: Such as ``out / "activations"``.
-
-    Raises:
-        ValueError: If a pattern matches no module (a stage of a pipeline may have none), or a
-            module that matches returned no tensor: it did not run, or it is compiled.
-
-    Examples:
-        Around a step, every hundred steps::
-
-            look = fk.every(100, state)
-            with capture_activations(state, ["layers.*"], out) if look else nullcontext():
-                state, metrics = step(state, batches)
-    """
-    modules = _matching(state, patterns)
-    found: dict[str, Tensor] = {}
-    calls = dict.fromkeys(modules, 0)
-
-    def note(name: str, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # backward computes it again
-            return
-        tensors = _tensors(output)
-        for index, tensor in enumerate(tensors):
-            local = tensor.detach()
-            local = local.to_local() if isinstance(local, DTensor) else local
-            end = f"/{index}" if len(tensors) > 1 else ""
-            found[f"{name}/{calls[name]}{end}"] = local.to("cpu", copy=True).contiguous()
-        calls[name] += bool(tensors)
-
-    hooks = [
-        module.register_forward_hook(lambda _m, _args, output, name=name: note(name, output))
-        for name, module in modules.items()
-    ]
-    step, where = f"step_{state.step:08d}", rank_name(state.mesh)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if silent := [name for name, count in calls.items() if not count]:
-        raise ValueError(
-            f"modules returned no tensor: {quoted(silent[:4])}{', ...' * (len(silent) > 4)}. They "
-            "did not run, return none, or are compiled. Leave them out, or set compile=False."
-        )
-    from safetensors.torch import save_file
-
-    path = Path(folder) / step / f"{where}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(found, path)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """All tensors of what a module returned; to torch's pytrees a dataclass is a leaf."""
-    found = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf):
-            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
-
-
-def _matching(state: TrainState, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    here = (
-        (name, module)
-        for name, module in state.model.named_modules()
-        if name and not getattr(module, "is_absent", False)  # of another pipeline stage
-    )
-    modules = dict(here)
-    found = {p: [name for name in modules if fnmatchcase(name, p)] for p in patterns}
-    missing = [pattern for pattern, names in found.items() if not names]
-    if missing and size_of(state.mesh, "pp") == 1:
-        raise ValueError(
-            f"the patterns {missing} match no module; the first modules are {list(modules)[:4]}. "
-            "A pattern is a name with * and ?, as 'layers.*.attention'."
-        )
-    chosen = {name for names in found.values() for name in names}
-    return {name: module for name, module in modules.items() if name in chosen}
+    routed = find_routed(state.model)
+    if routed is None or routed.spec.moe is None:
+        return {}
+    experts, layers = routed.spec.moe.experts, list(routed.spec.routed.values())
+    loads = torch.zeros(len(layers), experts, device=state.targets.device)
+    for module in routed.modules():
+        if isinstance(module, MoE):
+            loads[layers.index(module.router.layer)] = module.router.load * experts
+    if size_of(state.mesh, "pp") > 1 and state.mesh is not None:
+        dist.all_reduce(loads, group=state.mesh.get_group("pp"))
+    rows = [[round(load, 3) for load in row] for row in loads.tolist()]
+    return {f"{LOAD}{layer}": row for layer, row in zip(layers, rows, strict=True)}

@@ -1,10 +1,9 @@
 """What a step returned, as rows of numbers: in ``metrics.jsonl``, on the screen, to the caller.
 
-Metrics stay on the device until a row is due; then one copy brings all of them to the host. Reading
-a single loss earlier would make the host wait for the device, and the device then idles while the
-host prepares the next step. So on an accelerator the copy is read one step later, when the device
-has that step to do. Every rank builds the same rows, so that each can decide on them; one of them
-writes.
+Metrics stay on the device until a row is due; then one copy brings those of all its steps to the
+host, which waits for the device once per row. Reading a single loss in each step would let the
+device idle while the host prepares the next one. Every rank builds the same rows, so that each can
+decide on them; one of them writes.
 
 ``metrics.jsonl`` holds one JSON object per step, strict JSON (NaN and infinities are null), each
 written at once. What an evaluation adds to a step goes into that step's object.
@@ -13,7 +12,9 @@ written at once. What an evaluation adds to a step goes into that step's object.
 from __future__ import annotations
 
 import os
+import resource
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,28 +28,23 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import check_integers, counted
-from forgekit.metrics.bad_step_records import BadStepRecords
 from forgekit.metrics.flops import Utilization
-from forgekit.metrics.host_copy import HostCopy, Moment
-from forgekit.metrics.memory_use import memory_of
-from forgekit.metrics.metrics_file import RowFile, read_metrics
 from forgekit.metrics.progress import Bar, Lines, short_number
+from forgekit.metrics.records import RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
+from forgekit.tensors import local
 from forgekit.terminal import Steady, printable
 
-__all__ = ["MetricsLog", "Waits", "read_metrics"]
-
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
-SUMMED = frozenset({"loss", "targets", "skipped", "spikes"})
-"""Metrics of all steps of a row that its sums are made of."""
-TARGETS = "targets"
-"""Of all steps of a row; its speed is made of them."""
+OF_EACH_STEP = ("loss", "grad_norm", "targets", "skipped", "spikes")
+"""Metrics of all steps of a row: its sums and the records of bad steps are made of them."""
+GIB = 2.0**30
 
 
 class Waits(Protocol):
-    """A loader that knows how long its user has waited for it, in seconds since it was made."""
+    """A loader that counts how long its user has waited for it, in seconds since it was made."""
 
     @property
     def wait_seconds(self) -> float:
@@ -75,16 +71,16 @@ class MetricsLog:
     - ``perf/tokens_per_second`` (targets), ``perf/step_seconds``, ``perf/data_wait_seconds``: means
       by the clock since the last row, without evaluations and what ``outside`` held;
     - of several ranks ``perf/step_seconds_min``, ``_mean`` and ``_max`` over them, and those of
-      ``perf/data_wait_seconds``: of the row before, so that one copy brings them with the rest;
+      ``perf/data_wait_seconds``;
     - ``perf/mfu`` and ``perf/mfu_palm``, where the peak of the devices is known;
     - ``memory/peak_gib`` of this process: of an accelerator, else resident; and this rank's
       ``memory/parameters_gib``, ``memory/gradients_gib`` (what the step has left in ``.grad``) and
       ``memory/optimizer_gib``. On an accelerator ``memory/activations_gib`` is the rest of the
       peak: activations, temporaries and buffers of collectives.
 
-    On an accelerator a row is read one step late, that of ``total`` at once, and the times are
-    those of the device's queue: a row begins and ends when the device has done its steps, however
-    far ahead the host is. The first row begins with the log, by the host's clock.
+    Times are the host's, read when the copy of a row has waited for the device. An evaluation
+    between two rows counts from the last call, when steps may still be queued: evaluate at the
+    step of a row.
 
     Attributes:
         step: The last step that was logged.
@@ -131,25 +127,18 @@ class MetricsLog:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         check_integers(every=(every, 1))
-        self._utilization = utilization
-        self._times: tuple[float, float] | None = None  # of the row before
         self._every, self._start, self._total = every, start_step, total
         self.step, self.samples = start_step, start_samples
-        self._loader = loader
-        self._out = Path(out)
+        self._loader, self._utilization = loader, utilization
+        self._out, self._bad_steps = Path(out), Path(out) / "bad_steps.jsonl"
         self._file = RowFile(self._out, start_step) if is_writer else None
-        bad = self._out / "bad_steps.jsonl" if is_writer else None
-        self._bad = BadStepRecords(bad, start_samples, loader)
-        self._due: _Due | None = None
-        self._row: dict[str, Any] | None = None  # read, and not yet returned
         self._display: Lines | Bar | None = None
         if is_writer and sys.stderr is not None:
             self._display = Lines(Steady(sys.stderr), total)
-        own = trackers if is_writer else ()
-        self._trackers = [GuardedTracker(tracker, self.message) for tracker in own]
+        guarded = trackers if is_writer else ()
+        self._trackers = [GuardedTracker(tracker, self.message) for tracker in guarded]
         self._config = {} if config is None else config
-        self._start_trackers(start_step)
-        self._restart(Moment.now())
+        self._restart(start_step)
 
     def __enter__(self) -> Self:
         if self._display is not None and sys.stderr.isatty():
@@ -186,60 +175,35 @@ class MetricsLog:
             metrics: The metrics that the step returned: 0-d tensors on one device.
 
         Returns:
-            The row if one is due at this step, else None; NaN stays NaN in it. On an accelerator it
-            is the row of an earlier step, in which only ``train/skipped_in_a_row`` is of the
-            present one, so that whoever acts on it finds the state that it describes. Of two rows
-            in a call, which may be at ``total``, the second, with the bad steps of both.
+            The row if one is due at this step, else None; NaN stays NaN in it.
 
         Raises:
             ValueError: If a metric is not 0-d.
         """
-        self.flush()  # the device has this step to do meanwhile
+        kept = {name: metrics[name] for name in OF_EACH_STEP if name in metrics.keys()}  # noqa: SIM118
+        step = Step(state.step, self.samples, state.samples, state.skips, kept)
+        self._window.steps.append(step)
         self.step, self.samples = state.step, state.samples
-        self._window.steps.append({name: metrics[name] for name in metrics.keys() & SUMMED})
-        self._bad.add(state, metrics)
-        device = metrics["loss"].device
+        row = None
         if state.step % self._every == 0 or state.step == self._total:
-            self._due = self._begin_row(state, metrics)
-            if device.type == "cpu" or state.step == self._total:
-                self.flush()
-            self._restart(Moment.now(device))
-        self._window.called = Moment.now(device)
+            row = self._read_row(state, metrics)
+            self._write(row)
+            self._window = self._new_window()
+        self._window.called = time.perf_counter()
         if self._display is not None:
             self._display.step(state.step)
-        row, self._row = self._row, None
-        if row is not None and row["step"] < state.step and row["train/skipped_in_a_row"]:
-            row = row | {"train/skipped_in_a_row": int(state.skipped)}
+            if row is not None:
+                self._display.row(row)
         return row
-
-    def flush(self) -> None:
-        """Write the row that is on its way from the device, if there is one; waits for it.
-
-        ``event``, ``outside`` and the end of ``with`` do so. The next call returns the row.
-        """
-        if self._due is None:
-            return
-        due, self._due = self._due, None
-        row = due.read()
-        self._times = row["perf/step_seconds"], row.get("perf/data_wait_seconds", 0.0)
-        self._write(row)
-        self._bad.end_row(row["train/skipped"])
-        if self._display is not None:
-            self._display.row(row)
-        before = 0 if self._row is None else self._row["train/skipped"]
-        self._row = row | {"train/skipped": before + row["train/skipped"]}
 
     def rewind(self, state: TrainState) -> None:
         """Go back to a state that was loaded: later rows are removed, as when a run is resumed."""
         self._record_rest()
-        self._row = None
         self.step, self.samples = state.step, state.samples
         if self._file is not None:
             self._file.close()
             self._file = RowFile(self._out, state.step)
-        self._start_trackers(state.step)
-        self._bad.restart(state.samples)
-        self._restart(Moment.now(state.targets.device))
+        self._restart(state.step)
         if self._display is not None:
             self._display.step(state.step)
 
@@ -263,31 +227,30 @@ class MetricsLog:
         numbers = {} if values is None else _to_host(values)
         if not numbers:
             return
-        self.flush()
         self._write({"step": state.step, "samples": state.samples, **numbers})
         text = "  ".join(f"{name} {short_number(number)}" for name, number in numbers.items())
         if show:
             self.message(f"step {state.step}  {text}")
-        now = Moment.now(state.targets.device)
-        if not self._window.steps:  # nothing but this evaluation has run since the last row
-            self._restart(now)
+        window, now = self._window, time.perf_counter()
+        if not window.steps:  # nothing but this evaluation has run since the last row
+            window.began = now
+            window.waited = self._wait_seconds()
         elif any(name.startswith("eval/") for name in numbers):
-            self._window.away.append((self._window.called, now))
-        self._window.called = now
+            window.excluded += now - window.called
+        window.called = now
 
     @contextmanager
     def outside(self, device: torch.device) -> Iterator[None]:
         """Leave what happens within, such as a save, out of the times of the present row.
 
-        A row that is on its way is written first, so that a run resumed from the save has it.
-
         Args:
-            device: What the steps ran on.
+            device: What the steps ran on; those that are queued are waited for.
         """
-        self.flush()
-        began = Moment.now(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        began = time.perf_counter()
         yield
-        self._window.away.append((began, Moment.now(device)))
+        self._window.excluded += time.perf_counter() - began
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one; the writing rank only.
@@ -297,158 +260,157 @@ class MetricsLog:
         if self._display is not None:
             self._display.message(printable(text))
 
-    def _begin_row(self, state: TrainState, metrics: TensorDictBase) -> _Due:
-        """Start the one copy of a row; what the host knows is taken down now."""
-        loss, window = metrics["loss"], self._window
+    def _read_row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
+        """Bring the numbers of the window to the host, where the row is made of them."""
+        device, window = metrics["loss"].device, self._window
         named: dict[str, Any] = {
             name if "/" in name else f"train/{name}": value for name, value in metrics.items()
         }
-        named |= window.sums() | self._over_ranks(state, loss)
-        named["train/skipped_in_a_row"] = state.skipped.to(loss.device)
-        numbers = HostCopy.start(_stacked(named))
-        wait = None
+        named["train/skipped_in_a_row"] = state.skipped.to(device)
+        host = torch.cat([_stacked(named), window.numbers().flatten()]).cpu()
+        seconds = time.perf_counter() - window.began - window.excluded
+        numbers = dict(zip(named, host[: len(named)].tolist(), strict=True))
+        by_name = window.by_name(host[len(named) :])
+        numbers |= _sums(by_name)
+        if numbers["train/skipped"] and self._file is not None:
+            append_bad_steps(self._bad_steps, window.steps, by_name, self._loader)
+        count = len(window.steps)
+        times = {"step_seconds": seconds / count}
         if self._loader is not None:
-            wait = (self._loader.wait_seconds - window.waited) / len(window.steps)
+            times["data_wait_seconds"] = (self._wait_seconds() - window.waited) / count
         ideal = {}
         if self._utilization is not None and window.first is not None:
             ideal = self._utilization.ideal(window.first, state.samples)
-        return _Due(
-            step=state.step,
-            samples=state.samples,
-            names=tuple(named),
-            numbers=numbers,
-            memory=memory_of(state, loss.device),
-            ideal=ideal,
-            wait=wait,
-            window=window,
-        )
-
-    def _over_ranks(self, state: TrainState, like: Tensor) -> dict[str, Tensor]:
-        """Least, mean and most of the ranks' times up to the row before, in one reduction.
-
-        They go to the device as arguments of operations, for which the host does not wait.
-        """
-        ranks = world_of(state.mesh)
-        if ranks == 1 or self._times is None:
-            return {}
-        names = ("step_seconds", "data_wait_seconds")[: 1 if self._loader is None else 2]
-        table = torch.zeros(len(names), ranks, dtype=torch.float64, device=like.device)
-        for row, seconds in zip(table, self._times, strict=False):
-            row[dist.get_rank()].fill_(seconds)
-        dist.all_reduce(table)
-        columns = {"min": table.amin(1), "mean": table.mean(1), "max": table.amax(1)}
         return {
-            f"perf/{name}_{what}": value
-            for what, column in columns.items()
-            for name, value in zip(names, column.unbind(), strict=True)
+            "step": state.step,
+            "samples": state.samples,
+            **{name: int(n) if _is_count(name, n) else n for name, n in numbers.items()},
+            "perf/tokens_per_second": float(by_name["targets"].sum()) / seconds,
+            **{f"perf/{name}": value for name, value in times.items()},
+            **_over_ranks(times, state, device),
+            **memory_of(state, device),
+            **{name: best / seconds for name, best in ideal.items()},
         }
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:
             return
-        self._file.write(row)
-        step = row["step"]
-        # Each once: what an earlier part of the row, or of this step before a resume, has brought.
-        shown = self._shown[1] if step == self._shown[0] else frozenset[str]()
-        values = {name: row[name] for name in row if name != "step" and name not in shown}
-        self._shown = step, shown | row.keys()
+        new = self._file.write(row)
         for tracker in self._trackers:
-            tracker(step, values)
-
-    def _start_trackers(self, step: int) -> None:
-        last = self._file.last if self._file is not None else {}
-        self._shown = last.get("step"), frozenset(last)
-        for tracker in self._trackers:
-            tracker.start(step, self._config)
+            tracker(row["step"], new)
 
     def _record_rest(self) -> None:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
-        self.flush()
-        if self._file is None or not self._window.steps:
+        window = self._window
+        if self._file is None or not window.steps:
             return
-        skipped = int(self._window.sums()["train/skipped"])
-        self._bad.end_row(skipped)
-        if skipped:
-            many = counted(skipped, "bad step")
-            self.message(f"{many} since the last row, in {self._out / 'bad_steps.jsonl'}")
+        by_name = window.by_name(window.numbers().cpu())
+        if bad := int(by_name["skipped"].sum()):
+            append_bad_steps(self._bad_steps, window.steps, by_name, self._loader)
+            self.message(f"{counted(bad, 'bad step')} since the last row, in {self._bad_steps}")
 
-    def _restart(self, now: Moment) -> None:
-        """Begin the next row."""
-        waited = 0.0 if self._loader is None else self._loader.wait_seconds
-        self._window = _Window(began=now, called=now, first=self.samples, waited=waited)
+    def _restart(self, step: int) -> None:
+        """Begin after a step, at the start or where the run goes back to."""
+        for tracker in self._trackers:
+            tracker.start(step, self._config)
+        self._window = self._new_window()
+
+    def _new_window(self) -> _Window:
+        now = time.perf_counter()
+        return _Window(began=now, called=now, first=self.samples, waited=self._wait_seconds())
+
+    def _wait_seconds(self) -> float:
+        return 0.0 if self._loader is None else self._loader.wait_seconds
 
 
 @attrs.define(kw_only=True)
 class _Window:
-    """The steps since the last row.
+    """The steps since the last row; times are in seconds of ``time.perf_counter``.
 
     Attributes:
         began: When its time begins.
         called: When the log was last called.
         first: Samples before it; None if they are not known.
         waited: Seconds that the loader had made its user wait before it.
-        steps: Of each step the metrics that sums are made of, on the device.
-        away: From when to when there was no training.
+        excluded: Seconds in which there was no training.
+        steps: Each step, with its metrics on the device.
     """
 
-    began: Moment
-    called: Moment
+    began: float
+    called: float
     first: int | None
     waited: float
-    steps: list[dict[str, Tensor]] = attrs.field(factory=list)
-    away: list[tuple[Moment, Moment]] = attrs.field(factory=list)
+    excluded: float = 0.0
+    steps: list[Step] = attrs.field(factory=list)
 
-    def sums(self) -> dict[str, Tensor]:
-        """Sums and means over its steps."""
-        names = self.steps[0]
-        of = {name: torch.stack([step[name] for step in self.steps]).double() for name in names}
-        targets = torch.where(of["skipped"] > 0, 0.0, of["targets"])
-        losses = torch.where(targets > 0, of["loss"], 0.0)  # those of bad steps may be NaN
-        return {
-            TARGETS: of["targets"].sum(),
-            "train/loss_mean": (losses * (targets / targets.sum())).sum(),
-            **{f"train/{name}": of[name].sum() for name in ("skipped", "spikes") if name in of},
-        }
+    def numbers(self) -> Tensor:
+        """``[names steps]`` float64 on the device."""
+        names = self.steps[0].metrics
+        columns = [torch.stack([step.metrics[name] for step in self.steps]) for name in names]
+        return torch.stack([column.double() for column in columns])
+
+    def by_name(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The numbers, on the host, as ``[steps]`` by metric."""
+        table = numbers.view(-1, len(self.steps))
+        return dict(zip(self.steps[0].metrics, table, strict=True))
 
 
-@attrs.frozen(kw_only=True)
-class _Due:
-    """A row whose numbers are on their way from the device.
+def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
+    """Sums and means over the steps of a row."""
+    # A bad step's loss may be NaN, and its targets were not learned from: neither counts.
+    targets = torch.where(by_name["skipped"] > 0, 0.0, by_name["targets"])
+    losses = torch.where(targets > 0, by_name["loss"], 0.0)
+    return {
+        "train/loss_mean": float((losses * (targets / targets.sum())).sum()),
+        **{f"train/{n}": float(by_name[n].sum()) for n in ("skipped", "spikes") if n in by_name},
+    }
 
-    Attributes:
-        names: Those of ``numbers``.
-        ideal: Utilisations, times the seconds since the last row.
-        wait: Seconds per step that the loader made its user wait.
-        window: Its steps.
+
+def _over_ranks(
+    times: Mapping[str, float], state: TrainState, device: torch.device
+) -> dict[str, float]:
+    """Least, mean and most of the ranks' times, in one reduction; every rank calls it."""
+    ranks = world_of(state.mesh)
+    if ranks == 1:
+        return {}
+    table = torch.zeros(ranks, len(times), dtype=torch.float64, device=device)
+    table[dist.get_rank()] = torch.tensor([*times.values()], dtype=torch.float64)
+    dist.all_reduce(table)
+    least, mean, most = table.amin(0), table.mean(0), table.amax(0)
+    columns = {"min": least.tolist(), "mean": mean.tolist(), "max": most.tolist()}
+    return {
+        f"perf/{name}_{kind}": seconds
+        for kind, column in columns.items()
+        for name, seconds in zip(times, column, strict=True)
+    }
+
+
+def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
+    """What this rank's parameters, gradients and the optimizer's state take, and the peak, in GiB.
+
+    Args:
+        state: The state; its gradients are those that are in ``.grad`` now.
+        device: What the steps ran on.
+
+    Returns:
+        ``memory/parameters_gib``, ``memory/gradients_gib``, ``memory/optimizer_gib`` and
+        ``memory/peak_gib``; on an accelerator ``memory/activations_gib``, the rest of the peak.
     """
-
-    step: int
-    samples: int
-    names: tuple[str, ...]
-    numbers: HostCopy
-    memory: dict[str, float]
-    ideal: dict[str, float]
-    wait: float | None
-    window: _Window
-
-    def read(self) -> dict[str, Any]:
-        """Wait for the numbers and return the row."""
-        numbers = dict(zip(self.names, self.numbers.read().tolist(), strict=True))
-        # Only now: the copy has waited for the device, so the clock has seen the steps end.
-        seconds = self.window.began.until(self.numbers.arrived)
-        seconds -= sum(start.until(end) for start, end in self.window.away)
-        targets = numbers.pop(TARGETS)
-        numbers |= {name: int(n) for name, n in numbers.items() if _is_count(name, n)}
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            **numbers,
-            "perf/tokens_per_second": targets / seconds,
-            "perf/step_seconds": seconds / len(self.window.steps),
-            **self.memory,
-            **({} if self.wait is None else {"perf/data_wait_seconds": self.wait}),
-            **{name: best / seconds for name, best in self.ideal.items()},
-        }
+    parameters = list(state.model.parameters())
+    kinds = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer": [x for values in state.optimizer.state.values() for x in values.values()],
+    }
+    held = {name: [local(x) for x in some if isinstance(x, Tensor)] for name, some in kinds.items()}
+    sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
+    if device.type == "cpu":  # Linux counts in KiB
+        sizes["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:  # what lies on the host is no part of the peak
+        there = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
+        sizes["peak"] = torch.accelerator.max_memory_allocated(device)
+        sizes["activations"] = sizes["peak"] - sum(there)
+    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
 def _is_count(name: str, number: Any) -> bool:

@@ -17,7 +17,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from traceback import format_exception_only
@@ -26,8 +26,7 @@ from typing import Any, Protocol
 from forgekit.data.optional_packages import require
 from forgekit.files import write_atomic
 from forgekit.inputs import quoted
-from forgekit.metrics.metrics_file import read_metrics
-from forgekit.metrics.strict_json import finite
+from forgekit.metrics.records import finite
 
 ROOM = 1000
 """Calls that wait for a slow tracker; more are left out."""
@@ -102,11 +101,9 @@ class TensorBoard:
 class WandB:
     """Logs to Weights & Biases, on an axis of its own: ``train/step``.
 
-    A run directory is one W&B run, whose id is kept in ``<out>/wandb.json`` with the last step that
-    was sent. Where a run goes on from a checkpoint, steps that were sent are not sent again:
-    W&B takes none of them back, and a resumed run computes the same. What a run that was rolled
-    back does otherwise is in ``metrics.jsonl`` alone. Offline a killed process leaves next to
-    nothing: its folder is set aside as ``killed-...``, and its rows are sent again.
+    A run directory is one W&B run, whose id is kept in ``<out>/wandb.json``. Where a run goes on
+    from a checkpoint, the rows after it are sent again. What a killed process had not uploaded is
+    in ``metrics.jsonl`` alone: offline W&B keeps most of it in memory.
 
     Args:
         out: The run directory.
@@ -123,55 +120,31 @@ class WandB:
         require("wandb", extra="track")
         self._out = Path(out)
         self._options = {"project": project or self._out.absolute().parent.name, **options}
-        self._sent: dict[str, Any] = {}
         self._run: Any = None
 
-    def start(self, step: int, config: Mapping[str, Any]) -> None:
+    def start(self, step: int, config: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Open the run, or go on with the one of this directory."""
         if self._run is not None:
             return
         path = self._out / "wandb.json"
-        self._sent = json.loads(path.read_text()) if path.exists() else {}
-        self._sent = {"id": secrets.token_hex(4), "step": -1, "names": []} | self._sent
-        self._set_lost_rows_aside()
-        run = require("wandb", extra="track").init(
+        run_id = json.loads(path.read_text())["id"] if path.exists() else secrets.token_hex(4)
+        write_atomic(path, json.dumps({"id": run_id}).encode())
+        self._run = require("wandb", extra="track").init(
             dir=str(self._out),
-            id=self._sent["id"],
+            id=run_id,
             resume="allow",
             config=finite(dict(config)),
             **{"name": self._out.name, **self._options},
         )
-        run.define_metric("train/step")
-        run.define_metric("*", step_metric="train/step")
-        if run.settings._offline:
-            self._sent |= {"folder": run.settings.sync_dir, "before": self._sent["step"]}
-        self._run = run
-        self._keep()
-        for row in _rows(self._out / "metrics.jsonl", self._sent["step"], step):
-            self(row.pop("step"), row)
-
-    def _set_lost_rows_aside(self) -> None:
-        """Forget what a killed process logged offline: W&B had most of it in memory only.
-
-        All of it is in ``metrics.jsonl``, and sent again from there.
-        """
-        if (folder := self._sent.pop("folder", None)) is not None:
-            self._sent |= {"step": self._sent.pop("before"), "names": []}
-            if os.path.isdir(folder):
-                head, name = os.path.split(folder)
-                os.rename(folder, os.path.join(head, f"killed-{name}"))
-
-    def _keep(self) -> None:
-        write_atomic(self._out / "wandb.json", json.dumps(self._sent).encode())
+        self._run.define_metric("train/step")
+        self._run.define_metric("*", step_metric="train/step")
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what this step has not sent yet."""
+        """Send numbers of a step."""
         if self._run is None:
             self.start(step, {})
-        if new := _not_sent(self._sent, step, values):
-            run: Any = self._run
-            run.log({**new, "train/step": step})
-            self._keep()
+        run: Any = self._run
+        run.log({**values, "train/step": step})
 
     def status(self, text: str) -> None:
         """Put how the run ended into its summary."""
@@ -183,78 +156,6 @@ class WandB:
         if self._run is not None:
             self._run.finish()
             self._run = None
-            self._sent.pop("folder", None)
-            self._keep()
-
-
-class Trackio:
-    """Logs to trackio, on this machine; it is installed in an environment of its own.
-
-    Steps that were sent are not sent again, as with ``WandB``.
-
-    Args:
-        out: The run directory; its name is the run's.
-        project: Of trackio; by default the name of the folder that ``out`` is in.
-        **options: For ``trackio.init``.
-
-    Raises:
-        ImportError: If trackio is not installed.
-    """
-
-    def __init__(
-        self, out: str | os.PathLike[str], project: str | None = None, **options: Any
-    ) -> None:
-        require("trackio", extra="trackio")
-        self._out = Path(out)
-        self._options = {"project": project or self._out.absolute().parent.name, **options}
-        self._run: Any = None
-
-    def start(self, step: int, config: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Open the run, or go on with the one of this name."""
-        if self._run is None:
-            trackio = require("trackio", extra="trackio")
-            options = {"name": self._out.name, "resume": "allow", **self._options}
-            self._run = trackio.init(config=finite(dict(config)), **options)
-
-    def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what no earlier process of this run has sent."""
-        if self._run is None:
-            self.start(step, {})
-        path = self._out / "trackio.json"
-        sent = json.loads(path.read_text()) if path.exists() else {"step": -1, "names": []}
-        run: Any = self._run
-        if new := _not_sent(sent, step, values):
-            run.log(new, step=step)
-            write_atomic(path, json.dumps(sent).encode())
-
-    def status(self, text: str) -> None:
-        """Put how the run ended among its alerts."""
-        if self._run is not None:
-            level = require("trackio", extra="trackio").AlertLevel.INFO
-            self._run.alert("status", text, level=level)
-
-    def close(self) -> None:
-        """Send what is left."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-
-def _not_sent(sent: dict[str, Any], step: int, values: Mapping[str, float]) -> dict[str, float]:
-    """What of a step no earlier call has sent, and note that it is; a step may come in parts."""
-    known = set(sent["names"]) if step == sent["step"] else set()
-    new = {name: value for name, value in values.items() if name not in known}
-    if step < sent["step"] or not new:
-        return {}
-    sent |= {"step": step, "names": sorted(known | new.keys())}
-    return new
-
-
-def _rows(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
-    """Numbers of the rows of ``metrics.jsonl`` after a step, up to another, with their step."""
-    for row in read_metrics(path) if path.exists() else ():
-        if after < row["step"] <= last:
-            yield {name: value for name, value in row.items() if isinstance(value, int | float)}
 
 
 def make_trackers(
@@ -263,14 +164,14 @@ def make_trackers(
     """Make trackers of their names, for a recipe's configuration.
 
     Args:
-        trackers: Of ``"tensorboard"``, ``"wandb"`` and ``"trackio"``; trackers stay as they are.
+        trackers: Of ``"tensorboard"`` and ``"wandb"``; trackers stay as they are.
         out: The run directory.
 
     Raises:
         ImportError: If a package is not installed.
         ValueError: If a name is unknown.
     """
-    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
     if unknown := [one for one in trackers if isinstance(one, str) and one not in kinds]:
         raise ValueError(f"there are no trackers {quoted(unknown)}; there are {quoted(kinds)}.")
     return tuple(kinds[one](out) if isinstance(one, str) else one for one in trackers)
@@ -282,22 +183,11 @@ class GuardedTracker:
     Args:
         tracker: The tracker.
         say: Prints a line.
-        patience_s: After so long in one call it is said to hang; ``PATIENCE_S`` if None.
-        closing_s: How long ``close`` waits; ``CLOSING_S`` if None.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        say: Callable[[str], None],
-        *,
-        patience_s: float | None = None,
-        closing_s: float | None = None,
-    ) -> None:
+    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._tracker, self._say = tracker, say
         self._name = getattr(tracker, "__name__", type(tracker).__name__)
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
-        self._closing_s = CLOSING_S if closing_s is None else closing_s
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(ROOM)
         self._since: float | None = None  # when the call that is running began
         self._has_spoken = self._is_broken = False
@@ -306,7 +196,7 @@ class GuardedTracker:
 
     def start(self, step: int, config: Mapping[str, Any]) -> None:
         """Tell where the run starts, or where it goes back to."""
-        self._put("start", step, config)
+        self._put("start", step, deepcopy(config))  # for a tracker to change
 
     def __call__(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on what is a number."""
@@ -325,30 +215,30 @@ class GuardedTracker:
             self._calls.put_nowait(None)
         except queue.Full:
             self._complain("hangs")
-        self._thread.join(0.0 if self._is_broken else self._closing_s)
+        self._thread.join(0.0 if self._is_broken else CLOSING_S)
         if self._thread.is_alive():
-            self._complain(f"has not ended in {self._closing_s:g} s")
+            self._complain(f"has not ended in {CLOSING_S:g} s")
 
-    def _put(self, what: str, *args: Any) -> None:
+    def _put(self, method: str, *args: Any) -> None:
         if self._is_broken:
             return
         since = self._since
-        if since is not None and time.monotonic() - since > self._patience_s:
+        if since is not None and time.monotonic() - since > PATIENCE_S:
             self._complain(f"hangs for {time.monotonic() - since:.0f} s")
         try:
-            self._calls.put_nowait((what, args))
+            self._calls.put_nowait((method, args))
         except queue.Full:
             self._complain(f"is {ROOM} calls behind")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            what, args = call
+            method, args = call
             if self._is_broken:
                 continue
             self._since = time.monotonic()
-            try:  # of a copy: what a tracker changes, others and the run do not see
-                if what == "__call__" or hasattr(self._tracker, what):
-                    getattr(self._tracker, what)(*deepcopy(args))
+            try:
+                if method == "__call__" or hasattr(self._tracker, method):
+                    getattr(self._tracker, method)(*args)
             except BaseException as error:  # trackers fail in their own ways, SystemExit among them
                 self._complain(f"failed: {format_exception_only(error)[-1].strip()}")
                 self._is_broken = True

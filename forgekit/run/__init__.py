@@ -3,22 +3,14 @@
 from forgekit.run.run_directory import Run
 from forgekit.checkpoints.save import wait_for_saves
 from forgekit.run.bad_steps import BadStepError, roll_back
-from forgekit.metrics.bad_step_records import read_bad_steps
 from forgekit.run.run_status import RunLockedError, is_running, lock_run, write_status
 from forgekit.run.data_end import DataEnd
 from forgekit.run.health.rendezvous import HangError, barrier
 from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
-from forgekit.metrics.log import read_metrics
-from forgekit.metrics.trackers import Tracker, Trackio, make_trackers
+from forgekit.metrics.records import read_bad_steps, read_metrics
+from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.evaluation.generate import write_sample
-from forgekit.metrics.expert_loads import expert_loads
-from forgekit.metrics.hooks import (
-    capture_activations,
-    every_steps,
-    gradient_noise,
-    histograms,
-    layer_norms,
-)
+from forgekit.metrics.hooks import every_steps, expert_loads, gradient_noise, layer_norms
 from forgekit.metrics.profile import Profile
 from forgekit.report import plot_expert_loads, plot_losses
 from forgekit.lora.adapters import relora
@@ -44,15 +36,12 @@ __all__ = [
     "report_out_of_memory",
     "read_metrics",
     "Tracker",
-    "Trackio",
     "make_trackers",
     "write_sample",
     "expert_loads",
     "plot_expert_loads",
-    "capture_activations",
     "every_steps",
     "gradient_noise",
-    "histograms",
     "layer_norms",
     "Profile",
     "plot_losses",

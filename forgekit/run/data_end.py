@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgekit.inputs import check_choice
-from forgekit.metrics.host_copy import HostCopy
+from forgekit.tensors import HostCopy
 
 EndPolicy = Literal["pad", "drop", "error"]
 
@@ -70,7 +70,7 @@ class DataEnd:
     def hear(self, votes: Tensor) -> None:
         """Take the votes of all ranks, ``[]`` on the device."""
         self._heard += 1
-        self._last = HostCopy.start(votes)
+        self._last = HostCopy(votes)
 
     def goes_on(self, groups: int) -> bool:
         """Whether another group is due after so many; the same on all ranks.

@@ -239,8 +239,6 @@ class Run:
         Raises:
             CheckpointError: If the last save failed.
         """
-        if self._log is not None:
-            self._log.flush()
         if self._stop is not None:
             self.save(state)
             stopped = self._stop.reason if self._stop.requested else None

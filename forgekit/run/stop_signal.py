@@ -24,8 +24,8 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.metrics.host_copy import HostCopy
 from forgekit.run.health.rendezvous import HangError
+from forgekit.tensors import HostCopy
 
 log = logging.getLogger("forgekit")
 
@@ -141,7 +141,7 @@ class StopSignal:
         Args:
             votes: ``[]``, the sum over all ranks, on the device.
         """
-        self._heard.append(HostCopy.start(votes))
+        self._heard.append(HostCopy(votes))
 
     @property
     def requested(self) -> bool:

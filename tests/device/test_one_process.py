@@ -17,8 +17,7 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.checkpoints.state_dict import copy_to_host
-from forgekit.metrics.bad_step_records import read_bad_steps
-from forgekit.metrics.memory_use import memory_of
+from forgekit.metrics.log import memory_of
 
 SETUP = "device.pretend:install"
 
@@ -335,50 +334,38 @@ def log_and_stop(_rank, _world, out):
                 state, metrics = step(state, batches[index : index + 1])
                 heard.append(stop.requested)
                 row = log(state, metrics)
-            assert not ledger.waits, ledger.waits[0]
+            assert len(ledger.waits) == (index == 5), ledger.waits
             assert (row is not None) == (index == 5)
     assert heard == [False, False, False, True, True, True]
 
 
-def test_rows_are_read_and_a_stop_is_heard_without_a_wait(tmp_path):
+def test_the_host_waits_once_for_a_row_and_never_for_a_stop(tmp_path):
     run_ranks(log_and_stop, 1, tmp_path, group=False, setup=SETUP)
 
 
-def log_rows(_rank, _world, out, device, every, total):
+def log_rows(_rank, _world, out, device, every):
     """Six steps, the fifth of them bad, and an evaluation after the fourth."""
     batches, state = list(loader()), new_state(device)
     step = fk.make_step(head, schedule=SCHEDULE, max_norm=0.5)
-    returned = []
-    with fk.MetricsLog(out, every=every, total=total) as log:
+    with fk.MetricsLog(out, every=every) as log:
         for index in range(6):
             batch = batches[index].clone()
             batch["labels"][:, 0 if index == 4 else index + 3 :] = -100
             with watching() as ledger:
                 state, metrics = step(state, [batch])
                 row = log(state, metrics)
-            returned.append(row and (row["step"], row["train/skipped"]))
-            assert not ledger.waits or row["train/skipped"], ledger.waits[0]
+            assert (row is None) == bool(state.step % every)
+            assert len(ledger.waits) == (device == NAME and row is not None), ledger.waits
             if index == 3:
                 log.event(state, {"eval/here/loss": 1.0 + index})
-    return returned, fk.run.read_metrics(out / "metrics.jsonl")
+    return fk.run.read_metrics(out / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("every", "total", "returned"),
-    [
-        (1, 6, [None, (1, 0), (2, 0), (3, 0), (4, 0), (6, 1)]),
-        (1, None, [None, (1, 0), (2, 0), (3, 0), (4, 0), (5, 1)]),
-        (2, 6, [None, None, (2, 0), None, (4, 0), (6, 1)]),
-    ],
-)
-def test_rows_are_those_of_the_cpu_and_come_a_step_later(tmp_path, every, total, returned):
-    """Two may come with the last step, with the bad ones of both, or one is written at the end."""
-    jobs = {device: (tmp_path / device, device, every, total) for device in ("cpu", NAME)}
-    ((here, expected),) = run_ranks(log_rows, 1, *jobs["cpu"], group=False)
-    ((there, found),) = run_ranks(log_rows, 1, *jobs[NAME], group=False, setup=SETUP)
-    bad = {1: {5: 1}, 2: {6: 1}}[every]
-    assert here == [None if step % every else (step, bad.get(step, 0)) for step in range(1, 7)]
-    assert there == returned
+@pytest.mark.parametrize("every", [1, 2])
+def test_rows_are_those_of_the_cpu(tmp_path, every):
+    ((expected),) = run_ranks(log_rows, 1, tmp_path / "cpu", "cpu", every, group=False)
+    ((found),) = run_ranks(log_rows, 1, tmp_path / NAME, NAME, every, group=False, setup=SETUP)
+    assert [row["train/skipped"] for row in found] == {1: [0, 0, 0, 0, 1, 0], 2: [0, 0, 1]}[every]
     assert len(found) == len(expected) == 6 // every
     for row, other in zip(found, expected, strict=True):
         assert row.keys() - other.keys() == {"memory/activations_gib"}
@@ -411,7 +398,7 @@ def test_what_lies_on_the_host_is_no_part_of_the_device_s_peak():
 
 
 def time_rows(_rank, _world, out):
-    """What a row's times hold: its steps until the device has done them, and nothing else."""
+    """What a row's times hold: its steps, and neither evaluations nor what ``outside`` holds."""
     state = new_state(NAME)
     state, metrics, _ = train(state, [[batch] for batch in list(loader())[:2]])
     rows = []
@@ -428,17 +415,12 @@ def time_rows(_rank, _world, out):
         for _ in range(2):
             step(0.1)
         time.sleep(0.3)
-        log.event(state, {"eval/second/loss": 1.0})  # the row before is on its way
+        log.event(state, {"eval/second/loss": 1.0})
         step(0.1)
         with log.outside(state.targets.device):
             time.sleep(0.3)
         step(0.1)
-        time.sleep(0.3)
-        step(0.0)  # reads the row of the step before
-        step(0.0)
-        with log.outside(state.targets.device):  # a run that goes on from a save has the row
-            assert fk.run.read_metrics(out / "metrics.jsonl")[-1]["step"] == 8
-    first, second = rows[2], rows[4]
+    first, second = rows[1], rows[3]
     assert (first["step"], second["step"]) == (4, 6)
     for row in (first, second):
         assert 0.1 <= row["perf/step_seconds"] < 0.2, row
@@ -446,53 +428,5 @@ def time_rows(_rank, _world, out):
         assert targets == pytest.approx(metrics["targets"].item())
 
 
-def test_times_of_a_late_row_end_with_its_last_step_and_hold_no_evaluation_and_no_save(tmp_path):
+def test_times_of_a_row_hold_no_evaluation_and_no_save(tmp_path):
     run_ranks(time_rows, 1, tmp_path, group=False, setup=SETUP)
-
-
-def end_late(_rank, _world, out):
-    """What looks at a run that has ended finds all rows, though nothing had to be saved."""
-    state = new_state(NAME)
-    with fk.open_run(out, {}) as run, run.start(state, every=1) as log:
-        state, metrics, _ = train(state, [[batch] for batch in list(loader())[:2]])
-        assert log(state, metrics) is None
-        assert run.end(state)
-        assert [row["step"] for row in fk.run.read_metrics(out / "metrics.jsonl")] == [2]
-
-
-def test_a_run_that_has_ended_has_its_last_row(tmp_path):
-    run_ranks(end_late, 1, tmp_path, group=False, setup=SETUP)
-
-
-def roll_back_late(_rank, _world, out, device, good):
-    """Steps 4 to 6 are bad, and so is 7 unless ``good``; each row is checked."""
-    batches, state = list(loader()), new_state(device)
-    step, check = fk.make_step(head, schedule=SCHEDULE), fk.bad_step_policy("roll_back", patience=3)
-    bad = {4, 5, 6} if good else {4, 5, 6, 7}
-    asked = []
-    with fk.MetricsLog(out, every=2, start_samples=0) as log:
-        for number in range(1, 8):
-            batch = batches[number].clone()
-            batch["labels"] = batch["labels"].where(torch.tensor(number not in bad), -100)
-            state, metrics = step(state, [batch])
-            if number == 3:
-                fk.checkpoint_save(state, out / "checkpoints", blocking=True)
-            if check(log(state, metrics)):
-                asked.append(state.step)
-                state = fk.run.roll_back(state, out / "checkpoints")
-                log.rewind(state)
-                break
-    steps = [row["step"] for row in fk.run.read_metrics(out / "metrics.jsonl")]
-    return asked, state.step, state.skips, [bad["step"] for bad in read_bad_steps(out)], steps
-
-
-def test_a_late_row_rolls_back_all_bad_steps_up_to_the_present_one(tmp_path):
-    """The step that was queued meanwhile is bad as well, and is left out too; or it was good."""
-    jobs = ((NAME, False), (NAME, True), ("cpu", False))
-    found = [
-        run_ranks(roll_back_late, 1, tmp_path / str(index), *job, group=False, setup=SETUP)[0]
-        for index, job in enumerate(jobs)
-    ]
-    assert found[0] == ([7], 3, ((6, 8),), [4, 5, 6, 7], [2])
-    assert found[1] == ([], 7, (), [4, 5, 6], [2, 4, 6])
-    assert found[2] == ([6], 3, ((6, 6),), [4, 5, 6], [2])

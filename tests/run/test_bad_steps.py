@@ -15,7 +15,7 @@ from torch import nn
 
 import forgekit as fk
 from forgekit.evaluation.replay import replay_step
-from forgekit.metrics.bad_step_records import read_bad_steps
+from forgekit.metrics.records import read_bad_steps
 from forgekit.run.bad_steps import BadStepError, bad_step_policy, roll_back
 
 ROWS, BATCH = 96, 4

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.metrics.expert_loads import expert_loads
-from forgekit.metrics.log import read_metrics
+from forgekit.metrics.hooks import expert_loads
+from forgekit.metrics.records import read_metrics
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, first=1)
 SPEC = fk.TransformerSpec(

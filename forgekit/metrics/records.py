@@ -1,0 +1,177 @@
+"""The two files of a run that grow, a JSON object per line: ``metrics.jsonl``, ``bad_steps.jsonl``.
+
+Both are strict JSON, without NaN and infinities, and an interrupted run leaves their lines whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from forgekit.files import append_lines, overwrite, read_regular, write_atomic
+from forgekit.inputs import parse_json
+
+
+def finite(value: Any) -> Any:
+    """Put None in place of what is not finite, in lists and dicts too.
+
+    Examples:
+        >>> finite({"loss": float("nan"), "losses": (1.0, float("inf"))})
+        {'loss': None, 'losses': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl`` as a list of rows; a last line that was cut by a crash is left out.
+
+    Raises:
+        OSError: If it cannot be read, or is a pipe, whose reading might never end.
+        ValueError: If another line is not a JSON object with a step.
+    """
+    lines = read_regular(path).splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path}, line {number}: {line[:60].decode(errors='replace')!r} is not a JSON "
+                'object with a "step". Repair or delete that line.'
+            ) from None
+        rows.append(row)
+    return rows
+
+
+class RowFile:
+    """The open ``metrics.jsonl``; a second row for the last step is merged into the first."""
+
+    def __init__(self, out: Path, start_step: int) -> None:
+        path = out / "metrics.jsonl"
+        out.mkdir(parents=True, exist_ok=True)
+        rows = read_metrics(path) if path.exists() else []
+        lines = [_line(row) for row in rows if row["step"] <= start_step]
+        write_atomic(path, b"".join(lines))
+        self._path, self._line = path, lines[-1] if lines else b""
+        self._last: dict[str, Any] = json.loads(self._line) if lines else {}
+        # Unbuffered, so that one write is one system call.
+        self._file = path.open("r+b", buffering=0)
+        self._start = self._file.seek(0, os.SEEK_END) - len(self._line)
+
+    def write(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Write a row at the end, or its new keys into the last one; all of it or nothing.
+
+        Returns:
+            The numbers that the file did not have of this step, by name.
+        """
+        is_same = row["step"] == self._last.get("step")
+        before = self._last if is_same else {"step": row["step"]}
+        new = {name: value for name, value in row.items() if name not in before}
+        if not is_same:
+            self._start = self._file.seek(0, os.SEEK_END)
+        row = before | row
+        line = _line(row)
+        try:
+            overwrite(self._file, self._start, line, self._line if is_same else b"")
+        except OSError as error:
+            reason = f"{error.strerror}: no room for the row of step {row['step']}"
+            rest = "the rows before it are whole. Make room; the same command resumes the run"
+            raise OSError(error.errno, f"{reason}; {rest}", str(self._path)) from error
+        self._last, self._line = row, line
+        return new
+
+    def close(self) -> None:
+        """Close the file; this may happen twice."""
+        self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(finite(row), allow_nan=False)}\n".encode()
+
+
+@attrs.frozen
+class Step:
+    """A step that may turn out to have been bad.
+
+    Attributes:
+        step: As in ``metrics.jsonl``: 1 is the first.
+        first: Samples consumed before it; None if they are not known.
+        stop: Samples consumed after it.
+        skips: Those of the state.
+        metrics: 0-d tensors, on the device.
+    """
+
+    step: int
+    first: int | None
+    stop: int
+    skips: tuple[tuple[int, int], ...]
+    metrics: dict[str, Tensor]
+
+
+def append_bad_steps(
+    path: Path, steps: Sequence[Step], numbers: Mapping[str, Tensor], loader: Any = None
+) -> None:
+    """Write down which samples bad steps had, so that they can be looked at and replayed.
+
+    Args:
+        path: The file to append to.
+        steps: Good ones and bad ones.
+        numbers: Their metrics by name, each ``[steps]`` on the host; ``skipped`` marks bad steps.
+        loader: Its ``locate(first, stop)``, if it has one, gives the source, None if there is only
+            one, and the row of each sample.
+    """
+    lines = []
+    for index in numbers["skipped"].nonzero().flatten().tolist():
+        step = steps[index]
+        record = {
+            "step": step.step,
+            "samples": [step.first, step.stop],
+            "skips": step.skips,
+            "spike": "spikes" in numbers and bool(numbers["spikes"][index]),
+            "loss": float(numbers["loss"][index]),
+            "grad_norm": float(numbers["grad_norm"][index]),
+            "script": getattr(sys.modules.get("__main__"), "__file__", None),
+        }
+        if hasattr(loader, "locate") and step.first is not None:
+            sources, rows = zip(*loader.locate(step.first, step.stop), strict=True)
+            record |= {"rows": rows} if None in sources else {"sources": sources, "rows": rows}
+        lines.append(json.dumps(finite(record), allow_nan=False))
+    append_lines(path, lines)
+
+
+def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the bad steps of a run, in the order in which they happened.
+
+    Args:
+        run: The run directory.
+
+    Returns:
+        Of each bad step ``step`` (as in ``metrics.jsonl``), ``samples`` (the first and the one
+        after the last), ``skips`` (those of the state), ``spike``, ``loss`` and ``grad_norm`` (None
+        if not finite), ``script``, and where the loader knows them ``rows`` and ``sources``.
+    """
+    path = Path(run) / "bad_steps.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in read_regular(path).splitlines():
+        try:
+            records.append(parse_json(line))
+        except ValueError:
+            continue  # cut short by a crash
+    return records
