@@ -32,7 +32,7 @@ from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.model.attention import Documents, attend_causal
-from forgekit.model.attention_kernels import ORDER, choose, refusal
+from forgekit.model.attention_kernels import ORDER, choose, why_not
 from forgekit.parallel.activation_checkpoint import recompute
 
 BARE, AGAIN, STEP = "bare loop", "bare loop again", "make_step"
@@ -299,7 +299,7 @@ def attention(bench: Bench) -> Iterator[Row]:
     here = ids.device, torch.bfloat16, channels
     entries: dict[str, Callable[[], None]] = {}
     for kernel in ORDER["documents"]:
-        if why := refusal(kernel, *here):
+        if why := why_not(kernel, *here):
             yield {"what": what, "entry": kernel, "note": why, "verdict": "not on this device"}
         else:
             run = _attending(kernel, rows, positions, channels, ids, documents)

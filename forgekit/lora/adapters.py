@@ -22,8 +22,6 @@ from forgekit.model.lora import (
     LoraLinear,
     adapter_names,
     check_unmerged,
-    full_of,
-    local_of,
     lora_layers,
     merged_weight,
 )
@@ -33,6 +31,7 @@ from forgekit.model.transformer import Transformer
 from forgekit.optim.average import average_of
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate, layout_of, was_parallelized
+from forgekit.tensors import full, local
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -162,7 +161,7 @@ def merge_lora(model: nn.Module) -> None:
     for layer in layers:
         for matrix in layer.adapters:
             weight = getattr(layer, matrix)
-            layer.bases[matrix] = local_of(weight).clone()
+            layer.bases[matrix] = local(weight).clone()
             merged = merged_weight(layer, matrix)
             if isinstance(layer, LoraLinear) and is_packed(weight):
                 layer.merged = merged.to(layer.full_dtype)
@@ -187,7 +186,7 @@ def unmerge_lora(model: nn.Module) -> None:
         if isinstance(layer, LoraLinear):
             layer.merged = None
         for matrix, base in layer.bases.items():
-            local_of(getattr(layer, matrix)).copy_(base)
+            local(getattr(layer, matrix)).copy_(base)
         layer.bases.clear()
 
 
@@ -206,8 +205,8 @@ def reset_magnitudes(model: nn.Module) -> None:
     for layer in lora_layers(model).values():
         if isinstance(layer, LoraLinear) and (lengths := layer.lora_magnitude_vector) is not None:
             initial = layer.initial_adapters()["lora_magnitude_vector"]()
-            has_learned = full_of(layer.lora_B).any().cpu()
-            copy_full(lengths, torch.where(has_learned, full_of(lengths).cpu(), initial))
+            has_learned = full(layer.lora_B).any().cpu()
+            copy_full(lengths, torch.where(has_learned, full(lengths).cpu(), initial))
 
 
 def relora(state: StateT, *, every: int) -> StateT:
@@ -256,9 +255,9 @@ def relora(state: StateT, *, every: int) -> StateT:
 def _restart(layer: LoraLayer, state: TrainState) -> None:
     for matrix in layer.adapters:
         copy_full(getattr(layer, matrix), merged_weight(layer, matrix))
-    for name, full in layer.initial_adapters(restart=state.step).items():
+    for name, draw in layer.initial_adapters(restart=state.step).items():
         parameter = getattr(layer, name)
-        copy_full(parameter, full())
+        copy_full(parameter, draw())
         state.optimizer.state.pop(parameter, None)
 
 

@@ -37,9 +37,10 @@ from forgekit.files import atomic_directory, read_regular, restore_replaced
 from forgekit.inputs import parse_json, path_of, quoted
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.model.initial import copy_full
-from forgekit.model.lora import Adapter, adapter_names, check_unmerged, full_of, lora_layers
+from forgekit.model.lora import Adapter, adapter_names, check_unmerged, lora_layers
 from forgekit.model.transformer import Transformer
 from forgekit.ranks import CheckpointError, all_ranks, ranks_sharing
+from forgekit.tensors import full
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -117,7 +118,7 @@ def save_adapter(
             "forgekit.checkpoint_save."
         )
     reshard(model)
-    whole = {key: full_of(parameter.detach()).cpu() for key, parameter in parameters.items()}
+    whole = {key: full(parameter.detach()).cpu() for key, parameter in parameters.items()}
     # Of several ranks that hold a factor the first one sends it: rank 0 receives it once.
     sent = {key for *_, keys in held[: ranks.rank] for key in keys}
     gathered = ranks.gather({key: tensor for key, tensor in whole.items() if key not in sent})

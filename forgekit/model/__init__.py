@@ -1,7 +1,7 @@
 """From a micro-batch to logits: layers, attention, the transformer, its initial weights."""
 
 from forgekit.model.attention import attend_causal, document_mask
-from forgekit.model.dispatch import dispatch_local
+from forgekit.model.moe import dispatch_local
 
 __all__ = [
     "attend_causal",

@@ -9,8 +9,6 @@ holds a mask of all pairs is used where there is one; see ``attention_kernels``.
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -19,9 +17,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from forgekit.model.attention_kernels import AttentionChoice, choose
-from forgekit.model.document_attention import build_operator
 
 CALL_COST = 30_000
 """Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""
@@ -49,11 +47,10 @@ class Bounds(NamedTuple):
 
 @attrs.define
 class _Known:
-    """What is known of one tensor of document ids."""
+    """What is known of one tensor of document ids while it had a version."""
 
-    ids: weakref.ref[Tensor]
     version: int
-    host: Tensor | None
+    host: Tensor | None = None
     bounds: Bounds | None = None
     has_bounds: bool = False  # they were looked for
     mask: Any = None
@@ -65,21 +62,20 @@ class Documents:
 
     Kernels are launched with the number of documents and the longest one, which a step must not
     ask the device for. Whoever moves ids to a device notes what they were on the host. Ids are
-    known by identity and version: those that were replaced or changed are not.
+    known as long as they live and are not changed: by their identity and version.
     """
 
-    _known: list[_Known] = attrs.field(factory=list)
-    _lock: Any = attrs.field(factory=threading.Lock)  # a loader's thread notes what it copies
+    _by_ids: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary, init=False)
 
     def note(self, ids: Tensor, host: Tensor | None) -> None:
         """Remember, as long as ``ids`` live, what they are on the host: ``[b s]``, whole rows."""
-        if self._find(ids) is None:
-            self._add(ids, host)
+        known = self._known(ids)
+        if known.host is None and host is not ids:  # a value that held its key would keep it
+            known.host = host
 
     def host(self, ids: Tensor) -> Tensor | None:
         """Return the whole rows' ids on the host; None if they were not noted."""
-        known = self._find(ids)
-        return None if known is None else known.host
+        return self._known(ids).host
 
     @_disable_dynamo
     def bounds(self, ids: Tensor, *, may_read: bool = False) -> Bounds | None:
@@ -92,7 +88,7 @@ class Documents:
         Returns:
             The bounds; None if they are not known, or an id comes back after another in a row.
         """
-        known = self._find(ids) or self._add(ids, None)
+        known = self._known(ids)
         if not known.has_bounds:
             if known.host is None and not may_read and ids.device.type != "cpu":
                 return None
@@ -103,25 +99,19 @@ class Documents:
     @_disable_dynamo
     def block_mask(self, ids: Tensor) -> Any:
         """Make the ``BlockMask`` of ids, once."""
-        known = self._find(ids) or self._add(ids, None)
+        known = self._known(ids)
         if known.mask is None:
-            rows, positions = ids.shape
             # Detached: a mask that held the ids themselves would keep them for ever.
+            rows, positions = ids.shape
             known.mask = _block_mask(ids.device, rows, positions, ids.detach())
         return known.mask
 
-    def _find(self, ids: Tensor) -> _Known | None:
+    def _known(self, ids: Tensor) -> _Known:
         if ids.is_inference():  # without a version it cannot be told whether they have changed
-            return None
-        alike = (one for one in self._known if one.ids() is ids and one.version == ids._version)
-        return next(alike, None)
-
-    def _add(self, ids: Tensor, host: Tensor | None) -> _Known:
-        version = 0 if ids.is_inference() else ids._version
-        known = _Known(weakref.ref(ids), version, None if host is ids else host)
-        with self._lock:
-            alive = [one for one in self._known if one.ids() is not None and one.ids() is not ids]
-            self._known = [*alive, known]
+            return _Known(0)
+        known = self._by_ids.get(ids)
+        if known is None or known.version != ids._version:
+            known = self._by_ids[ids] = _Known(ids._version)
         return known
 
     def __reduce__(self) -> Any:
@@ -170,15 +160,10 @@ def attend_causal(
                 "attention is 'varlen', and in doc_ids an id comes back after another in a row; "
                 "the kernel takes documents that lie together. Pass 'flex', 'sdpa' or 'auto'."
             )
-        kernel = choose("documents", *here, without=["varlen"])
+        kernel = choose("documents", *here, exclude=["varlen"])
     if kernel == "flex":
         return _flex(q, k, v, (documents or Documents()).block_mask(doc_ids))
     return _attend_sdpa(q, k, v, doc_ids)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def document_mask(doc_ids: Tensor) -> Tensor:
@@ -217,31 +202,12 @@ def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
-    if q.device.type == "cpu":
-        if torch.compiler.is_compiling():  # nothing is read while it is traced
-            return _attend_traced(q, k, v, doc_ids)
-        lengths = _lengths_to_attend(doc_ids, q)
-        if lengths is not None:
+    # While it is traced nothing is read: other packings would need another graph.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        lengths = _document_lengths(doc_ids)
+        if lengths is not None and _is_cheaper(lengths, q):
             return _attend_documents(q, k, v, lengths)
     return _sdpa(q, k, v, mask=document_mask(doc_ids))
-
-
-def _split(doc_ids: Tensor, q: Tensor) -> tuple[list[int] | None, Tensor | None]:
-    """How to attend on a CPU: lengths of documents, or a mask to add where those are None."""
-    lengths = _lengths_to_attend(doc_ids, q)
-    if lengths is not None:
-        return lengths, None
-    mask = document_mask(doc_ids)
-    return None, torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-
-
-_attend_traced = build_operator("forgekit::attend_documents", _split)
-
-
-def _lengths_to_attend(doc_ids: Tensor, q: Tensor) -> list[int] | None:
-    """Lengths of the documents if one by one is less work than all pairs under a mask."""
-    lengths = _document_lengths(doc_ids)
-    return lengths if lengths is not None and _is_cheaper(lengths, q) else None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Tensor:
@@ -251,12 +217,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Ten
     function around it.
     """
     flash = torch.ops.aten._flash_attention_forward
+    fixed = (0.0, True, False)  # dropout, is_causal, return_debug_mask
     if bounds is None:
-        return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False)[0]
-    starts, longest = bounds
+        return flash(q, k, v, None, None, q.shape[1], k.shape[1], *fixed)[0]
+    starts, longest = bounds  # of queries and of keys, which are the same positions
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    out = flash(*flat, starts, starts, longest, longest, 0.0, True, False)[0]
-    return out.unflatten(0, q.shape[:2])
+    return flash(*flat, starts, starts, longest, longest, *fixed)[0].unflatten(0, q.shape[:2])
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -28,27 +28,27 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @attrs.frozen
-class Takes:
-    """What a kernel needs of the device and takes of queries.
+class Requirements:
+    """What a kernel needs of the device and of queries.
 
     Attributes:
-        needs: The operator that the device must have a kernel for, or ``TRITON``.
+        operator: What the device must have a kernel for, or ``TRITON``.
         dtypes: Of queries, keys and values.
         multiple: Divides the channels of a head.
         most: Channels of a head.
     """
 
-    needs: str
+    operator: str
     dtypes: tuple[torch.dtype, ...]
     multiple: int
     most: int
 
 
-KERNELS: Mapping[str, Takes] = MappingProxyType(
+KERNELS: Mapping[str, Requirements] = MappingProxyType(
     {
-        "flash": Takes(FLASH, HALVES, 8, 256),
-        "varlen": Takes(FLASH, HALVES, 8, 256),
-        "flex": Takes(TRITON, (*HALVES, torch.float32), 16, 256),
+        "flash": Requirements(FLASH, HALVES, 8, 256),
+        "varlen": Requirements(FLASH, HALVES, 8, 256),
+        "flex": Requirements(TRITON, (*HALVES, torch.float32), 16, 256),
     }
 )
 """``"sdpa"`` takes everything: torch's own choice, with a mask or one call for each document."""
@@ -70,7 +70,7 @@ def choose(
     channels: int | None,
     attention: AttentionChoice = "auto",
     *,
-    without: Collection[Kernel] = (),
+    exclude: Collection[Kernel] = (),
 ) -> Kernel:
     """Choose the kernel, or check the one that was asked for.
 
@@ -80,7 +80,7 @@ def choose(
         dtype: Of queries, keys and values.
         channels: Of a head, ``c``; None if they are not known yet.
         attention: ``"auto"``, or the only kernel that may be chosen.
-        without: Kernels that are out of the question.
+        exclude: Kernels that are out of the question.
 
     Returns:
         The kernel.
@@ -92,53 +92,56 @@ def choose(
         >>> choose("documents", torch.device("cpu"), torch.float32, 64)
         'sdpa'
     """
-    able: list[Kernel] = [kernel for kernel in ORDER[use] if kernel not in without]
+    able: list[Kernel] = [kernel for kernel in ORDER[use] if kernel not in exclude]
     for kernel in able:
-        if attention in ("auto", kernel) and refusal(kernel, device, dtype, channels) is None:
+        if attention in ("auto", kernel) and why_not(kernel, device, dtype, channels) is None:
             return kernel
-    fitting = [k for k in able if refusal(k, device, dtype, channels) is None]
+    fitting = [kernel for kernel in able if why_not(kernel, device, dtype, channels) is None]
     why = f"it cannot compute {use}"
     if attention in able:
-        why = refusal(attention, device, dtype, channels)
+        why = why_not(attention, device, dtype, channels)
     raise ValueError(
         f"attention is {attention!r}, and {why}. For {use} in {dtype} on {device.type} pass "
         f"{', '.join(map(repr, fitting))} or 'auto'."
     )
 
 
-def refusal(
+def why_not(
     kernel: str, device: torch.device, dtype: torch.dtype, channels: int | None
 ) -> str | None:
     """Say why a kernel cannot run on a device, or with a dtype or head width; None if it can."""
-    takes = KERNELS.get(kernel)
-    if takes is None:
+    needs = KERNELS.get(kernel)
+    if needs is None:
         return None
-    if not _offers(device.type, takes.needs):
-        return f"{device.type} has no {takes.needs} for it"
-    if dtype not in takes.dtypes:
-        return f"it takes {', '.join(map(str, takes.dtypes))}, not {dtype}"
-    if channels is not None and (channels % takes.multiple or channels > takes.most):
+    if not _offers(device.type, needs.operator):
+        return f"{device.type} has no {needs.operator} for it"
+    if dtype not in needs.dtypes:
+        return f"it takes {', '.join(map(str, needs.dtypes))}, not {dtype}"
+    if channels is not None and (channels % needs.multiple or channels > needs.most):
         return (
-            f"it takes heads of up to {takes.most} channels that {takes.multiple} divides, "
+            f"it takes heads of up to {needs.most} channels that {needs.multiple} divides, "
             f"not of {channels}"
         )
     return None
 
 
 @torch.compiler.assume_constant_result
-def _offers(device: str, needs: str) -> bool:
+def _offers(device: str, operator: str) -> bool:
     """Whether a kind of device has an operator's kernel; constant for the compiler."""
-    if needs == TRITON:
+    if operator == TRITON:
         return device != "cpu" and _writes_triton(device)  # flex has no backward on a CPU
     key = torch._C._dispatch_key_for_device(device)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(needs, key) and _generation(device) >= 8
+    return (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+        and _compute_capability(device) >= 8
+    )
 
 
-def _generation(device: str) -> float:
+def _compute_capability(device: str) -> float:
     """Major compute capability: CUDA registers flash kernels that need 8; infinite elsewhere."""
-    ask = getattr(getattr(torch, device, None), "get_device_capability", None)
-    found = ask() if ask is not None else None
-    return found[0] if isinstance(found, tuple) else math.inf
+    ask = getattr(getattr(torch, device, None), "get_device_capability", lambda: None)
+    capability = ask()
+    return capability[0] if isinstance(capability, tuple) else math.inf
 
 
 def _writes_triton(device: str) -> bool:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from forgekit.inputs import check_integers
 from forgekit.model.nf4 import is_packed, pack
+from forgekit.tensors import local
 
 
 @torch.no_grad()
@@ -40,12 +41,12 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
         ValueError: If a parameter belongs to a module that has neither ``initial_std`` above it
             nor ``reset_parameters``.
     """
-    check_integers(seed=(seed, -(2**63)))
     # A shared parameter is listed, and filled, under the first of its names only.
     names = {name for name, _ in model.named_parameters() if only is None or name in only}
     foreign: Reset | None = getattr(model, "_init_weights", None)  # as transformers calls it
     for name, parameter, full in _initial_values(model, "", seed, None, foreign):
-        if name in names and not _is_stand_in(parameter):
+        # In a dry run parameters have a shape and no values.
+        if name in names and not isinstance(local(parameter), FakeTensor):
             copy_full(parameter, full())
 
 
@@ -58,15 +59,14 @@ def _initial_values(
     module: nn.Module, prefix: str, seed: int, std: Std | None, foreign: Reset | None
 ) -> Values:
     """Every parameter below ``module`` with a function that makes its full initial value."""
-    own: Std | None = getattr(module, "initial_std", None)
-    std = own or std
+    std = getattr(module, "initial_std", None) or std
     adapters: dict[str, Callable[[], Tensor]] = getattr(module, "initial_adapters", dict)()
     own_parameters = dict(module.named_parameters(recurse=False))
     parameters = {leaf: p for leaf, p in own_parameters.items() if leaf not in adapters}
     if std is not None:
         for leaf, parameter in parameters.items():
             name, shape = prefix + leaf, _full_shape(module, parameter)
-            yield name, parameter, lambda n=name, s=std, shape=shape: _draw(shape, n, seed, s(n))
+            yield name, parameter, partial(_draw, shape, name, seed, std(name))
     elif parameters:
         yield from _reset_values(module, prefix, seed, parameters, foreign)
     # After the weights: lengths of rows are taken from them.
@@ -104,25 +104,17 @@ def _reset_values(
             f"parameters {list(parameters)} and no reset_parameters() to fill them. Add that "
             "method, or initial_std(name) to the model."
         )
-    twin = copy.copy(module)
-    shapes = {leaf: _full_shape(module, p) for leaf, p in parameters.items()}
-    dtypes = {n: torch.float32 if is_packed(p) else p.dtype for n, p in parameters.items()}
-    empty = {
-        leaf: nn.Parameter(torch.empty(shape, dtype=dtypes[leaf], device="cpu"))
-        for leaf, shape in shapes.items()
-    }
+    twin, empty = copy.copy(module), dict[str, nn.Parameter]()
+    for leaf, parameter in parameters.items():
+        dtype = torch.float32 if is_packed(parameter) else parameter.dtype
+        shape = _full_shape(module, parameter)
+        empty[leaf] = nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"))
     twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(seed, prefix))
         reset(twin)
     for leaf, parameter in parameters.items():
         yield prefix + leaf, parameter, lambda leaf=leaf: empty[leaf]
-
-
-def _is_stand_in(parameter: Tensor) -> bool:
-    """Whether a parameter has a shape and no values, as in a dry run."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return isinstance(local, FakeTensor)
 
 
 def copy_full(parameter: Tensor, full: Tensor) -> None:

@@ -20,14 +20,14 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from attrs import field
+from attrs.validators import ge, gt, lt
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from forgekit.inputs import check_integers, check_numbers
-from forgekit.model.attention import wide
 from forgekit.model.initial import seed_of
 from forgekit.model.moe import ALIGNMENT, Experts, Multiply
 from forgekit.model.nf4 import PackedLinear, is_packed, pack, unpack
+from forgekit.tensors import full, wide
 
 WHOLE_FACTORS = MappingProxyType({0: ("lora_A",), 1: ("lora_B", "lora_magnitude_vector")})
 """What ranks hold whole, by the dimension along which they share the weight."""
@@ -51,21 +51,12 @@ class Adapter:
     """
 
     name: str
-    rank: int
-    alpha: float
-    dropout: float = 0.0
+    rank: int = field(validator=ge(1))
+    alpha: float = field(validator=gt(0))  # without it the adapter would add nothing
+    dropout: float = field(default=0.0, validator=(ge(0), lt(1)))
     dora: bool = False
     rslora: bool = False
     seed: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        check_integers(rank=(self.rank, 1), seed=(self.seed, -(2**63)))
-        check_numbers(alpha=(self.alpha, 0), dropout=(self.dropout, 0))
-        if not self.alpha or self.dropout >= 1:
-            raise ValueError(
-                f"alpha is {self.alpha} and dropout {self.dropout}; alpha must be above 0, or the "
-                "adapter would add nothing, and dropout below 1."
-            )
 
     @property
     def scale(self) -> float:
@@ -134,7 +125,7 @@ class LoraLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[... in]`` -> ``[... out]``."""
         if self.merged is not None:
-            return F.linear(input, full_of(self.merged).to(input.dtype), self.bias)
+            return F.linear(input, full(self.merged).to(input.dtype), self.bias)
         if self.bases or not self.adapters:
             return self._multiply(input, self.bias)
         x, adapter = input, self.adapters["weight"]
@@ -168,7 +159,7 @@ class LoraLinear(nn.Linear):
 
     def whole_weight(self, dtype: torch.dtype) -> Tensor:
         """The base's weight, unpacked, ``[out in]``; while FSDP has not gathered it, it is here."""
-        weight = full_of(self.weight.detach())
+        weight = full(self.weight.detach())
         if not is_packed(weight):
             return weight.to(dtype)
         return unpack(weight, (self.out_features, self.in_features), dtype)
@@ -228,7 +219,7 @@ class LoraExperts(Experts):
         self.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
         self.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
         self.adapters[stack] = adapter
-        # Ranks share one dimension of a stack, which one of its factors has; the other is whole.
+        # TP shards one dimension; only the factor that has it is sharded, the other is whole.
         by_rows = self.widths[stack] == 1
         own = {f"{stack}_lora_A": None if by_rows else 2, f"{stack}_lora_B": 1 if by_rows else None}
         self.widths = {**self.widths, **own}
@@ -255,7 +246,7 @@ class LoraExperts(Experts):
 
 
 def _taken_over(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Make a module of another class that holds what a module holds: parameters, hooks, names."""
+    """Swap a module's class in a copy that shares its parameters, hooks and names."""
     own = kind.__new__(kind)
     vars(own).update(vars(module) | {"_parameters": dict(module._parameters)})
     return own
@@ -316,27 +307,17 @@ def merged_weight(layer: LoraLayer, matrix: str) -> Tensor:
         ``[out in]``, of experts ``[e out in]``, gathered on every rank that shares it.
     """
     names = layer.factor_names(matrix)
-    low, high = (full_of(getattr(layer, name)) for name in names[:2])
+    low, high = (full(getattr(layer, name)) for name in names[:2])
     if isinstance(layer, LoraLinear):
         weight = layer.whole_weight(wide(layer.dtype))
     else:
-        weight = full_of(getattr(layer, matrix))
+        weight = full(getattr(layer, matrix))
         weight = weight.to(wide(weight.dtype))
     merged = weight + layer.adapters[matrix].scale * (high.to(weight.dtype) @ low.to(weight.dtype))
     if names[2] is not None:
-        magnitude = full_of(getattr(layer, names[2])).to(merged.dtype)
+        magnitude = full(getattr(layer, names[2])).to(merged.dtype)
         merged *= (magnitude / torch.linalg.vector_norm(merged, dim=-1)).unsqueeze(-1)
     return merged
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; a plain one is all of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, gathered where ranks share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _same(values: Tensor) -> Tensor:
@@ -353,10 +334,10 @@ def _fill(layer: LoraLayer, *matrices: str) -> None:
     """Fill what was just added, in place; on meta ``parallelize`` does it."""
     matrices = matrices or tuple(layer.adapters)
     due = {name for matrix in matrices for name in layer.factor_names(matrix) if name}
-    for name, full in layer.initial_adapters().items():
+    for name, draw in layer.initial_adapters().items():
         parameter = getattr(layer, name)
         if name in due and not parameter.is_meta:
-            parameter.copy_(full())
+            parameter.copy_(draw())
 
 
 def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
+from attrs import field
+from attrs.validators import ge, gt, optional
 
-from forgekit.inputs import (
-    brief,
-    check_choice,
-    check_integers,
-    check_numbers,
-    nearest_multiples,
-)
+from forgekit.inputs import check_choice, check_numbers
 
 Rate = Callable[[int, int | None], float]
 """``rate(step, total)``: a pure function of the step, from 0, and the number of steps."""
 
-LARGEST_SIZE = 2**31
 
-TERMS = ("aux_loss", "sequence_aux_loss", "z_loss")
+def _check_router(_spec: MoESpec, _field: Any, router: str) -> None:
+    check_choice("router", router, ("softmax", "sigmoid"))
+
+
+def _check_groups(spec: MoESpec, _field: Any, top_groups: int | None) -> None:
+    if (spec.groups is None) != (top_groups is None):
+        raise ValueError(
+            f"groups is {spec.groups} and top_groups {top_groups}; give both or neither."
+        )
+    if spec.groups is None or top_groups is None:
+        return
+    if spec.top_k > (most := top_groups * spec.experts // spec.groups):
+        raise ValueError(
+            f"top_k {spec.top_k} is above the {most} experts of the chosen groups: top_groups "
+            f"{top_groups} * experts {spec.experts} / groups {spec.groups} = {most}."
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -52,47 +62,25 @@ class MoESpec:
         force_balance: Whether experts take turns, for benchmarks.
     """
 
-    experts: int = 64
-    top_k: int = 8
-    ffn_dim: int = 512
-    shared: int = 1
-    first: int = 0
-    every: int = 1
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    experts: int = field(default=64, validator=ge(1))
+    top_k: int = field(default=8, validator=ge(1))
+    ffn_dim: int = field(default=512, validator=ge(1))
+    shared: int = field(default=1, validator=ge(0))
+    first: int = field(default=0, validator=ge(0))
+    every: int = field(default=1, validator=ge(1))
+    router: Literal["softmax", "sigmoid"] = field(default="softmax", validator=_check_router)
     renormalize: bool = True
-    scale: float = 1.0
-    groups: int | None = None
-    top_groups: int | None = None
-    capacity: float | None = None
-    aux_loss: float = 0.0
-    sequence_aux_loss: float = 0.0
-    z_loss: float = 0.0
+    scale: float = field(default=1.0, validator=ge(0))
+    groups: int | None = field(default=None, validator=optional(ge(1)))
+    top_groups: int | None = field(default=None, validator=(optional(ge(1)), _check_groups))
+    capacity: float | None = field(default=None, validator=optional(gt(0)))
+    aux_loss: float = field(default=0.0, validator=ge(0))
+    sequence_aux_loss: float = field(default=0.0, validator=ge(0))
+    z_loss: float = field(default=0.0, validator=ge(0))
     bias_rate: float | Rate | None = None
     centered: bool = True
     selection_bias: bool | None = None
     force_balance: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        sizes = {name: (getattr(self, name), 1, LARGEST_SIZE) for name in ("experts", "ffn_dim")}
-        check_integers(**sizes, top_k=(self.top_k, 1), every=(self.every, 1))
-        check_integers(shared=(self.shared, 0, LARGEST_SIZE), first=(self.first, 0))
-        check_choice("router", self.router, ("softmax", "sigmoid"))
-        check_numbers(**{name: (getattr(self, name), 0) for name in (*TERMS, "scale")})
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"top_k {self.top_k} is above experts {self.experts}; a token goes to at most "
-                f"{self.experts} experts."
-            )
-        if self.capacity is not None:
-            check_numbers(capacity=(self.capacity, 0))
-            if not self.capacity > 0:
-                raise ValueError(
-                    f"capacity is {self.capacity}: each expert would take "
-                    f"{self.capacity} * tokens * top_k / experts = 0 tokens. It must be above 0; "
-                    "None drops no token."
-                )
-        self._check_groups()
-        self._check_bias()
 
     @property
     def has_bias(self) -> bool:
@@ -106,51 +94,8 @@ class MoESpec:
     def rate(self, step: int, total: int | None) -> float:
         """By how much biases move in a step."""
         rate = self.bias_rate(step, total) if callable(self.bias_rate) else self.bias_rate or 0.0
-        check_numbers(**{f"bias_rate of step {step}": (rate, 0)})
+        check_numbers(bias_rate=(rate, 0))  # below 0 it would drive the loads apart
         return rate
-
-    def _check_groups(self) -> None:
-        given = {name: getattr(self, name) for name in ("groups", "top_groups")}
-        check_integers(**{name: (size, 1) for name, size in given.items() if size is not None})
-        if self.groups is None and self.top_groups is None:
-            return
-        if self.groups is None or self.top_groups is None:
-            raise ValueError(
-                f"groups is {self.groups} and top_groups {self.top_groups}; give both or neither."
-            )
-        if self.experts % self.groups:
-            raise ValueError(
-                f"experts {self.experts} must be divisible by groups {self.groups}; "
-                f"{nearest_multiples(self.experts, self.groups)}."
-            )
-        if self.top_groups > self.groups:
-            raise ValueError(
-                f"top_groups {self.top_groups} is above groups {self.groups}; experts come from at "
-                f"most {self.groups} groups."
-            )
-        each = self.experts // self.groups
-        if self.top_k > (most := self.top_groups * each):
-            raise ValueError(
-                f"top_k {self.top_k} is above the {most} experts of the chosen groups: "
-                f"top_groups {self.top_groups} * experts {self.experts} / groups {self.groups} = "
-                f"{most}."
-            )
-
-    def _check_bias(self) -> None:
-        if self.bias_rate is None:
-            return
-        if not callable(self.bias_rate):
-            check_numbers(bias_rate=(self.bias_rate, 0))
-        if self.selection_bias is False:
-            raise ValueError(
-                f"bias_rate is {brief(self.bias_rate)} and selection_bias False: the router has no "
-                "bias to move. Leave selection_bias at None, or set bias_rate to None."
-            )
-        if self.force_balance:
-            raise ValueError(
-                f"bias_rate is {brief(self.bias_rate)} and force_balance True: experts take turns, "
-                "whatever the bias. Use one of them."
-            )
 
 
 def cosine_rate(rate: float) -> Rate:
@@ -179,5 +124,4 @@ def linear_rate(rate: float, *, warmup: int) -> Rate:
         >>> linear_rate(0.1, warmup=4)(0, None)
         0.025
     """
-    check_integers(warmup=(warmup, 1))
     return lambda step, _total: rate * min((step + 1) / warmup, 1.0)

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import attrs
 import torch
+from attrs import field
+from attrs.validators import ge, gt, optional
 from torch import Tensor
 
-from forgekit.inputs import check_choice, check_integers, check_numbers
+from forgekit.inputs import check_choice
+
+
+def _check_kind(_scaling: RopeScaling, _field: Any, kind: str) -> None:
+    check_choice("rope_scaling.kind", kind, ("linear", "llama3", "yarn"))
+
+
+def _check_original(scaling: RopeScaling, _field: Any, positions: int | None) -> None:
+    if positions is None and scaling.kind != "linear":
+        raise ValueError(
+            f"rope_scaling {scaling.kind!r} needs original_max_seq_len: the sequence length that "
+            "the model was trained on before its extension."
+        )
+
+
+def _above(lower: str) -> Callable[[RopeScaling, Any, float], None]:
+    def check(scaling: RopeScaling, bound: Any, value: float) -> None:
+        if value <= getattr(scaling, lower):
+            raise ValueError(
+                f"rope_scaling.{bound.name} {value} must be above {lower} "
+                f"{getattr(scaling, lower)}."
+            )
+
+    return check
 
 
 @attrs.frozen(kw_only=True)
@@ -35,45 +61,24 @@ class RopeScaling:
         Llama 3, https://arxiv.org/abs/2407.21783
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_seq_len: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    kind: Literal["linear", "llama3", "yarn"] = field(validator=_check_kind)
+    factor: float = field(validator=ge(1))
+    original_max_seq_len: int | None = field(default=None, validator=_check_original)
+    low_freq_factor: float = field(default=1.0, validator=gt(0))
+    high_freq_factor: float = field(default=4.0, validator=_above("low_freq_factor"))
+    beta_fast: float = field(default=32.0, validator=_above("beta_slow"))
+    beta_slow: float = field(default=1.0, validator=gt(0))
+    attention_factor: float | None = field(default=None, validator=optional(ge(0)))
     truncate: bool = True
-
-    def __attrs_post_init__(self) -> None:
-        check_choice("rope_scaling.kind", self.kind, ("linear", "llama3", "yarn"))
-        names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-        numbers = {f"rope_scaling.{name}": (getattr(self, name), 0) for name in names}
-        check_numbers(**{"rope_scaling.factor": (self.factor, 1)}, **numbers)
-        if self.attention_factor is not None:
-            check_numbers(**{"rope_scaling.attention_factor": (self.attention_factor, 0)})
-        if self.kind == "linear":
-            return
-        if self.original_max_seq_len is None:
-            raise ValueError(
-                f"rope_scaling {self.kind!r} needs original_max_seq_len: the sequence length that "
-                "the model was trained on before its extension."
-            )
-        check_integers(**{"rope_scaling.original_max_seq_len": (self.original_max_seq_len, 1)})
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if not 0 < getattr(self, low) < getattr(self, high):
-                raise ValueError(
-                    f"rope_scaling.{low} {getattr(self, low)} must be above 0 and below {high} "
-                    f"{getattr(self, high)}."
-                )
 
     @property
     def magnitude(self) -> float:
         """By what cosines and sines are multiplied."""
         if self.kind != "yarn":
             return 1.0
-        found = self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if found is None else found
+        if self.attention_factor is None:
+            return 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """``[c/2]`` frequencies -> ``[c/2]`` lower ones."""

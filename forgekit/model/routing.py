@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.model.attention import wide
 from forgekit.model.moe_spec import MoESpec
+from forgekit.tensors import wide
 
 SMALLEST = 1e-20
 """Added to sums of weights, as in DeepSeek-V3: all of a sigmoid's may be 0."""
@@ -26,7 +26,7 @@ SMALLEST = 1e-20
 
 @attrs.frozen(eq=False)
 class Routing:
-    """What the routers of one micro-batch go by, and what they note.
+    """Router inputs and statistics of one forward pass.
 
     Attributes:
         scale: ``[]`` by which gradients of router terms are multiplied: the loss scale, as they
@@ -127,7 +127,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, is_good: Tensor, rate: float) -> None:
-        """Follow what all ranks counted in a step, in place; a bad step changes nothing.
+        """Update load and selection bias from global counts, in place; a bad step changes nothing.
 
         Args:
             counts: ``[e]`` float64, how often each expert was chosen.
@@ -192,29 +192,40 @@ class Router(nn.Module):
         self, logits: Tensor, scores: Tensor, choice: Tensor, routing: Routing
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Sum the router terms over target positions; unweighted as notes, weighted as one term."""
-        spec = self.spec
-        load, bias = self.load.to(scores.dtype), self.selection_bias
+        spec, load, bias = self.spec, self.load.to(scores.dtype), self.selection_bias
         if spec.router == "sigmoid":
             scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST)
-        values: dict[str, tuple[float, Callable[[], Tensor]]] = {
-            "aux_loss": (spec.aux_loss, lambda: scores @ (spec.experts * load)),
-            "z_loss": (spec.z_loss, lambda: logits.logsumexp(-1).square()),
-        }
+        # A term of weight 0 is noted all the same, without a graph.
+        for_aux = scores if spec.aux_loss else scores.detach()
+        for_z = logits if spec.z_loss else logits.detach()
+        values = [
+            ("aux_loss", spec.aux_loss, for_aux @ (spec.experts * load)),
+            ("z_loss", spec.z_loss, for_z.logsumexp(-1).square()),
+        ]
         if spec.sequence_aux_loss:
-            count = partial(_count_rows, choice, routing.is_token, spec.experts)
-            shares = _once(routing.shares, self.layer, lambda: _shares(self.sum_slices(count())))
-            each = lambda: (scores * (spec.experts * shares.to(scores.dtype))).sum(-1)  # noqa: E731
-            values["sequence_aux_loss"] = (spec.sequence_aux_loss, each)
+            share_rows = partial(self._share_rows, choice, routing.is_token)
+            shares = _once(routing.shares, self.layer, share_rows).to(scores.dtype)
+            value = (scores * (spec.experts * shares)).sum(-1)
+            values.append(("sequence_aux_loss", spec.sequence_aux_loss, value))
         notes = {"positions": routing.sum_of_targets(torch.ones_like(scores[..., 0]))}
         notes["bias_range"] = load.new_zeros(()) if bias is None else bias.max() - bias.min()
         term = None
-        for name, (weight, value) in values.items():
-            with torch.set_grad_enabled(weight != 0):
-                total = routing.sum_of_targets(value())
+        for name, weight, value in values:
+            total = routing.sum_of_targets(value)
             notes[name] = total.detach()
             if weight:
                 term = weight * total if term is None else term + weight * total
         return notes, term
+
+    def _share_rows(self, choice: Tensor, is_token: Tensor | None) -> Tensor:
+        """Each expert's share of whole rows, ``[b 1 e]`` float64; zeros of rows without tokens."""
+        ones = torch.ones_like(choice)
+        ones = ones if is_token is None else is_token.unsqueeze(-1).expand_as(choice)
+        shape = len(choice), self.spec.experts
+        counts = torch.zeros(shape, dtype=torch.float64, device=choice.device)
+        counts.scatter_add_(1, choice.flatten(1), ones.flatten(1).to(counts.dtype))
+        counts = self.sum_slices(counts)
+        return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(1)
 
 
 def add_gradient(x: Tensor, term: Tensor | None, scale: Tensor | float) -> Tensor:
@@ -266,11 +277,13 @@ def check_choices(
     Raises:
         ValueError: If layers, shapes or numbers are others.
     """
-    known, found = list(layers), list(given.keys())
-    if sorted(found) != sorted(known):
-        raise ValueError(f"replay has choices for the layers {found}; the model has {known}.")
+    layers = list(layers)
+    if given.keys() != set(layers):
+        raise ValueError(
+            f"replay has choices for the layers {list(given)}; the model has {layers}."
+        )
     choices: dict[str, Tensor] = {}
-    for layer in known:
+    for layer in layers:
         choice = given[layer]
         if tuple(choice.shape) != shape or choice.is_floating_point():
             raise ValueError(
@@ -282,7 +295,7 @@ def check_choices(
             choice = choice.masked_fill(~is_token.unsqueeze(-1), 0)
         choices[layer] = choice
     ends = torch.stack([torch.stack(choice.aminmax()) for choice in choices.values()])
-    for layer, (least, most) in zip(known, ends.tolist(), strict=True):
+    for layer, (least, most) in zip(layers, ends.tolist(), strict=True):
         if least < 0 or most >= experts:
             wrong = least if least < 0 else most
             raise ValueError(
@@ -303,18 +316,6 @@ def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) ->
     kept = value.topk(top_groups, dim=-1).indices
     is_out = torch.ones_like(value, dtype=torch.bool).scatter_(-1, kept, value=False)
     return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
-
-
-def _count_rows(choice: Tensor, is_token: Tensor | None, experts: int) -> Tensor:
-    """How often each row's tokens chose each expert, ``[b e]`` float64."""
-    ones = torch.ones_like(choice) if is_token is None else is_token.unsqueeze(-1).expand_as(choice)
-    counts = torch.zeros(len(choice), experts, dtype=torch.float64, device=choice.device)
-    return counts.scatter_add_(1, choice.flatten(1), ones.flatten(1).to(counts.dtype))
-
-
-def _shares(counts: Tensor) -> Tensor:
-    """``[b e]`` counts of whole rows -> ``[b 1 e]`` shares; zeros for a row without tokens."""
-    return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(1)
 
 
 def _once(kept: dict[str, Tensor], layer: str, make: Callable[[], Tensor]) -> Tensor:

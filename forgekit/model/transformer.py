@@ -14,9 +14,11 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from attrs import field
+from attrs.validators import ge, gt, lt, optional
 from torch import Tensor, nn
 
-from forgekit.inputs import brief, check_integers, is_integer, is_number, nearest_multiples
+from forgekit.inputs import divisors, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
 from forgekit.model.lora import weight_of
@@ -24,6 +26,7 @@ from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Routing, check_choices
+from forgekit.tensors import wide
 
 INITIAL_STD = 0.02
 
@@ -35,10 +38,35 @@ INTO_STREAM = (
 )
 """Ends of the names of projections back into the residual stream."""
 
-LARGEST_SIZE = 2**31
-"""No size of a model is near it; more fails while memory is reserved, or does not end."""
 
-MOST_LAYERS = 100_000
+def _check_heads(spec: TransformerSpec, _field: Any, kv_heads: int) -> None:
+    if spec.heads % kv_heads:
+        raise ValueError(
+            f"kv_heads {kv_heads} must divide heads {spec.heads}; it can be one of "
+            f"{divisors(spec.heads)}."
+        )
+
+
+def _check_channels(spec: TransformerSpec, _field: Any, head_dim: int | None) -> None:
+    if head_dim is None and spec.dim % (2 * spec.heads):
+        step = 2 * spec.heads
+        raise ValueError(
+            f"dim {spec.dim} must be divisible by 2 * heads = {step}, so that rotary embedding "
+            f"can pair the channels of a head; {nearest_multiples(spec.dim, step)}."
+        )
+    if head_dim is not None and head_dim % 2:
+        raise ValueError(
+            f"head_dim {head_dim} must be even, so that rotary embedding can pair the channels "
+            f"of a head; {nearest_multiples(head_dim, 2)}."
+        )
+
+
+def _check_moe(spec: TransformerSpec, _field: Any, moe: MoESpec | None) -> None:
+    if moe is not None and moe.first >= spec.layers:
+        raise ValueError(
+            f"moe.first is {moe.first} and layers {spec.layers}: no block would have experts. "
+            f"Blocks are counted from 0 to {spec.layers - 1}."
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -63,52 +91,21 @@ class TransformerSpec:
         rope_scaling: Of rotary frequencies for longer sequences; None for none.
     """
 
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_dim: int
-    max_seq_len: int
-    dropout: float = 0.0
+    vocab_size: int = field(validator=ge(1))
+    dim: int = field(validator=ge(1))
+    layers: int = field(validator=ge(1))
+    heads: int = field(validator=ge(1))
+    kv_heads: int = field(validator=(ge(1), _check_heads))
+    ffn_dim: int = field(validator=ge(1))
+    max_seq_len: int = field(validator=ge(1))
+    dropout: float = field(default=0.0, validator=(ge(0), lt(1)))
     qk_norm: bool = False
     tied: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    moe: MoESpec | None = None
-    head_dim: int | None = None
+    rope_theta: float = field(default=10_000.0, validator=gt(0))
+    norm_eps: float = field(default=1e-5, validator=ge(0))
+    moe: MoESpec | None = field(default=None, validator=_check_moe)
+    head_dim: int | None = field(default=None, validator=(optional(ge(1)), _check_channels))
     rope_scaling: RopeScaling | None = None
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "max_seq_len"):
-            value = getattr(self, name)
-            if not is_integer(value):
-                raise TypeError(f"{name} is {brief(value)}; it must be an integer.")
-            if value < 1:
-                raise ValueError(f"{name} is {brief(value)}; it must be at least 1.")
-            if value > (most := MOST_LAYERS if name == "layers" else LARGEST_SIZE):
-                raise ValueError(f"{name} is {brief(value)}; it must be at most {most:,}.")
-        for name in ("dropout", "rope_theta", "norm_eps"):
-            if not is_number(getattr(self, name)):
-                raise TypeError(f"{name} is {brief(getattr(self, name))}; it must be a number.")
-        self._check_channels()
-        if self.heads % self.kv_heads:
-            fitting = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            raise ValueError(
-                f"kv_heads {self.kv_heads} must divide heads {self.heads}; it can be one of "
-                f"{fitting}."
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout {self.dropout} must be at least 0 and below 1.")
-        if not 0.0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta is {self.rope_theta}; it must be positive and finite.")
-        if not 0.0 <= self.norm_eps < math.inf:
-            raise ValueError(f"norm_eps is {self.norm_eps}; it must be finite and not negative.")
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise TypeError(
-                f"rope_scaling is {brief(self.rope_scaling)}; pass a forgekit.RopeScaling."
-            )
-        self._check_moe()
 
     @property
     def channels(self) -> int:
@@ -118,38 +115,10 @@ class TransformerSpec:
     @property
     def routed(self) -> dict[int, str]:
         """Names of the layers that have experts, by block."""
-        blocks = range(self.layers) if self.moe is not None else ()
-        return {
-            block: f"layers.{block}.feed_forward"
-            for block in blocks
-            if self.moe is not None and self.moe.is_routed(block)
-        }
-
-    def _check_channels(self) -> None:
-        if self.head_dim is not None:
-            check_integers(head_dim=(self.head_dim, 2, LARGEST_SIZE))
-            if self.head_dim % 2:
-                raise ValueError(
-                    f"head_dim {self.head_dim} must be even, so that rotary embedding can pair the "
-                    f"channels of a head; {nearest_multiples(self.head_dim, 2)}."
-                )
-        elif self.dim % (2 * self.heads):
-            step = 2 * self.heads
-            raise ValueError(
-                f"dim {self.dim} must be divisible by 2 * heads = {step}, so that rotary "
-                f"embedding can pair the channels of a head; {nearest_multiples(self.dim, step)}."
-            )
-
-    def _check_moe(self) -> None:
         if self.moe is None:
-            return
-        if not isinstance(self.moe, MoESpec):
-            raise TypeError(f"moe is {brief(self.moe)}; pass a forgekit.MoESpec.")
-        if self.moe.first >= self.layers:
-            raise ValueError(
-                f"moe.first is {self.moe.first} and layers {self.layers}: no block would have "
-                f"experts. Blocks are counted from 0 to {self.layers - 1}."
-            )
+            return {}
+        blocks = filter(self.moe.is_routed, range(self.layers))
+        return {block: f"layers.{block}.feed_forward" for block in blocks}
 
 
 def locate_all(positions: int, device: torch.device) -> Tensor:
@@ -174,8 +143,6 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: TransformerSpec, seed: int = 0) -> None:
         super().__init__()
-        if not isinstance(spec, TransformerSpec):
-            raise TypeError(f"spec is {brief(spec)}; pass a forgekit.TransformerSpec.")
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = nn.Dropout(spec.dropout)
@@ -252,16 +219,14 @@ class Transformer(nn.Module):
             if self.spec.qk_norm and name != "attention.value":
                 plan[f"layers.*.{name}_norm"] = "heads"
         plan["layers.*.attention.output"] = "rowwise"
+        swiglu = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
         if len(self.spec.routed) < self.spec.layers:
-            for name in ("gate", "up", "down"):
-                style = "rowwise" if name == "down" else "colwise"
-                plan[f"layers.*.feed_forward.{name}"] = style
+            plan |= {f"layers.*.feed_forward.{name}": style for name, style in swiglu.items()}
         if self.spec.moe is not None:
             plan |= dict.fromkeys(self.spec.routed.values(), "routed")
             plan["layers.*.feed_forward.experts"] = "expert"
-            for name in ("gate", "up", "down") if self.spec.moe.shared else ():
-                style = "rowwise" if name == "down" else "colwise"
-                plan[f"layers.*.feed_forward.shared.{name}"] = style
+        if self.spec.moe is not None and self.spec.moe.shared:
+            plan |= {f"layers.*.feed_forward.shared.{name}": s for name, s in swiglu.items()}
         return plan if self.spec.tied else {**plan, "output": "colwise"}
 
     @property
@@ -321,20 +286,15 @@ class Transformer(nn.Module):
         if replay is not None:
             shape, layers = (rows, positions, moe.top_k), self.spec.routed.values()
             choices = check_choices(replay, layers, shape, moe.experts, is_token)
-        if targets is not None:
-            targets = targets.bool()
-        given = Routing() if given is None else given
-        kept = {"choices": choices, "shares": {}}
-        return attrs.evolve(given, is_token=is_token, targets=targets, **kept)
+        masks = {"is_token": is_token, "targets": None if targets is None else targets.bool()}
+        return attrs.evolve(given or Routing(), **masks, choices=choices, shares={})
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         spec, scaling = self.spec, self.spec.rope_scaling
         angles = rotary_angles(position_ids, spec.channels, spec.rope_theta, scaling)
-        wide = torch.promote_types(dtype, torch.float32)
-        cos, sin = rotary_turns(angles)
-        if scaling is not None:
-            cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
-        return cos.to(wide), sin.to(wide)
+        magnitude = 1.0 if scaling is None else scaling.magnitude
+        cos, sin = ((turns * magnitude).to(wide(dtype)) for turns in rotary_turns(angles))
+        return cos, sin
 
 
 def _block(spec: TransformerSpec, layer: int) -> Block:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from forgekit.model.dispatch import Compute, invert, permute, sort_by_expert
+from forgekit.model.moe import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
 
 

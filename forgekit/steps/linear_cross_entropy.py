@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from forgekit.data.batch import IGNORED
-from forgekit.model.attention import wide
 from forgekit.parallel.tensor.sharded_logits import with_plain_gradient
 from forgekit.steps.losses import Loss, check_labels, check_shapes, loss_of_positions
 from forgekit.steps.vocabulary_parallel import Columns, share_softmax, take_projection
+from forgekit.tensors import wide
 
 LOGITS, LOGITS_ON_CPU = 2**27, 2**21
 """Numbers of logits in a chunk, on an accelerator and on a CPU.

@@ -20,8 +20,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from forgekit.data.batch import IGNORED
-from forgekit.model.attention import wide
 from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
+from forgekit.tensors import wide
 
 Number = Tensor | float | int
 Metric = Number | tuple[Number, Number]

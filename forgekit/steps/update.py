@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from forgekit.model.attention import wide
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
@@ -19,6 +18,7 @@ from forgekit.steps.clip import Correction, is_good
 from forgekit.steps.experts import rebalance
 from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals
+from forgekit.tensors import wide
 
 StateT = TypeVar("StateT", bound=TrainState)
 

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.data.batch import IGNORED
 from forgekit.inputs import nearest_multiples
-from forgekit.model.attention import wide
 from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
+from forgekit.tensors import wide
 
 TENSOR = "tp"
 """The mesh dimension whose ranks share the vocabulary."""

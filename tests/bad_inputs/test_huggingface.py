@@ -87,7 +87,7 @@ CONFIGS = {
         {"tie_word_embeddings": "false"},
         r"tie_word_embeddings is 'false'; it must be true or false",
     ),
-    "no heads of keys": ({"num_key_value_heads": 0}, r"kv_heads is 0; it must be at least 1"),
+    "no heads of keys": ({"num_key_value_heads": 0}, "'kv_heads' must be >= 1: 0"),
     "linear attention": (
         {"layer_types": ["linear_attention", "full_attention"]},
         rf"layer_types has 'linear_attention'{ONLY}'full_attention'\.",
@@ -113,11 +113,11 @@ CONFIGS = {
     ),
     "rope that shortens": (
         rope("linear", factor=0.5),
-        r"rope_scaling\.factor is 0\.5; it must be finite and at least 1",
+        r"'factor' must be >= 1: 0\.5",
     ),
     "rope without room between": (
         rope("llama3", **{**LLAMA3, "low_freq_factor": 4.0}),
-        r"low_freq_factor 4\.0 must be above 0 and below high_freq_factor 4\.0",
+        r"rope_scaling\.high_freq_factor 4\.0 must be above low_freq_factor 4\.0",
     ),
     "a theta in words": ({"rope_theta": "big"}, r"rope_theta is big and in rope_parameters 10000"),
     "an unknown architecture": (
@@ -129,7 +129,7 @@ CONFIGS = {
     "no width": ({"hidden_size": None}, r"config\.json has no hidden_size; it has \["),
     "a width in words": ({"hidden_size": "16"}, r"hidden_size is '16'; it must be an integer"),
     "a broken width": ({"hidden_size": 2.5}, r"hidden_size is 2\.5; it must be an integer"),
-    "no layers": ({"num_hidden_layers": 0}, r"of a llama model: layers is 0; it must be at least"),
+    "no layers": ({"num_hidden_layers": 0}, "of a llama model: 'layers' must be >= 1: 0"),
     "odd heads": ({"head_dim": 7}, r"of a llama model: head_dim 7 must be even"),
     "heads that do not share": ({"num_key_value_heads": 3}, r"kv_heads 3 must divide heads 2"),
 }

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.model.dispatch import Dispatch, dispatch_local
-from forgekit.model.moe import MoE
+from forgekit.model.moe import Dispatch, MoE, dispatch_local
 
 __all__ = [
     "Chosen",

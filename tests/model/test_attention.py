@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import forgekit as fk
 from forgekit.model import attention
+from forgekit.parallel.activation_checkpoint import compile_blocks
 
 PATHS = {"one by one": 0, "mask": 10**12}
 """What a call costs in pairs: nothing makes documents go one by one, much forces the mask."""
@@ -173,3 +176,49 @@ def test_padding_is_finite_forward_and_backward(path, row):
     out = fk.model.attend_causal(*inputs, doc_ids=torch.tensor([row, [0] * 9]))
     gradients = torch.autograd.grad(out.square().sum(), inputs)
     assert all(torch.isfinite(x).all() for x in (out, *gradients))
+
+
+# Compiled
+
+PACKINGS = {
+    "one document": [512],
+    "two": [200, 312],
+    "three": [7, 300, 205],
+    "many, under a mask": [8] * 64,
+    "padding": [500, -12],
+    "an id that comes back": [256, 128, 128],
+}
+
+
+def ids(name):
+    """Documents of a row; of a negative length padding."""
+    found = [torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(PACKINGS[name])]
+    if name == "an id that comes back":
+        found[2].fill_(0)
+    return torch.cat(found)[None]
+
+
+def run(model, doc_ids):
+    model.zero_grad()
+    tokens = torch.arange(512)[None] % 32
+    out = model(tokens, doc_ids=doc_ids)
+    out.square().sum().backward()
+    return [out.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_have_one_graph_for_all_packings_and_compute_the_same():
+    """Under a mask: a graph that read the ids would be compiled again for each packing."""
+    sizes = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 16, "max_seq_len": 512}
+    spec = fk.TransformerSpec(vocab_size=32, **sizes)
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = (fk.Transformer(spec).double() for _ in range(2))
+    compile_blocks(compiled.layers, backend="aot_eager")
+    for name in PACKINGS:
+        found, expected = (run(model, ids(name)) for model in (compiled, plain))
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12 * other.abs().max(), name
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1

@@ -212,12 +212,12 @@ REFUSED = {
         r"'\*\.quary' matches no linear layer .* names end in .*\"query\"",
     ),
     "no pattern": (lambda: add(dense(), targets=()), "targets is empty"),
-    "rank 0": (lambda: add(dense(), rank=0), "rank 0 must be at least 1"),
+    "rank 0": (lambda: add(dense(), rank=0), "'rank' must be >= 1: 0"),
     "alpha 0": (
         lambda: add(dense(), alpha=0.0),
-        "alpha is 0.0 .* or the adapter would add nothing",
+        "'alpha' must be > 0: 0.0",
     ),
-    "dropout 1": (lambda: add(dense(), dropout=1.0), "dropout 1.0; .* and dropout below 1"),
+    "dropout 1": (lambda: add(dense(), dropout=1.0), "'dropout' must be < 1: 1.0"),
     "a rank's pattern for nothing": (
         lambda: add(dense(), rank_pattern={"*.down": 2}),
         r"'\*\.down' matches none of the 4 matrices .*attention\.query",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import forgekit as fk
 from forgekit.mesh import expert_ranks, expert_view
-from forgekit.model.dispatch import dispatch_local, sort_by_expert
+from forgekit.model.moe import dispatch_local, sort_by_expert
 from forgekit.parallel.expert import apply_experts, find_experts
 
 VOCAB, DIM, FFN, EXPERTS = 19, 8, 12, 4

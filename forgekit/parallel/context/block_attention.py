@@ -16,8 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from forgekit.model.attention import wide
 from forgekit.model.attention_kernels import Kernel
+from forgekit.tensors import wide
 
 Ids = tuple[Tensor, Tensor]
 """Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""

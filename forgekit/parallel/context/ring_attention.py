@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from forgekit.data.batch import slice_positions
-from forgekit.model.attention import Attend, Documents, wide
+from forgekit.model.attention import Attend, Documents
 from forgekit.model.attention_kernels import AttentionChoice, Kernel, choose
 from forgekit.parallel.context.attention_areas import Area, Route
 from forgekit.parallel.context.block_attention import (
@@ -33,6 +33,7 @@ from forgekit.parallel.context.sequence_exchange import (
     gathering_ids,
     members_named,
 )
+from forgekit.tensors import wide
 
 
 def ring_attention(

@@ -36,7 +36,7 @@ from torch.distributed.tensor import (
 )
 from torch.utils._pytree import tree_map
 
-from forgekit.model.attention import attend_causal, wide
+from forgekit.model.attention import attend_causal
 from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
@@ -46,6 +46,7 @@ from forgekit.parallel.tensor.styles import take_whole
 from forgekit.state import Layout, TrainState
 from forgekit.steps.forward import LossFn, compute_loss, evaluating, take_part
 from forgekit.steps.pipelined import evaluate_staged
+from forgekit.tensors import wide
 
 CLOSE = 1e-3
 """Largest difference over the size of what is compared; what is wrong differs by far more."""
