@@ -80,7 +80,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _documents(options: argparse.Namespace) -> Documents:
-    from forgekit.data.huggingface import huggingface_documents
+    from forgekit.data.documents import huggingface_documents
     from forgekit.data.text_files import stdlib_documents, text_documents
 
     sources: list[str] = options.sources

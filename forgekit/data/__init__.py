@@ -1,8 +1,7 @@
 """Tokens on disk become one rank's micro-batches."""
 
-from forgekit.data.documents import random_documents
+from forgekit.data.documents import huggingface_documents, random_documents
 from forgekit.data.text_files import stdlib_documents, text_documents
-from forgekit.data.huggingface import huggingface_documents
 from forgekit.data.tokenizer import load_tokenizer, train_tokenizer
 from forgekit.data.token_files import open_tokens, token_documents
 from forgekit.data.prepare_corpus import prepare

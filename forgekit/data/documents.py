@@ -1,17 +1,23 @@
-"""Documents: one protocol for all sources, so that reading can stop and resume anywhere.
+"""Documents: one protocol for all sources, and those in memory, random, and of Hugging Face.
 
 A source is a value: it holds what to read and no position. ``read(position)`` yields records, and
 each record holds the position after it, in plain JSON values. Reading resumes exactly from any
 record's ``after``. The same source can be read twice, or by several readers that share the
 documents: reader ``part`` of ``parts`` gets every ``parts``-th.
+
+A streamed Hugging Face dataset resumes by its own ``state_dict``. That is exact with one exception:
+a shuffle buffer is refilled instead of restored, so documents are lost. Such a dataset is refused
+unless resuming may read it again from its start, which is exact and slow.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import attrs
@@ -19,13 +25,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.hashing import hash_integers
-from forgekit.inputs import LARGEST, check_choice, check_integers, quoted, wrong_type
+from forgekit.data.optional_packages import require
+from forgekit.inputs import LARGEST, check_choice, check_integers, path_of, quoted
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
 
 HASHED = 1000
 """Documents that stand for a collection of unknown length."""
+
+ROWS_AT_ONCE = 256
+"""Rows of a dataset in memory."""
 
 
 @attrs.frozen
@@ -201,6 +211,172 @@ def _random_ids(
     return (hash_integers(np.arange(length), key) % np.uint64(vocab_size)).astype(np.int64)
 
 
+def huggingface_documents(
+    dataset: Any,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    streaming: bool = True,
+    text_key: str = "text",
+    errors: Errors = "raise",
+    reread: bool = False,
+) -> HuggingFaceDocuments:
+    """Read documents out of a Hugging Face dataset.
+
+    Args:
+        dataset: A ``Dataset``, an ``IterableDataset``, a folder that ``save_to_disk`` wrote, or an
+            argument of ``load_dataset``: a name on the hub or a folder of files. Folders need no
+            network.
+        config: The configuration of a named dataset that has several.
+        split: The split, if there are several.
+        streaming: Read a named dataset during its download instead of after it.
+        text_key: The column of the text.
+        errors: Whether rows without a text raise or are skipped; see ``text_documents``.
+        reread: Resume by reading again from the start up to the position. Exact also with a shuffle
+            buffer, if its seed is fixed.
+
+    Returns:
+        The documents, for ``prepare`` and ``stream_documents``.
+
+    Raises:
+        ImportError: If ``datasets`` is not installed.
+        ValueError: If there is no such column or split, or the dataset has a shuffle buffer and
+            ``reread`` is False.
+
+    Examples:
+        >>> import datasets
+        >>> rows = datasets.Dataset.from_dict({"text": ["once", "upon"]})
+        >>> list(huggingface_documents(rows))
+        [('row 0', 'once'), ('row 1', 'upon')]
+    """
+    datasets = require("datasets", extra="hf")
+    check_choice("errors", errors, get_args(Errors))
+    identity = ""
+    if isinstance(dataset, str | os.PathLike):
+        identity = f"{dataset} {config} {split}"
+        folder = path_of("the dataset's name", dataset)
+        if any(Path(folder, file).is_file() for file in ("state.json", "dataset_dict.json")):
+            dataset = datasets.load_from_disk(folder)
+        else:
+            dataset = datasets.load_dataset(str(dataset), config, split=split, streaming=streaming)
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            raise ValueError(f'the dataset has no split "{split}"; it has {quoted(dataset)}.')
+        dataset = dataset[split]
+    dataset = dataset.with_format(None)
+    if dataset.column_names is not None:  # else they are known only on reading
+        check_column("the dataset", text_key, dataset.column_names)
+        dataset = dataset.select_columns([text_key])  # the others are never decoded
+    is_streamed = not hasattr(dataset, "__len__")
+    if is_streamed:
+        _check_stream(dataset, reread=reread)
+    return HuggingFaceDocuments(dataset, text_key, errors, reread, is_streamed, identity)
+
+
+@attrs.frozen
+class HuggingFaceDocuments:
+    """Documents in a Hugging Face dataset; ``huggingface_documents`` makes one.
+
+    A position is ``[row]`` in a whole dataset, and ``[row, state, read]`` in a streamed one: the
+    dataset's own state, None at its start, and the rows read since.
+
+    Attributes:
+        dataset: The dataset.
+        text_key: The column of the text.
+        errors: Whether rows without a text raise or are skipped.
+        reread: Whether to resume by reading again from the start.
+        is_streamed: Whether rows can be read in order only.
+        identity: Name, configuration and split of a dataset that was loaded by name.
+    """
+
+    dataset: Any = attrs.field(repr=False)
+    text_key: str
+    errors: Errors
+    reread: bool
+    is_streamed: bool
+    identity: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the dataset: by its own fingerprint or, if streamed, by its name."""
+        info = self.dataset.info
+        name = info.dataset_name if self.is_streamed else self.dataset._fingerprint
+        return f"{name} {info.version} {self.dataset.split} {self.text_key} {self.identity}"
+
+    size = None  # bytes are unknown before the dataset is read
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
+
+    def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
+        """Yield this part's documents from a position on; see ``Documents``.
+
+        A streamed dataset is divided by its files where their number allows it, else by rows.
+        """
+        read = self._streamed if self.is_streamed else self._whole
+        for name, text, after in read(position, part, parts):
+            if isinstance(text, str):
+                if text and not text.isspace():
+                    yield Record(name, text, after)
+                continue
+            problem = (
+                f'{name} has {type(text).__name__} in column "{self.text_key}", not a string. '
+                'Name another column with text_key, or leave such rows out with errors="skip".'
+            )
+            if self.errors == "raise":
+                raise ValueError(problem)
+            yield Record(name, None, after, problem=problem)
+
+    def _whole(self, position: Any, part: int, parts: int) -> Iterator[tuple[str, Any, Any]]:
+        (start,) = position or (0,)
+        for first in range(start, len(self.dataset), ROWS_AT_ONCE):
+            texts = self.dataset[first : first + ROWS_AT_ONCE][self.text_key]
+            for row, text in enumerate(texts, start=first):
+                if row % parts == part:
+                    yield f"row {row}", text, [row + 1]
+
+    def _streamed(self, position: Any, part: int, parts: int) -> Iterator[tuple[str, Any, Any]]:
+        from datasets.distributed import split_dataset_by_node
+
+        suffix = f" of part {part} of {parts}" if parts > 1 else ""
+        rows = split_dataset_by_node(self.dataset, part, parts)
+        row, state, read = position or (0, None, 0)
+        if state is not None:
+            rows.load_state_dict(state)
+        row, since = row - read, 0
+        # Not iter(rows): in a worker of torch's DataLoader it would divide the files again.
+        for batch in rows.iter(ROWS_AT_ONCE):
+            check_column("the dataset", self.text_key, batch)
+            for text in batch[self.text_key]:
+                row, since = row + 1, since + 1
+                if since > read:
+                    yield f"row {row - 1}{suffix}", text, [row, state, since]
+            if not self.reread:
+                read, since, state = max(0, read - since), 0, rows.state_dict()
+
+
+def _check_stream(dataset: Any, *, reread: bool) -> None:
+    if getattr(dataset, "_distributed", None):
+        raise ValueError(
+            "this dataset was divided by split_dataset_by_node before, and would be divided "
+            "again. Pass it whole: rank and world of stream_documents divide it."
+        )
+    if not reread and _has_buffer(getattr(dataset, "_ex_iterable", None)):
+        raise ValueError(
+            "this dataset has a shuffle buffer, and a resumed stream would lose the documents in "
+            "it. Stream it unshuffled, or prepare token files, whose rows are shuffled by number, "
+            "or pass reread=True to resume by reading again from the start."
+        )
+
+
+def _has_buffer(examples: Any) -> bool:
+    # datasets has no public attribute for it; its chain of iterables shows it.
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return any(_has_buffer(each) for each in inner if each is not None)
+
+
 def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArray[Any]:
     """Return a document as an array of token ids.
 
@@ -227,15 +403,8 @@ def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArra
     return ids
 
 
-def check_reading(text_key: str, errors: str) -> None:
-    """Refuse arguments that no source of texts has."""
-    check_choice("errors", errors, get_args(Errors))
-    if not isinstance(text_key, str):
-        raise wrong_type("text_key", text_key, "text")
-
-
 def check_column(data: str, key: str, names: Iterable[str]) -> None:
-    """Refuse a column that some data do not have."""
+    """Refuse a column that a table does not have."""
     if key not in names:
         raise ValueError(
             f'{data} has no column "{key}"; it has {quoted(names)}. Name one with text_key.'

@@ -16,25 +16,29 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, NoReturn, TypeAlias, cast, get_args
 
 import attrs
 
-from forgekit.data.documents import Errors, Record, check_column, check_reading
+from forgekit.data.documents import ROWS_AT_ONCE, Errors, Record, check_column
 from forgekit.data.optional_packages import require
-from forgekit.inputs import brief, parse_json, path_of
+from forgekit.inputs import brief, check_choice, parse_json, path_of
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+Located: TypeAlias = "tuple[tuple[int, int], int, str, Callable[[], Any]]"
+"""The position after a document in its file, the bytes up to there, its name, and what parses it.
+
+So each reader parses its own share of a file only.
+"""
 
 SUFFIXES = (
     ".txt .md .rst .tex .jsonl .parquet .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jl "
     ".r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs .ml .lisp .html .css"
 )
 """Read from a folder, also with .gz or .zst. A file passed by name is read whatever its suffix."""
-
-ROWS_AT_ONCE = 256
-"""Rows of parquet in memory; a larger row group is read in pieces."""
 
 # lib2to3 left the standard library in 3.13
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
@@ -61,7 +65,7 @@ def text_documents(
     Raises:
         FileNotFoundError: If a path does not exist, or a folder holds nothing to read.
         ValueError: If ``errors`` is neither of the two. On reading, if a file or line is not UTF-8,
-            a line is not a JSON object with a string under ``text_key``, or no document has text.
+            or a line is not a JSON object with a string under ``text_key``.
 
     Examples:
         >>> import tempfile
@@ -70,8 +74,8 @@ def text_documents(
         ...     [text for name, text in text_documents(folder)]
         ['once upon a time']
     """
-    check_reading(text_key, errors)
-    return TextDocuments(tuple(_text_files(paths)), text_key, errors)
+    check_choice("errors", errors, get_args(Errors))
+    return TextDocuments(tuple(_files_at(paths)), text_key, errors)
 
 
 def stdlib_documents() -> TextDocuments:
@@ -119,32 +123,20 @@ class TextDocuments:
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        is_empty, broken = True, ""
-        for record in self.read():
-            if isinstance(record.content, str):
-                is_empty = False
-                yield record.name, record.content
-            elif record.problem and not broken:
-                broken = f" {record.problem}"
-        if is_empty:
-            raise ValueError(
-                f"{len(self.files)} files hold no text (first: {next(iter(self.files), None)})."
-                f"{broken} Name files with at least one character that is not white space."
-            )
+        return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
 
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
         """Yield this part's documents from a position on; see ``Documents``."""
         first, within, number, seen = position or (0, 0, 0, 0)
         begins = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
         for index, file in enumerate(self.files[first:], start=first):
-            find, text_of = _format_of(file)
-            found = _until_damage(find(file, within, number, self.text_key), file)
-            for after, done, name, raw in found:
+            located = _until_damage(_locate(file, within, number, self.text_key), file)
+            for after, done, name, parse in located:
                 is_mine, seen = seen % parts == part, seen + 1
                 if not is_mine:
-                    continue  # found and not parsed, which is cheap
+                    continue
                 try:
-                    text, problem = text_of(raw, name, self.text_key), None
+                    text, problem = parse(), None
                 except ValueError as error:
                     if self.errors == "raise":
                         raise
@@ -155,65 +147,73 @@ class TextDocuments:
             within, number = 0, 0
 
 
-# Formats. `find` yields the position after each document in its file, the bytes up to there, its
-# name, and what it is made of; `text_of` parses that. Only the reader of a document parses it.
-Found: TypeAlias = "Iterator[tuple[tuple[int, int], int, str, Any]]"
-Find: TypeAlias = Callable[[Path, int, int, str], Found]
-TextOf: TypeAlias = Callable[[Any, str, str], str]
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the object of each line of a ``.jsonl`` file.
+
+    Raises:
+        ValueError: If a line is not UTF-8, or not one JSON object.
+    """
+    for _, _, name, parse in _until_damage(_locate_lines(file, 0, 0, _parse_line), file):
+        record = parse()
+        if not isinstance(record, dict):
+            raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
+        yield name, record
 
 
-def _format_of(file: Path) -> tuple[Find, TextOf]:
+# A format yields what it has located from a position on, and parses nothing.
+
+
+def _locate(file: Path, position: int, number: int, key: str) -> Iterator[Located]:
     suffix = _plain_suffix(file)
     if suffix == ".jsonl":
-        return _find_lines, _text_of_line
-    return (_find_rows, _text_of_row) if suffix == ".parquet" else (_find_whole, _text_of_file)
+        return _locate_lines(file, position, number, partial(_text_of_line, key=key))
+    if suffix == ".parquet":
+        return _locate_rows(file, position, key)
+    whole = (1, 1), file.stat().st_size, str(file), partial(_text_of_file, file)
+    return iter(() if position else (whole,))
 
 
-def _plain_suffix(file: Path) -> str:
-    """The suffix in lower case, below that of a compressed file."""
-    suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
+def _locate_lines(
+    file: Path, position: int, number: int, parse: Callable[[bytes, str], Any]
+) -> Iterator[Located]:
+    with _opened(file) as lines:
+        if lines.seekable():
+            lines.seek(position)
+        else:  # a zstd stream
+            for start in range(0, position, 2**20):
+                lines.read(min(2**20, position - start))
+        for line in lines:
+            position, number = position + len(line), number + 1
+            if not line.isspace():
+                name = f"{file}:{number}"
+                yield (position, number), position, name, partial(parse, line, name)
 
 
-def _opened(file: Path) -> BinaryIO:
-    """Open a file for reading its bytes, decompressed."""
-    if file.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.open(file))
-    if file.suffix.lower() == ".zst":
-        stream = require("pyarrow", extra="hf").input_stream(str(file), compression="zstd")
-        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
-    return file.open("rb", buffering=2**20)
+def _locate_rows(file: Path, position: int, key: str) -> Iterator[Located]:
+    parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
+    with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
+        check_column(str(file), key, opened.schema_arrow.names)
+        kind = opened.schema_arrow.field(key).type
+        values = kind.value_type if str(kind).startswith("dictionary") else kind
+        if str(values) not in ("string", "large_string", "string_view"):
+            raise ValueError(
+                f'{file} has {kind} in column "{key}"; it must be strings. Name another with '
+                "text_key."
+            )
+        first, rows = 0, opened.metadata.num_rows
+        for group in range(opened.num_row_groups):
+            last = first + opened.metadata.row_group(group).num_rows
+            if position < last:  # a larger group is read in pieces
+                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[key]):
+                    for row in range(max(position, first), first + batch.num_rows):
+                        name, done = f"{file}[{row}]", size * (row + 1) // rows
+                        parse = partial(_text_of_row, batch[0][row - first], name, key)
+                        yield (row + 1, row + 1), done, name, parse
+                    first += batch.num_rows
+            first = last
 
 
-class _DamageError(ValueError):
-    """A compressed file or a table of which the rest cannot be read."""
-
-
-def _damage_of(file: Path, error: Exception) -> _DamageError:
-    """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
-    pyarrow = sys.modules.get("pyarrow")
-    kinds = (EOFError, zlib.error, OSError, *([pyarrow.ArrowException] if pyarrow else []))
-    if not isinstance(error, kinds) or getattr(error, "errno", None):
-        raise error
-    problem = " ".join(str(error).split()).rstrip(".")
-    return _DamageError(f"{file} cannot be read: {problem}. Write it again.")
-
-
-def _until_damage(found: Found, file: Path) -> Found:
-    """Yield what was found; damage is one more document, which cannot be parsed."""
-    try:
-        yield from found
-    except Exception as error:
-        yield (2**62, 0), file.stat().st_size, str(file), _damage_of(file, error)
-
-
-def _find_whole(file: Path, position: int, number: int, key: str) -> Found:  # noqa: ARG001
-    if not position and (size := file.stat().st_size):  # /proc/kmsg has none, and never ends
-        yield (1, 1), size, str(file), file
-
-
-def _text_of_file(found: Any, name: str, key: str) -> str:  # noqa: ARG001
-    file: Path = _undamaged(found)
+def _text_of_file(file: Path) -> str:
     try:
         with _opened(file) as opened:
             content = opened.read()
@@ -224,37 +224,7 @@ def _text_of_file(found: Any, name: str, key: str) -> str:  # noqa: ARG001
             f"{file} holds a NUL byte at position {position}: it is binary, or text in UTF-16. "
             "Convert it (iconv -t UTF-8) or leave it out."
         )
-    return _utf8(content, name)
-
-
-def _find_lines(file: Path, position: int, number: int, key: str = "") -> Found:  # noqa: ARG001
-    if not file.stat().st_size:
-        return
-    with _opened(file) as lines:
-        if lines.seekable():
-            lines.seek(position)
-        else:
-            for _ in itertools.repeat(None, position // 2**20):
-                lines.read(2**20)
-            lines.read(position % 2**20)
-        for line in lines:
-            position += len(line)
-            number += 1
-            if not line.isspace():
-                yield (position, number), position, f"{file}:{number}", line
-
-
-def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the object of each line of a ``.jsonl`` file.
-
-    Raises:
-        ValueError: If a line is not UTF-8, or not one JSON object.
-    """
-    for _, _, name, line in _until_damage(_find_lines(file, 0, 0), file):
-        record = _parse_line(line, name)
-        if not isinstance(record, dict):
-            raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
-        yield name, record
+    return _utf8(content, str(file))
 
 
 def _text_of_line(line: bytes, name: str, key: str) -> str:
@@ -268,8 +238,15 @@ def _text_of_line(line: bytes, name: str, key: str) -> str:
     )
 
 
-def _parse_line(line: bytes | _DamageError, name: str) -> Any:
-    text = _utf8(_undamaged(line).rstrip(), name)
+def _text_of_row(value: Any, name: str, key: str) -> str:
+    text = value.as_py()
+    if text is None:
+        raise ValueError(f'{name} has null in column "{key}". Fill the row or remove it.')
+    return text
+
+
+def _parse_line(line: bytes, name: str) -> Any:
+    text = _utf8(line.rstrip(), name)
     try:
         record = parse_json(text)
         if "\\u" in text:  # half a surrogate pair is valid JSON but no text
@@ -285,48 +262,6 @@ def _parse_line(line: bytes | _DamageError, name: str) -> Any:
     return record
 
 
-def _find_rows(file: Path, position: int, number: int, key: str) -> Found:  # noqa: ARG001
-    parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
-    with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
-        _check_strings(opened.schema_arrow, file, key)
-        first, rows = 0, opened.metadata.num_rows
-        for group in range(opened.num_row_groups):
-            last = first + opened.metadata.row_group(group).num_rows
-            if position < last:
-                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[key]):
-                    for row in range(max(position, first), first + batch.num_rows):
-                        done = size * (row + 1) // rows
-                        yield (row + 1, row + 1), done, f"{file}[{row}]", batch[0][row - first]
-                    first += batch.num_rows
-            first = last
-
-
-def _check_strings(schema: Any, file: Path, key: str) -> None:
-    check_column(str(file), key, schema.names)
-    kind = schema.field(key).type
-    values = kind.value_type if str(kind).startswith("dictionary") else kind
-    if str(values) not in ("string", "large_string", "string_view"):
-        raise ValueError(
-            f'{file} has {kind} in column "{key}"; it must be strings. Name another with text_key.'
-        )
-
-
-def _text_of_row(value: Any, name: str, key: str) -> str:
-    try:
-        text = _undamaged(value).as_py()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error}. Mend the row or remove it.") from None
-    if text is None:
-        raise ValueError(f'{name} has null in column "{key}". Fill the row or remove it.')
-    return text
-
-
-def _undamaged(value: Any) -> Any:
-    if isinstance(value, _DamageError):
-        raise value
-    return value
-
-
 def _utf8(content: bytes, name: str) -> str:
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
@@ -337,25 +272,56 @@ def _utf8(content: bytes, name: str) -> str:
         ) from None
 
 
-def _text_files(paths: Paths) -> list[Path]:
+def _opened(file: Path) -> BinaryIO:
+    """Open a file for reading its bytes, decompressed."""
+    if file.suffix.lower() == ".gz":
+        return cast(BinaryIO, gzip.open(file))
+    if file.suffix.lower() == ".zst":
+        stream = require("pyarrow", extra="hf").input_stream(str(file), compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
+    return file.open("rb", buffering=2**20)
+
+
+def _until_damage(located: Iterator[Located], file: Path) -> Iterator[Located]:
+    """Yield what was located; damage is one more document, which cannot be parsed."""
+    try:
+        yield from located
+    except Exception as error:
+        damage = partial(_raise, _damage_of(file, error))
+        yield (2**62, 0), file.stat().st_size, str(file), damage
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _damage_of(file: Path, error: Exception) -> ValueError:
+    """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
+    pyarrow = sys.modules.get("pyarrow")
+    kinds = (EOFError, zlib.error, OSError, *([pyarrow.ArrowException] if pyarrow else []))
+    if not isinstance(error, kinds) or getattr(error, "errno", None):
+        raise error
+    problem = " ".join(str(error).split()).rstrip(".")
+    return ValueError(f"{file} cannot be read: {problem}. Write it again.")
+
+
+def _files_at(paths: Paths) -> list[Path]:
     """List the files to read, each once, in a fixed order."""
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
         raise ValueError("no paths were given; name at least one file or folder.")
     unique: dict[Path, Path] = {}
     for path in named:
-        for file in _files_of(path_of("a path", path)):
+        for file in _files_in(path_of("a path", path)):
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_in(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; name an existing file or folder.")
-    if not path.is_dir():
-        raise ValueError(f"{path} is neither a file nor a folder, but a pipe or a device; save it.")
     entries = sorted(file.relative_to(path) for file in path.rglob("*"))
     files = [path / file for file in entries if _is_wanted(path / file, file)]
     if not files:
@@ -369,3 +335,9 @@ def _files_of(path: Path) -> list[Path]:
 def _is_wanted(path: Path, relative: Path) -> bool:
     hidden = any(part.startswith(".") for part in relative.parts)
     return not hidden and _plain_suffix(relative) in SUFFIXES.split() and path.is_file()
+
+
+def _plain_suffix(file: Path) -> str:
+    """The suffix in lower case, below that of a compressed file."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix

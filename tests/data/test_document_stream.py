@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgekit.data.batch import check_batch
-from forgekit.data.documents import random_documents
+from forgekit.data.documents import huggingface_documents, random_documents
 from forgekit.data.groups import groups
-from forgekit.data.huggingface import huggingface_documents
 from forgekit.data.stream import stream_documents
 from forgekit.data.text_files import text_documents
 from forgekit.data.token_files import token_documents, write_tokens

@@ -9,8 +9,8 @@ import datasets
 import pytest
 from datasets.distributed import split_dataset_by_node
 
-from forgekit.data import huggingface
-from forgekit.data.huggingface import huggingface_documents
+from forgekit.data import documents as sources
+from forgekit.data.documents import huggingface_documents
 from forgekit.data.prepare_corpus import prepare
 
 TEXTS = [f"text {number}" for number in range(23)]
@@ -62,7 +62,7 @@ KINDS = {
 @pytest.mark.parametrize("at_once", [1, 4, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, at_once):
-    monkeypatch.setattr(huggingface, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(sources, "ROWS_AT_ONCE", at_once)
     documents = huggingface_documents(KINDS[kind]())
     expected = [row["text"] for row in KINDS[kind]().with_format(None)]
     assert [text for _, text in documents] == expected
@@ -83,7 +83,7 @@ def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, 
 def test_a_position_does_not_depend_on_how_many_rows_are_read_at_once(monkeypatch, reread):
     documents = huggingface_documents(KINDS["streamed"](), reread=reread)
     records = list(documents.read(part=1, parts=2))
-    monkeypatch.setattr(huggingface, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "ROWS_AT_ONCE", 2)
     for number, record in enumerate(records):
         following = documents.read(record.after, part=1, parts=2)
         assert list(map(content, following)) == list(map(content, records[number + 1 :]))
