@@ -18,11 +18,11 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -36,10 +36,10 @@ from forgekit.data.token_files import (
     HELD_OUT,
     SHARD_TOKENS,
     TokenFile,
-    TokenWriter,
     is_token_file,
     join_tokens,
     open_tokens,
+    write_tokens,
 )
 from forgekit.data.tokenizer import (
     END_OF_TEXT,
@@ -52,12 +52,14 @@ from forgekit.data.tokenizer import (
     vocabulary_size,
 )
 from forgekit.files import atomic_directory, sync
-from forgekit.inputs import brief, check_integers, path_of
+from forgekit.inputs import check_integers, path_of
 from forgekit.terminal import printable
 
 Progress: TypeAlias = Callable[[str, int, int], None]
+Write: TypeAlias = Callable[[Path, list[Any]], TokenFile]
 Labelled: TypeAlias = "list[tuple[bool, str]]"
 """Texts, and whether each is held out."""
+
 
 TOKENIZER = "tokenizer.json"
 PARTS = "parts"
@@ -156,22 +158,25 @@ def prepare(
         shard_tokens=(shard_tokens, 1),
         workers=(workers, 0),
     )
-    if tokenizer is None:
-        _check_training(vocab_size, eos_token)
     out, documents = path_of("out", out), _documents(source)
-    if re.search("[\ud800-\udfff]", str(out)):  # the tokenizers package writes no such name
-        raise ValueError(f"out {brief(str(out))} is not UTF-8; choose another name.")
+    if tokenizer is None:
+        check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     settings = [vocab_size, held_out_every, eos_token, sample_bytes, shard_tokens, PART_BYTES]
     facts = [*settings, given and given.to_str(), documents.fingerprint]
     made_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
-    prepared = _find(out, made_from)
+    prepared = _open_made(out, made_from)
     if prepared is None or (prepared.broken and not texts.may_skip):
         with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
             learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
-            sizes = vocabulary_size(learnt), token_id(learnt, eos_token), shard_tokens
-            parts = _write_parts(folder, texts, learnt, sizes, workers)
+            write = partial(
+                write_tokens,
+                vocab_size=vocabulary_size(learnt),
+                eos_id=token_id(learnt, eos_token),
+                shard_tokens=shard_tokens,
+            )
+            parts = _write_parts(folder, texts, learnt, write, workers)
             asked = vocab_size if given is None else None
             _join(folder, parts, {"made_from": made_from, "vocab_size_asked": asked})
         prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
@@ -211,34 +216,34 @@ class TextReader:
 
     def read(self, task: str, start: _Position) -> Iterator[tuple[_Position, Labelled]]:
         """Yield the position after each document, and its texts."""
-        are_few = self._are_few()
-        at, total, reported = start, self.documents.size or 0, -REPORT_BYTES
-        read = 0
+        at, total, reported, characters = start, self.documents.size or 0, -REPORT_BYTES, 0
         for record in self.documents.read(start.after):
-            text = record.content
+            texts: Labelled = []
+            at = attrs.evolve(at, after=record.after)
             if record.problem is not None:
                 problems = (*at.problems, record.problem)[:BROKEN_NAMED]
                 at = attrs.evolve(at, broken=at.broken + 1, problems=problems)
-            elif not isinstance(text, str):
+            elif not isinstance(record.content, str):
                 raise TypeError(
                     f"{record.name} is token ids, not text. forgekit.write_tokens writes a token "
                     "file of ids."
                 )
             else:
-                at, read = attrs.evolve(at, documents=at.documents + 1), read + len(text)
-            at = attrs.evolve(at, after=record.after)
-            done = record.done if total else read
+                at = attrs.evolve(at, documents=at.documents + 1)
+                characters += len(record.content)
+                texts = self._split(record.content, at.documents)
+            done = record.done if total else characters
             if done - reported >= REPORT_BYTES:
                 self.report(task, done, total)
                 reported = done
-            yield at, self._split(text, at.documents, are_few) if isinstance(text, str) else []
+            yield at, texts
         if not at.documents:
             first = f" (first: {at.problems[0]})" if at.broken else ""
             raise ValueError(
                 f"there is no text to prepare: {at.broken} documents are broken{first}. "
                 "Name files with at least one character that is not white space."
             )
-        self.report(task, total or read, total)
+        self.report(task, total or characters, total)
 
     def sample(self, limit: int) -> Iterator[str]:
         """Yield training texts of ``limit`` characters in all, from all over a larger source."""
@@ -253,8 +258,8 @@ class TextReader:
                 if limit <= 0:
                     return
 
-    def _split(self, text: str, number: int, are_few: bool) -> Labelled:
-        if not are_few:
+    def _split(self, text: str, number: int) -> Labelled:
+        if not self._are_few:
             return [(number % self.held_out_every == 0, text)]
         # At the last line break that leaves at least this share of the text behind it.
         latest = len(text) - max(1, len(text) // self.held_out_every)
@@ -262,13 +267,14 @@ class TextReader:
         parts = (False, text[:split]), (True, text[split:])
         return [part for part in parts if part[1]]
 
+    @cached_property
     def _are_few(self) -> bool:
         texts = (record for record in self.documents.read() if record.problem is None)
         return sum(1 for _ in islice(texts, self.held_out_every)) < self.held_out_every
 
 
 def _write_parts(
-    folder: Path, texts: TextReader, tokenizer: Any, sizes: tuple[int, int, int], workers: int
+    folder: Path, texts: TextReader, tokenizer: Any, write: Write, workers: int
 ) -> list[Path]:
     """Write all parts that are not there yet, several at a time; return the folders of all."""
     parts: list[Path] = []
@@ -277,9 +283,9 @@ def _write_parts(
     try:
         for part in _unwritten(folder, texts, parts):
             if pool is None:
-                _write_part(part, tokenizer, sizes)
+                _write_part(part, tokenizer, write)
                 continue
-            running.append(pool.submit(_load_and_write_part, part, folder, sizes))
+            running.append(pool.submit(_load_and_write_part, part, folder, write))
             if len(running) > workers:
                 running.popleft().result()
         for each in running:
@@ -312,8 +318,7 @@ def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_
         reader = reader or texts.read("tokens", position)
         content: Labelled = []
         size, is_last = 0, True
-        for after, of_document in reader:
-            position = after
+        for position, of_document in reader:  # noqa: B007
             content += of_document
             size += sum(len(text) for _, text in of_document)
             if size >= PART_BYTES:
@@ -323,28 +328,26 @@ def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_
 
 
 def _facts_of(part: Path) -> dict[str, Any] | None:
-    """What a finished part says of itself; None if it is not finished."""
+    """Read the facts of a finished part; None if it is not finished."""
     file = part / PART
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def _load_and_write_part(part: _Part, tokenizer: Path, sizes: tuple[int, int, int]) -> None:
-    _write_part(part, load_tokenizer(tokenizer), sizes)
+def _load_and_write_part(part: _Part, tokenizer: Path, write: Write) -> None:
+    _write_part(part, load_tokenizer(tokenizer), write)
 
 
-def _write_part(part: _Part, tokenizer: Any, sizes: tuple[int, int, int]) -> None:
+def _write_part(part: _Part, tokenizer: Any, write: Write) -> None:
     labelled = (((is_held_out, len(text.encode())), text) for is_held_out, text in part.texts)
-    writers: dict[bool, TokenWriter] = {}
+    ids: tuple[list[Any], list[Any]] = [], []
     text_bytes = [0, 0]
+    for (is_held_out, size), of_text in encode_texts(tokenizer, labelled):
+        ids[is_held_out].append(of_text)
+        text_bytes[is_held_out] += size
     with atomic_directory(part.folder, is_replaceable=lambda _: True) as folder:
-        for (is_held_out, size), ids in encode_texts(tokenizer, labelled):
-            if is_held_out not in writers:
-                (own := folder / _NAMES[is_held_out]).mkdir()
-                writers[is_held_out] = TokenWriter(own, *sizes)
-            writers[is_held_out].append(ids)
-            text_bytes[is_held_out] += size
-        for writer in writers.values():
-            writer.finish({})
+        for name, documents in zip(_NAMES, ids, strict=True):
+            if documents:
+                write(folder / name, documents)
         facts = {"end": attrs.asdict(part.end), "is_last": part.is_last, "text_bytes": text_bytes}
         (folder / PART).write_text(json.dumps(facts))
 
@@ -372,14 +375,12 @@ def _join(folder: Path, parts: list[Path], metadata: dict[str, Any]) -> None:
 
 
 def _start_pool(workers: int) -> ProcessPoolExecutor:
-    # Not forks of this process, whose threads may hold locks.
+    # Not forks of this process, whose threads may hold locks. Each process has one core.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(workers, context, initializer=_start_process)
-
-
-def _start_process() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
+    return ProcessPoolExecutor(
+        workers, context, initializer=os.putenv, initargs=("TOKENIZERS_PARALLELISM", "false")
+    )
 
 
 def _tokenizer(
@@ -396,7 +397,7 @@ def _tokenizer(
     return load_tokenizer(file)
 
 
-def _find(out: Path, made_from: str) -> Prepared | None:
+def _open_made(out: Path, made_from: str) -> Prepared | None:
     """Open an existing folder if it is complete and was made from exactly this, else None."""
     if not _is_prepared(out):
         return None
@@ -416,24 +417,14 @@ def _is_prepared(out: Path) -> bool:
     )
 
 
-def _check_training(vocab_size: int, eos_token: str) -> None:
-    check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
-    if eos_token != END_OF_TEXT:
-        raise ValueError(
-            f"eos_token is {brief(eos_token)}; a tokenizer that is trained here closes "
-            f'documents with "{END_OF_TEXT}" alone. Leave eos_token out, or pass a tokenizer.'
-        )
-
-
 def _warn_of_few(prepared: Prepared) -> None:
     """Warn that a trained tokenizer is smaller than requested: the model must fit it."""
     file = prepared.train
     if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):
         log.warning(
-            "the tokenizer has %s tokens instead of %s: the %s bytes of training text hold no more "
-            "pairs of tokens to join. Prepare more text, or ask for a vocabulary of %s",
-            *map("{:,}".format, (file.vocab_size, asked)),
-            *map("{:,}".format, (file.metadata["text_bytes"], file.vocab_size)),
+            f"the tokenizer has {file.vocab_size:,} tokens instead of {asked:,}: the "
+            f"{file.metadata['text_bytes']:,} bytes of training text hold no more pairs of tokens "
+            f"to join. Prepare more text, or ask for a vocabulary of {file.vocab_size:,}"
         )
 
 

@@ -13,11 +13,12 @@ trained on. The index is written last.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.documents import NumberedDocuments, check_ids
 from forgekit.files import atomic_directory, restore_replaced
-from forgekit.inputs import check_integers, parse_json, path_of
+from forgekit.inputs import check_integers, path_of
 
 INDEX = "index.json"
 OFFSETS = "offsets.npy"
@@ -79,63 +80,38 @@ def write_tokens(
         ...     file.read(0, 5).tolist(), file.offsets.tolist()
         ([1, 2, 0, 3, 0], [0, 3, 5])
     """
+    check_integers(vocab_size=(vocab_size, 1, 2**32), shard_tokens=(shard_tokens, 1))
+    check_integers(eos_id=(eos_id, 0, vocab_size - 1))
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    ends, counts = [0], []
+
+    def closed() -> Iterator[NDArray[Any]]:
+        for number, document in enumerate(documents):
+            ids = check_ids(f"document {number}", document, vocab_size)
+            ends.append(ends[-1] + len(ids) + 1)
+            yield np.append(ids, eos_id).astype(dtype)
+
     with atomic_directory(path, is_replaceable=is_token_file) as folder:
-        writer = TokenWriter(folder, vocab_size, eos_id, shard_tokens)
-        for document in documents:
-            writer.append(document)
-        writer.finish(metadata or {})
+        for shard in _shards(closed(), shard_tokens):
+            np.save(folder / _shard_name(len(counts)), shard)
+            counts.append(len(shard))
+        _finish(folder, vocab_size, eos_id, counts, np.array(ends), metadata or {})
     return open_tokens(path)
 
 
-class TokenWriter:
-    """Fills a folder with a token file, document by document; ``write_tokens`` in steps.
-
-    Args:
-        folder: An empty folder.
-        vocab_size: As for ``write_tokens``.
-        eos_id: As for ``write_tokens``.
-        shard_tokens: As for ``write_tokens``; so many tokens are held in memory.
-
-    Raises:
-        ValueError: If a size or id is out of range.
-    """
-
-    def __init__(self, folder: Path, vocab_size: int, eos_id: int, shard_tokens: int) -> None:
-        check_integers(vocab_size=(vocab_size, 1, 2**32), shard_tokens=(shard_tokens, 1))
-        check_integers(eos_id=(eos_id, 0, vocab_size - 1))
-        self._folder, self._shard_tokens = folder, shard_tokens
-        self._vocab_size, self._eos_id = vocab_size, eos_id
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self._waiting: list[NDArray[Any]] = []  # documents that no shard holds yet
-        self._tokens = 0  # of these
-        self._lengths: list[int] = []
-        self._shards: list[int] = []
-
-    def append(self, document: ArrayLike) -> None:
-        """Add a document and the id that closes it, over as many shards as it takes."""
-        ids = check_ids(f"document {len(self._lengths)}", document, self._vocab_size)
-        self._waiting.append(np.append(ids, self._eos_id).astype(self._dtype))
-        self._lengths.append(len(ids) + 1)
-        self._tokens += len(ids) + 1
-        if self._tokens >= self._shard_tokens:
-            self._save(least=self._shard_tokens)
-
-    def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Write what is left and the index: only now is the folder a token file."""
-        if not self._lengths:
-            raise ValueError("there are no documents; a token file needs at least one.")
-        self._save(least=1)
-        np.save(self._folder / OFFSETS, np.cumsum([0, *self._lengths]))
-        write_index(self._folder, self._vocab_size, self._eos_id, self._shards, metadata)
-
-    def _save(self, least: int) -> None:
-        """Write shards while at least so many tokens are waiting."""
-        ids = np.concatenate(self._waiting)
-        while len(ids) >= least:
-            shard, ids = ids[: self._shard_tokens], ids[self._shard_tokens :]
-            np.save(self._folder / _shard_name(len(self._shards)), shard)
-            self._shards.append(len(shard))
-        self._waiting, self._tokens = [ids], len(ids)
+def _shards(documents: Iterable[NDArray[Any]], size: int) -> Iterator[NDArray[Any]]:
+    """Join documents and split them again, into shards of one size and a rest."""
+    waiting: list[NDArray[Any]] = []
+    tokens = 0
+    for ids in documents:
+        waiting.append(ids)
+        tokens += len(ids)
+        while tokens >= size:
+            joined = np.concatenate(waiting)
+            yield joined[:size]
+            waiting, tokens = [joined[size:]], tokens - size
+    if tokens:
+        yield np.concatenate(waiting)
 
 
 def join_tokens(folder: Path, parts: Sequence[Path], metadata: Mapping[str, Any]) -> None:
@@ -146,28 +122,35 @@ def join_tokens(folder: Path, parts: Sequence[Path], metadata: Mapping[str, Any]
         parts: Folders of token files of one vocabulary, in order. They stay.
         metadata: As for ``write_tokens``.
     """
-    if not parts:
-        raise ValueError("there are no documents; a token file needs at least one.")
-    files = [open_tokens(part) for part in parts]
-    counts = [len(shard) for file in files for shard in file.shards]
-    names = [file.path / _shard_name(n) for file in files for n in range(len(file.shards))]
-    for number, name in enumerate(names):
-        try:
-            os.link(name, folder / _shard_name(number))
-        except OSError:  # a file system without links
-            shutil.copyfile(name, folder / _shard_name(number))
-    ends = np.cumsum([0, *(file.tokens for file in files)])
-    offsets = [file.offsets[:-1] + start for file, start in zip(files, ends, strict=False)]
-    np.save(folder / OFFSETS, np.concatenate([*offsets, ends[-1:]]))
-    write_index(folder, files[0].vocab_size, files[0].eos_id, counts, metadata)
+    files, counts = [open_tokens(part) for part in parts], []
+    for file in files:
+        for number, shard in enumerate(file.shards):
+            source, target = (_shard_name(n) for n in (number, len(counts)))
+            try:
+                os.link(file.path / source, folder / target)
+            except OSError:  # a file system without links
+                shutil.copyfile(file.path / source, folder / target)
+            counts.append(len(shard))
+    lengths = [np.diff(file.offsets) for file in files]
+    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
+    sizes = (files[0].vocab_size, files[0].eos_id) if files else (0, 0)
+    _finish(folder, *sizes, counts, offsets, metadata)
 
 
-def write_index(
-    folder: Path, vocab_size: int, eos_id: int, shards: Sequence[int], metadata: Mapping[str, Any]
+def _finish(
+    folder: Path,
+    vocab_size: int,
+    eos_id: int,
+    counts: list[int],
+    offsets: NDArray[np.int64],
+    metadata: Mapping[str, Any],
 ) -> None:
-    """Write the index of a token file whose arrays are complete."""
+    """Write the offsets and the index beside complete shards: now the folder is a token file."""
+    if not counts:
+        raise ValueError("there are no documents; a token file needs at least one.")
+    np.save(folder / OFFSETS, offsets)
     digest, checksums = hashlib.sha256(f"{vocab_size} {eos_id}".encode()), {}
-    for name in (*map(_shard_name, range(len(shards))), OFFSETS):
+    for name in (*map(_shard_name, range(len(counts))), OFFSETS):
         array = np.load(folder / name)
         checksums[name] = hashlib.sha256(array).hexdigest()
         digest.update(array)  # of the tokens alone, whatever the shards
@@ -175,7 +158,7 @@ def write_index(
         **KIND,
         "vocab_size": vocab_size,
         "eos_id": eos_id,
-        "shards": list(shards),
+        "shards": counts,
         "checksums": checksums,
         "fingerprint": digest.hexdigest(),
         "metadata": dict(metadata),
@@ -281,16 +264,9 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
                 f"{folder / name} has another checksum than {INDEX} says: its content has changed "
                 "since it was written. Write the token file again, or restore the file."
             )
-    return TokenFile(
-        path=folder,
-        vocab_size=vocab_size,
-        eos_id=index["eos_id"],
-        fingerprint=index["fingerprint"],
-        metadata=index["metadata"],
-        offsets=offsets,
-        shards=shards,
-        starts=[0, *np.cumsum(counts).tolist()[:-1]],
-    )
+    starts = [0, *itertools.accumulate(counts[:-1])]
+    eos_id, fingerprint, metadata = index["eos_id"], index["fingerprint"], index["metadata"]
+    return TokenFile(folder, vocab_size, eos_id, fingerprint, metadata, offsets, shards, starts)
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
@@ -341,12 +317,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
             "forgekit.write_tokens and `forgekit prepare` make one."
         )
     try:
-        index = parse_json(file.read_bytes())
-        if any(index.get(key) != value for key, value in KIND.items()):
+        index = json.loads(file.read_bytes())
+        if not isinstance(index, dict) or {**index, **KIND} != index:
             raise ValueError(f"it is no {KIND['kind']} of version {KIND['version']}")
-        _ = sum(index["shards"]), dict(index["checksums"]), dict(index["metadata"])
-        _ = index["fingerprint"] + "", index["vocab_size"] - index["eos_id"]
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{file} is no index of a token file that can be read here ({error}). Write the token "
             "file again, or name another directory."

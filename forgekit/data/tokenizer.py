@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.data.optional_packages import require
-from forgekit.inputs import brief, check_integers, path_of, quoted, wrong_type
+from forgekit.inputs import brief, check_integers, path_of, quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         only the writer of a token file may end a document.
 
     Raises:
-        TypeError: If ``vocab_size`` is no integer, or ``texts`` is one text or holds anything else.
+        TypeError: If ``texts`` is one text, which would be read letter by letter.
         ValueError: If ``vocab_size`` is too small for all bytes, or above 2**22.
 
     Examples:
@@ -98,9 +98,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def split_long_words(texts: Iterable[str]) -> Iterator[str]:
     """Split texts inside words that are far longer than those of any language."""
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise wrong_type(f"text {number}", text, "an iterable of texts")
+    for text in texts:
         start = 0
         for end in range(RUN, len(text), RUN):
             if _ONE_RUN.fullmatch(text, end - RUN // 2, end + RUN // 2):
@@ -130,8 +128,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise FileNotFoundError(
             f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
         )
-    if not file.stat().st_size:  # /proc/kmsg has none, and reading it never ends
-        raise ValueError(f"{file} is empty. Name what the tokenizers package saves.")
     tokenizers = require("tokenizers", extra="text")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -167,12 +163,9 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Look up the id of a special token.
 
     Raises:
-        TypeError: If the token is no text.
         ValueError: If the tokenizer has no such special token; lists those that it has. An ordinary
             token would end documents in their middle.
     """
-    if not isinstance(token, str):
-        raise wrong_type("eos_token", token, "its text")
     added = {entry.content: id for id, entry in tokenizer.get_added_tokens_decoder().items()}
     if token in added:
         return added[token]
@@ -228,23 +221,21 @@ def _splits_at_words(tokenizer: Any) -> bool:
 
 
 def _pieces(texts: Iterable[tuple[T, str]], longest: int) -> Iterator[tuple[T, str, bool]]:
+    """Split long texts where the tokenizer splits as well; say which piece is the last."""
     for label, text in texts:
         start = 0
         while len(text) - start > longest:
-            stop = _split_point(text, start + longest // 2, start + longest)
-            if stop is None:
+            earliest, latest = start + longest // 2, start + longest
+            split = (
+                _BEFORE_LINE.search(text, earliest, latest)
+                or _BEFORE_WORD.search(text, earliest, latest)
+                or _BEFORE_WORD.search(text, earliest)
+            )
+            if split is None:
                 break
-            yield label, text[start:stop], False
-            start = stop
+            yield label, text[start : split.start()], False
+            start = split.start()
         yield label, text[start:] if start else text, True
-
-
-def _split_point(text: str, earliest: int, latest: int) -> int | None:
-    """Find where the tokenizer splits as well, behind ``latest`` if there is none before."""
-    for pattern, *end in ((_BEFORE_LINE, latest), (_BEFORE_WORD, latest), (_BEFORE_WORD,)):
-        if found := pattern.search(text, earliest, *end):
-            return found.start()
-    return None
 
 
 def _batches(pieces: Iterable[tuple[T, str, bool]]) -> Iterator[list[tuple[T, str, bool]]]:

@@ -170,7 +170,6 @@ DAMAGE = {
     ),
     "version": (edit_index(version=1), r"it is no forgekit-tokens of version 2\). Write the to"),
     "earlier kind": (edit_index(kind=None), "it is no forgekit-tokens of version 2"),
-    "shards": (edit_index(shards=None), "is no index of a token file that can be read here"),
     "json": (edit("index.json", lambda b: b[:20]), "is no index of a token file that can be read"),
 }
 
