@@ -98,13 +98,15 @@ if _TYPE_CHECKING:
     )
     from forgekit.run.run_directory import every as every, open_run as open_run
     from forgekit.checkpoints.save import (
-        Keep as Keep,
         PendingSave as PendingSave,
         checkpoint_save as checkpoint_save,
     )
     from forgekit.checkpoints.load import checkpoint_load as checkpoint_load
     from forgekit.ranks import CheckpointError as CheckpointError
-    from forgekit.checkpoints.directory import latest_checkpoint as latest_checkpoint
+    from forgekit.checkpoints.directory import (
+        Keep as Keep,
+        latest_checkpoint as latest_checkpoint,
+    )
     from forgekit.huggingface.load import (
         huggingface_spec as huggingface_spec,
         load_huggingface as load_huggingface,
@@ -169,10 +171,10 @@ _NAMES = _MappingProxyType(
         "steps.make_step": "make_step step_metrics",
         "run.recipe_parts": "Setup fitting_batch_size held_out_loader train_loader",
         "run.run_directory": "every open_run",
-        "checkpoints.save": "Keep PendingSave checkpoint_save",
+        "checkpoints.save": "PendingSave checkpoint_save",
         "checkpoints.load": "checkpoint_load",
         "ranks": "CheckpointError",
-        "checkpoints.directory": "latest_checkpoint",
+        "checkpoints.directory": "Keep latest_checkpoint",
         "huggingface.load": "huggingface_spec load_huggingface",
         "huggingface.save": "save_huggingface",
         "run.bad_steps": "BadSteps bad_step_policy",

@@ -1,83 +1,144 @@
 """Where checkpoints are kept, and which of them count.
 
 A checkpoint is a folder of safetensors files and a manifest, which lists them with sizes and
-checksums. ``LocalStorage`` is a directory that all ranks share. There a checkpoint is written into
-a hidden folder, and only when all of it is durable that folder is renamed to ``step_00000100``, and
-only after that does the symlink ``latest`` move. A process that dies at any point leaves the
-earlier checkpoints as they were, and a folder that nobody mistakes for one; the next save removes
-it.
+checksums. In a ``LocalStorage``, a directory that all ranks share, it is written into a hidden
+folder, and only when all of it is durable that folder is renamed to ``step_00000100``, and only
+after that does the symlink ``latest`` move. A process that dies at any point leaves the earlier
+checkpoints as they were, and a folder that nobody mistakes for one; the next save removes it.
 
-``RemoteStorage`` is a URL and has the same methods: see ``remote.py``.
+A ``RemoteStorage`` is a URL, in an object store or wherever fsspec reaches. There is no rename, no
+lock and no symlink there, and an object appears when it is complete. So the manifest does what the
+rename does on a disk: it is written last, and what it does not name does not count. Each save has a
+folder of its own, because overwriting the files of an earlier save of the same step would leave a
+mixture if it stopped half-way::
+
+    step_00000100/data-1f3a90c2/rank_00000.safetensors
+    step_00000100/manifest.json
+
+Nothing tells a running save from a dead one there, so only one run at a time may save to a URL:
+each save deletes folders that no manifest names. Nor does anything keep a checkpoint while another
+run loads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
+import math
 import os
+import posixpath
 import re
 import shutil
+import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar, overload
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
 
 import attrs
 
 from forgekit.files import (
+    atomic_directory,
     is_locked,
     locked,
     make_folder,
     open_regular,
-    replace,
+    restore_replaced,
     sync,
-    write_atomic,
 )
+from forgekit.inputs import check_integers, parse_json
 from forgekit.ranks import CheckpointError, Ranks, explain
 
-if TYPE_CHECKING:
-    from forgekit.checkpoints.remote import RemoteStorage
-    from forgekit.checkpoints.save import Keep
-
-
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
 PAUSES_S = (0.5, 2.0, 8.0)
 """Between tries to read a file of a storage that does not answer."""
+CHUNK_BYTES = 4 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
-_HIDDEN = re.compile(r"\.(tmp|old)-(step_\d{8,})(-deleted)?-[0-9a-f]+")
+_HIDDEN = re.compile(r"\.(step_\d{8,})\.[0-9a-f]{12}\.(new|old)")
+"""Folders of unfinished saves, as ``atomic_directory`` names them."""
+_DATA = "data-"
+_PLAIN = re.compile(r"\w[\w.-]*")
+"""Names without a folder in front of them."""
 _URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
-CHUNK_BYTES = 4 << 20
 _NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Errors of opening a pipe, a socket, a link or a directory as a file."""
-_KINDS = MappingProxyType(
-    {
-        "step": int,
-        "files": dict,
-        "tensors": dict,
-        "optimizer": dict,
-        "fields": dict,
-        "run": str,
-        "model": dict,
-    }
-)
 
 T = TypeVar("T")
+Manifest: TypeAlias = dict[str, Any]
 
 log = logging.getLogger("forgekit")
 
 
 class ManifestError(ValueError):
     """A manifest is missing, damaged, or not one; the message continues a sentence about it."""
+
+
+@attrs.frozen(kw_only=True)
+class Keep:
+    """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
+
+    The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
+    Only committed checkpoints count.
+
+    Attributes:
+        last: How many of the newest, at least 1.
+        every: Keep steps that are multiples of this number; None for none.
+        milestones: Keep step 0 and powers of two.
+        best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
+        largest: Count the largest metrics as the best.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> sorted(Keep(last=1, every=300, milestones=True).of(dict.fromkeys(range(0, 1000, 100))))
+        [0, 300, 600, 900]
+        >>> sorted(Keep(last=1, best=1).of({100: 3.5, 200: 3.1, 300: None, 400: 3.3}))
+        [200, 400]
+    """
+
+    last: int = 3
+    every: int | None = None
+    milestones: bool = False
+    best: int = 0
+    largest: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(
+                f"keep {self.last} must be at least 1: retention never deletes the newest "
+                "checkpoint. Pass None to keep all."
+            )
+        every = 1 if self.every is None else self.every
+        check_integers(every=(every, 1), best=(self.best, 0))
+
+    def of(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """Choose among checkpoints.
+
+        Args:
+            metrics: The metric of each committed step; None or NaN where there is none.
+
+        Returns:
+            The steps that stay.
+        """
+        steps = sorted(metrics)
+        kept = set(steps[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step and step % self.every == 0}
+        if self.milestones:
+            kept |= {step for step in steps if step & (step - 1) == 0}
+        measured = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
+        # Of equally good ones the newest.
+        ranked = sorted(measured, key=lambda s: (-measured[s] if self.largest else measured[s], -s))
+        return kept | set(ranked[: self.best])
 
 
 @attrs.frozen
@@ -89,150 +150,205 @@ class LocalStorage:
     def __str__(self) -> str:
         return str(self.directory)
 
-    def steps(self) -> dict[int, Path]:
-        """Return every ``step_*`` folder by step, committed or not."""
-        named = steps_among(path.name for path in self._entries())
-        return {step: self.directory / name for step, name in named.items()}
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is."""
+        return self.directory / step_name(step)
 
-    def names(self, path: Path) -> list[str]:
-        """List a checkpoint's folder."""
-        return [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    def names(self, step: int | None = None) -> list[str]:
+        """List the directory, or a checkpoint's folder; nothing if it is not there."""
+        folder = self.directory if step is None else self.path(step)
+        return [path.name for path in folder.iterdir()] if folder.exists() else []
 
-    def load_manifest(self, path: Path) -> dict[str, Any]:
-        """Read the manifest of a checkpoint; raises ``ManifestError`` if it is not one."""
-        try:
-            with open_regular(path / MANIFEST, follow=False) as stream:
-                return parse_manifest(stream.read())
-        except (FileNotFoundError, NotADirectoryError):
-            raise ManifestError("is missing") from None
-        except OSError as error:
-            if error.errno not in _NO_FILE:
-                raise  # the file may be whole
-            raise ManifestError(f"cannot be read: {error.strerror or error}") from None
-
-    def opened(self, path: Path, name: str) -> BinaryIO:
+    def opened(self, step: int, name: str) -> BinaryIO:
         """Open a file of a checkpoint."""
-        return open_regular(path / name)
+        return open_regular(self.path(step) / name)
 
     @contextmanager
-    def reading(self, path: Path) -> Iterator[None]:
+    def reading(self, step: int) -> Iterator[None]:
         """Lock a checkpoint against retention."""
-        with locked(path, shared=True):
+        with locked(self.path(step), shared=True):
             yield
 
     @contextmanager
-    def fetched(self, path: Path, name: str) -> Iterator[Path]:
+    def fetched(self, step: int, name: str) -> Iterator[Path]:
         """Yield the path of a checkpoint's file on this machine."""
-        yield path / name
+        yield self.path(step) / name
 
     @contextmanager
-    def workspace(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
-        """Make a folder for the files of a save, and remove it unless it was committed.
+    def writing(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
+        """Make a folder for the files of a save; once the body has ended they are a checkpoint.
 
         Yields:
             The folder, which all ranks share, and its name inside the checkpoint: none.
         """
         with ExitStack() as stack:
-            fresh = self._temporary(step)
-            yield ranks.first(lambda: stack.enter_context(fresh)), ""
 
-    def deliver(self, path: Path, _folder: str, _step: int, name: str) -> None:
+            def begin() -> Path:
+                make_folder(self.directory)
+                self._remove_leftovers()
+                fresh = atomic_directory(self.path(step), is_replaceable=lambda _: True)
+                return stack.enter_context(fresh)
+
+            yield ranks.first(begin), ""
+            # Each of these is durable before the next one starts: contents (synced by the rank
+            # that wrote them), manifest, the folder that lists them, the new name. A crash between
+            # any two leaves either a folder without a name or a checkpoint that is whole.
+            ranks.first(stack.close)
+
+    def deliver(self, folder: Path, _inside: str, _step: int, name: str) -> None:
         """Sync this rank's file, which is where it belongs."""
-        sync(path / name)
+        sync(folder / name)
 
-    def commit(self, path: Path, manifest: dict[str, Any]) -> Path:
-        """Turn a written folder into a checkpoint and point ``latest`` at it."""
-        final = self.directory / step_name(manifest["step"])
-        # Each of these is durable before the next one starts: contents (synced by their writers),
-        # manifest, the folder that lists them, the new name, latest. A crash between any two
-        # leaves either a folder without a name or a checkpoint that is whole.
-        write_atomic(path / MANIFEST, format_manifest(manifest))
-        sync(path)
-        aside = final.with_name(unique(f".old-{final.name}"))  # for an earlier save of this step
-        replace(final, path, aside)
-        self.point_latest(final.name)
-        shutil.rmtree(aside, ignore_errors=True)  # last, so that one of the two is always whole
-        return final
-
-    def point_latest(self, name: str) -> None:
+    def point_latest(self, step: int) -> None:
         """Let the symlink ``latest`` point to a checkpoint; a failure is logged."""
         latest, link = self.directory / "latest", self.directory / ".latest.new"
-        with only_warns(f"{latest} does not point to {name}"):
+        with only_warns(f"{latest} does not point to {step_name(step)}"):
             link.unlink(missing_ok=True)  # of a save that died here
             try:
-                link.symlink_to(name)
+                link.symlink_to(step_name(step))
                 link.replace(latest)  # a symlink cannot be changed in one step
                 sync(self.directory)
             finally:
                 link.unlink(missing_ok=True)
 
-    def discard(self, path: Path) -> None:
-        """Delete a checkpoint, renamed first, so that a half-deleted one does not count."""
-        # The new name begins with .tmp-, so that the next save deletes what is left.
-        doomed = path.with_name(unique(f".tmp-{path.name}-deleted"))
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+    def discard(self, step: int) -> None:
+        """Delete a checkpoint, renamed first, so that a half-deleted one does not count.
 
-    def check_empty(self) -> None:
-        """Refuse a path without checkpoints that is something else.
-
-        Raises:
-            CheckpointError: If it is a file or a checkpoint itself.
+        One that another process is loading stays.
         """
-        if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError(
-                f"{self} is a file; name the directory that holds the checkpoints."
-            )
-        with contextlib.suppress(ManifestError):
-            self.load_manifest(self.directory)
-            raise CheckpointError(
-                f"{self} is a checkpoint itself; name the directory that holds it, "
-                f"{self.directory.parent}, and choose it with step=."
-            )
+        if not is_locked(path := self.path(step)):
+            # The next save deletes what is left under this name.
+            path.rename(doomed := path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new"))
+            shutil.rmtree(doomed)
 
     def restore_replaced(self) -> None:
         """Give a checkpoint its name back if a save set it aside and died before replacing it."""
-        hidden = self._hidden()
-        if any(is_locked(path) for path, match in hidden.items() if match[1] == "tmp"):
-            return  # that save is alive
-        for path, match in hidden.items():
-            final = self.directory / match[2]
-            if match[1] == "old" and not final.exists():
-                with contextlib.suppress(ManifestError):
-                    self.load_manifest(path)
-                    path.rename(final)
+        for old in self.directory.glob(".step_*.old"):
+            restore_replaced(old.with_name(old.name.split(".")[1]))
 
-    def remove_leftovers(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Delete what dead processes left; folders of living ones are locked."""
         self.restore_replaced()
-        for path in self._hidden():
-            if not is_locked(path):
+        for name in filter(_HIDDEN.fullmatch, self.names()):
+            path = self.directory / name
+            if path.is_dir() and not is_locked(path.with_suffix(".new")):
                 shutil.rmtree(path, ignore_errors=True)
 
+
+@attrs.frozen
+class RemoteStorage:
+    """A URL, with the methods of ``LocalStorage``.
+
+    Attributes:
+        url: The URL, without a slash at its end.
+        fs: The file system of fsspec for it.
+        root: The URL as this file system takes it.
+    """
+
+    url: str
+    fs: Any
+    root: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def path(self, step: int) -> str:
+        """Return the URL of the checkpoint of a step."""
+        return f"{self.url}/{step_name(step)}"
+
+    def names(self, step: int | None = None) -> list[str]:
+        """List the URL, or a checkpoint's folder without the folders of saves."""
+        inside = self._list(self.root if step is None else self._inside(step))
+        return [name for name in inside if not name.startswith(_DATA)]
+
+    def opened(self, step: int, name: str) -> BinaryIO:
+        """Open a file of a checkpoint."""
+        return self.fs.open(self._inside(step, name), "rb")
+
     @contextmanager
-    def _temporary(self, step: int) -> Iterator[Path]:
-        make_folder(self.directory)
-        self.remove_leftovers()
-        temporary = self.directory / unique(f".tmp-{step_name(step)}")
-        temporary.mkdir()
-        with locked(temporary):  # so that another process's save sees that this one is alive
+    def reading(self, step: int) -> Iterator[None]:  # noqa: ARG002
+        """Nothing can lock a URL."""
+        yield
+
+    @contextmanager
+    def fetched(self, step: int, name: str) -> Iterator[Path]:
+        """Yield a copy of a file on the local disk."""
+        with tempfile.NamedTemporaryFile() as local, self.opened(step, name) as stream:
+            shutil.copyfileobj(stream, local, CHUNK_BYTES)
+            local.flush()
+            yield Path(local.name)
+
+    @contextmanager
+    def writing(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
+        """Make a folder on each rank's own disk; once the body has ended the manifest is uploaded.
+
+        Yields:
+            The folder, and that of the checkpoint to which the files are uploaded.
+        """
+
+        def commit() -> None:
+            # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
+            self.fs.pipe_file(self._inside(step, MANIFEST), (folder / MANIFEST).read_bytes())
+
+        inside = ranks.first(lambda: self._remove_leftovers() or f"{_DATA}{uuid.uuid4().hex[:8]}")
+        with ExitStack() as stack:
+            fresh = tempfile.TemporaryDirectory(prefix=f"forgekit-{step_name(step)}-")
+            folder = Path(ranks.together(lambda: stack.enter_context(fresh)))
             try:
-                yield temporary
+                yield folder, inside
+                ranks.first(commit)
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                if ranks.rank == 0:
+                    with only_warns(f"could not delete what no checkpoint of {self} needs"):
+                        self._remove_leftovers()
 
-    def _entries(self) -> list[Path]:
-        return [*self.directory.iterdir()] if self.directory.is_dir() else []
+    def deliver(self, folder: Path, inside: str, step: int, name: str) -> None:
+        """Upload this rank's file, and check that all of it has arrived."""
+        target = self._inside(step, inside)
+        self.fs.makedirs(target, exist_ok=True)
+        self.fs.put_file(str(folder / name), f"{target}/{name}")
+        self.fs.invalidate_cache()
+        size, expected = self.fs.info(f"{target}/{name}")["size"], (folder / name).stat().st_size
+        if size != expected:
+            raise CheckpointError(
+                f"{self.path(step)}/{inside}/{name} has {size} bytes after the upload instead of "
+                f"{expected}. Save again; does another run save there?"
+            )
 
-    def _hidden(self) -> dict[Path, re.Match[str]]:
-        """Return the folders of unfinished saves, with the parts of their names."""
-        folders = (p for p in self._entries() if p.is_dir() and not p.is_symlink())
-        return {path: match for path in folders if (match := _HIDDEN.fullmatch(path.name))}
+    def point_latest(self, step: int) -> None:
+        """A URL has no ``latest``; the newest step is found by listing."""
+
+    def discard(self, step: int) -> None:
+        """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
+        self.fs.rm_file(self._inside(step, MANIFEST))
+        self.fs.rm(self._inside(step), recursive=True)
+
+    def restore_replaced(self) -> None:
+        """No save sets a checkpoint aside here."""
+
+    def _remove_leftovers(self) -> None:
+        """Delete what dead saves left, and what a save of the same step replaced."""
+        for step in steps_among(self.names()):
+            try:
+                named = read_manifest(self, step).get("folder")
+            except ManifestError:
+                named = None
+            for name in self._list(self._inside(step)):
+                if name.startswith(_DATA) and name != named:
+                    self.fs.rm(self._inside(step, name), recursive=True)
+
+    def _list(self, path: str) -> list[str]:
+        self.fs.invalidate_cache()  # fsspec remembers listings, also of what others have changed
+        try:
+            return [posixpath.basename(p.rstrip("/")) for p in self.fs.ls(path, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _inside(self, step: int, *names: str) -> str:
+        return "/".join([self.root, step_name(step), *names])
 
 
-Storage: TypeAlias = "LocalStorage | RemoteStorage"
-Checkpoint: TypeAlias = Any
-"""A folder in a ``LocalStorage``, a URL in a ``RemoteStorage``."""
+Storage: TypeAlias = LocalStorage | RemoteStorage
 
 
 def storage_of(directory: str | os.PathLike[str]) -> Storage:
@@ -240,18 +356,19 @@ def storage_of(directory: str | os.PathLike[str]) -> Storage:
 
     Raises:
         ValueError: If it is a URL that became a path, or its scheme is not known.
-        ImportError: If it is a URL and fsspec, or what it needs for it, is not installed.
+        ImportError: If the package that fsspec needs for the URL's scheme is not installed.
     """
     if isinstance(directory, Path) and _URL_AS_PATH.match(str(directory)):
         raise ValueError(
             f"directory {directory} looks like a URL that became a Path, which merges its slashes. "
             "Pass the URL as a string."
         )
-    if "://" not in os.fspath(directory):
+    if "://" not in (url := os.fspath(directory)):
         return LocalStorage(Path(directory))
-    from forgekit.checkpoints.remote import RemoteStorage
+    from fsspec.core import url_to_fs
 
-    return RemoteStorage.at(os.fspath(directory))
+    fs, root = url_to_fs(url)
+    return RemoteStorage(url.rstrip("/"), fs, root.rstrip("/"))
 
 
 @overload
@@ -276,81 +393,91 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
         True
     """
     # The symlink moves after the commit, so a crash may leave it one behind.
-    steps = committed(storage_of(directory))
-    return steps[max(steps)] if steps else None
+    storage = storage_of(directory)
+    steps = committed(storage)
+    return storage.path(max(steps)) if steps else None
 
 
-def committed(storage: Storage) -> dict[int, Checkpoint]:
-    """Return the checkpoints by step: those whose manifest is whole and names that step."""
+def committed(storage: Storage) -> dict[int, Manifest]:
+    """Return the manifests of the checkpoints by step."""
     return survey(storage)[0]
 
 
-def survey(storage: Storage) -> tuple[dict[int, Checkpoint], dict[Checkpoint, str]]:
-    """Return the checkpoints by step, and what only looks like one, with its fault."""
-    good, faulty = {}, {}
-    for step, path in patiently(storage.steps, str(storage)).items():
-        if fault := _find_fault(storage, step, path):
-            faulty[path] = fault
-        else:
-            good[step] = path
-    return good, faulty
+def survey(storage: Storage) -> tuple[dict[int, Manifest], dict[int, str]]:
+    """Return the manifests of the checkpoints, and the faults of what only looks like one."""
+    manifests: dict[int, Manifest] = {}
+    faults: dict[int, str] = {}
+    for step in steps_among(patiently(storage.names, str(storage))):
+        try:
+            manifests[step] = read_manifest(storage, step)
+        except ManifestError as error:
+            faults[step] = str(error)
+    return manifests, faults
 
 
-def manifest_of(storage: Storage, path: Checkpoint) -> dict[str, Any]:
-    """Read a checkpoint's manifest; raises ``ManifestError`` if it is not one."""
-    return patiently(lambda: storage.load_manifest(path), f"{path}/{MANIFEST}")
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """Read a checkpoint's manifest; raises ``ManifestError`` if it is not one of this step."""
+
+    def read() -> bytes:
+        try:
+            with storage.opened(step, MANIFEST) as stream:
+                return stream.read()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ManifestError("is missing") from None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise  # the file may be whole
+            raise ManifestError(f"cannot be read: {error.strerror or error}") from None
+
+    manifest = parse_manifest(patiently(read, f"{storage.path(step)}/{MANIFEST}"))
+    if (named := manifest.get("step", step)) != step:
+        raise ManifestError(
+            f"says step {named}, so the directory was renamed; {step_name(named)} is its name"
+        )
+    return manifest
 
 
-def runs_of(storage: Storage, steps: Mapping[int, Checkpoint]) -> dict[str, int]:
+def runs_of(manifests: Mapping[int, Manifest]) -> dict[str, int]:
     """Return the newest step of each run whose checkpoints are there."""
-    runs = {manifest_of(storage, steps[step]).get("run"): step for step in sorted(steps)}
-    return {run: step for run, step in runs.items() if run}  # a newer format may have none
+    # A manifest of another format may name no run.
+    return {manifests[s]["run"]: s for s in sorted(manifests) if "run" in manifests[s]}
 
 
 def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
     """Delete the checkpoints that a rule does not name; never the one that was just saved.
-
-    One that another process is loading stays, too.
 
     Args:
         storage: Where they are.
         keep: The rule; None keeps all.
         saved: The step that was just saved.
     """
-    steps, faulty = survey(storage)
-    for path, fault in faulty.items():
+    manifests, faults = survey(storage)
+    for step, fault in faults.items():
         if fault != "is missing":
+            path = storage.path(step)
             log.warning("%s is kept and not counted: its %s %s", path, MANIFEST, fault)
-    if max(steps, default=saved) > saved:
+    if max(manifests, default=saved) > saved:
         log.warning(
             "%s holds step %d, newer than step %d that was just saved, and a resumed run will "
             "start from there. Delete the newer ones or save to another directory.",
-            *(storage, max(steps), saved),
+            *(storage, max(manifests), saved),
         )
-    if keep is None:
-        return
-    metrics = {step: manifest_of(storage, path).get("metric") for step, path in steps.items()}
-    for step in sorted(steps.keys() - keep.of(metrics) - {saved}):
-        # A reader holds a shared lock on a folder; nothing can lock a URL.
-        if not (isinstance(steps[step], Path) and is_locked(steps[step])):
-            _discard(storage, steps[step])
+    if keep is not None:
+        kept = keep.of({step: manifest.get("metric") for step, manifest in manifests.items()})
+        _discard(storage, sorted(manifests.keys() - kept - {saved}))
 
 
 def discard_after(storage: Storage, step: int) -> None:
     """Delete the checkpoints after a step to which a run was rolled back; ``latest`` names it."""
-    storage.point_latest(step_name(step))  # first, so that it never names a deleted one
-    for newer, path in sorted(committed(storage).items()):
-        if newer > step:
-            _discard(storage, path)
+    storage.point_latest(step)  # first, so that it never names a deleted one
+    _discard(storage, sorted(newer for newer in committed(storage) if newer > step))
 
 
-def find_damage(
-    storage: Storage, path: Checkpoint, name: str, expected: dict[str, Any]
-) -> str | None:
+def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]) -> str | None:
     """Compare a file with its manifest entry; return what is wrong, or None."""
-    file = f"{path}/{name}"
+    file = f"{storage.path(step)}/{name}"
     try:
-        size, crc32 = patiently(lambda: _digest(storage, path, name), file)
+        size, crc32 = patiently(lambda: _digest(storage, step, name), file)
     except (FileNotFoundError, NotADirectoryError):
         return f"{file} is missing ({expected['bytes']} bytes expected)"
     except OSError as error:
@@ -404,20 +531,25 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def format_manifest(manifest: dict[str, Any]) -> bytes:
+def steps_among(names: list[str]) -> list[int]:
+    """Return the steps whose folders are among the names."""
+    return [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
+
+
+def format_manifest(manifest: Manifest) -> bytes:
     """Write a manifest out, with its checksum."""
     # The checksum is of what a reader will parse: JSON turns tuples into lists.
     plain = json.loads(json.dumps(manifest))
     return json.dumps({**plain, "checksum": _checksum(plain)}, indent=1).encode()
 
 
-def parse_manifest(content: bytes) -> dict[str, Any]:
+def parse_manifest(content: bytes) -> Manifest:
     """Parse a manifest; one of another format is returned unchecked."""
     try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError):  # of many brackets
+        manifest = parse_json(content)
+    except ValueError:
         raise ManifestError("is not JSON") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int | str):
+    if not isinstance(manifest, dict) or "format" not in manifest:
         raise ManifestError("describes no checkpoint")
     if manifest["format"] != FORMAT:
         return manifest
@@ -427,69 +559,30 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
             f"was changed after it was saved: its checksum is {checksum[:12]} instead of "
             f"{manifest.get('checksum')!r:.14}"
         )
-    _check(manifest)
+    names = (manifest["folder"] or MANIFEST, *manifest["files"])
+    if outside := [name for name in names if not _PLAIN.fullmatch(name)]:
+        raise ManifestError(f"names a file outside the checkpoint: {outside[0]!r:.80}")
+    counters = manifest["step"], manifest["fields"]["step"], manifest["fields"]["samples"]
+    if not all(isinstance(count, int) and count >= 0 for count in counters):
+        raise ManifestError("has a step or a number of samples that is no count")
     return manifest
 
 
-def _checksum(manifest: dict[str, Any]) -> str:
+def _checksum(manifest: Manifest) -> str:
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _check(manifest: dict[str, Any]) -> None:
-    """Check the entries that are used before anything of a checkpoint is read."""
-    for key, kind in _KINDS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise ManifestError(f"has no {key!r}, or one of the wrong type")
-    if not isinstance(manifest.get("metric"), int | float | None):
-        raise ManifestError(f"has the metric {manifest['metric']!r:.40}, which is not a number")
-    counters = [manifest["step"], *(manifest["fields"].get(name) for name in ("step", "samples"))]
-    if not all(isinstance(count, int) and count >= 0 for count in counters):
-        raise ManifestError("has a step or a number of samples that is no count")
-    folder = manifest.get("folder", "")
-    if not isinstance(folder, str) or folder.strip(".") != folder or "/" in folder:
-        raise ManifestError(f"names a folder outside the checkpoint: {folder!r:.80}")
-    for name, entry in manifest["files"].items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ManifestError(f"names a file outside the checkpoint: {name!r:.80}")
-        is_entry = isinstance(entry, dict) and {"bytes", "crc32"} <= entry.keys()
-        if not is_entry or not isinstance(entry["bytes"], int):
-            raise ManifestError(f"has no size and checksum of {name!r:.80}")
+def _discard(storage: Storage, steps: list[int]) -> None:
+    for step in steps:
+        with only_warns(f"could not delete the old checkpoint {storage.path(step)}"):
+            storage.discard(step)
 
 
-def _find_fault(storage: Storage, step: int, path: Checkpoint) -> str | None:
-    """Say what a manifest is or does wrong; None for nothing."""
-    try:
-        named = manifest_of(storage, path).get("step", step)
-    except ManifestError as error:
-        return str(error)
-    if named == step:
-        return None
-    return f"says step {named}, so the directory was renamed; {step_name(named)} is its name"
-
-
-def _discard(storage: Storage, path: Checkpoint) -> None:
-    try:
-        storage.discard(path)
-    except Exception as error:  # stores have errors of their own
-        log.warning("could not delete the old checkpoint %s: %s", path, error)
-
-
-def _digest(storage: Storage, path: Checkpoint, name: str) -> tuple[int, str]:
+def _digest(storage: Storage, step: int, name: str) -> tuple[int, str]:
     size, checksum = 0, 0
-    with storage.opened(path, name) as stream:
+    with storage.opened(step, name) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return size, f"{checksum:08x}"
-
-
-def steps_among(names: Iterable[str]) -> dict[int, str]:
-    """Return those of the names that are a step's, by step."""
-    return {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
-
-
-def unique(stem: str) -> str:
-    """Append eight random hexadecimal digits to a name."""
-    return f"{stem}-{uuid.uuid4().hex[:8]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -20,13 +20,10 @@ from torch import Tensor, nn
 from forgekit.checkpoints.directory import (
     FORMAT,
     MANIFEST,
-    Checkpoint,
+    Manifest,
     Storage,
-    committed,
     find_damage,
-    manifest_of,
     runs_of,
-    step_name,
     storage_of,
     survey,
 )
@@ -35,10 +32,10 @@ from forgekit.checkpoints.state_dict import (
     PARTS,
     allocate,
     box_of,
-    check_inner_optimizers,
     choose,
     collect,
     find_mismatch,
+    has_average,
     local_of,
     merge,
     optional_fields,
@@ -97,7 +94,6 @@ def checkpoint_load(
     Raises:
         ValueError: If a part is unknown or the model is not among them, if a URL was made into a
             ``Path``, or if adapters are merged.
-        TypeError: If the optimizer keeps its state where a checkpoint cannot find it.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole or can be read, if the
             directory has checkpoints of several runs, or if the checkpoint is of another format,
             data, model or optimizer, or holds streams of another number of ranks. The same on
@@ -110,34 +106,42 @@ def checkpoint_load(
     """
     if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
-    if "optimizer" in parts:
-        check_inner_optimizers(state.optimizer)
     wait_for_saves(state)
     join_saves()  # what another state of this process is saving may be the checkpoint to load
     storage, ranks = storage_of(directory), ranks_of(state)
     if (chosen := choose_checkpoint(ranks, storage, step)) is None:
         return state
-    path, written = chosen
+    at, saved = chosen
+    path = storage.path(at)
     if not allow_other_data and "fields" in parts:  # without the fields the data starts again
-        now = as_json(fingerprint, written["fields"]["samples"])
-        _check_data(path, written["fingerprint"], now)
-    manifest = choose(_renamed(path, written, renames), parts)
+        now = as_json(fingerprint, saved["fields"]["samples"])
+        _check_data(path, saved["fingerprint"], now)
+    try:
+        manifest = choose(rename(saved, renames), parts)
+    except CheckpointError as error:
+        raise CheckpointError(f"renames does not fit {path}: {error}.") from None
     check_unmerged(state.model, "unmerging would bring back other weights")
     described = choose(collect(state, ranks.rank)[1], parts)
     added = () if "optimizer" in parts else _added_adapters(state.model, manifest)
     for key in added:
         del described["tensors"][key]
+        described["adapters"].pop(key.removeprefix("model."), None)
     descriptions = ranks.gather(described)  # pipeline stages hold different parameters
     optional = optional_fields(state)
     if problem := ranks.first(lambda: find_mismatch(merge(descriptions), manifest, optional)):
         raise CheckpointError(f"{path} {problem}.")
     if lost := manifest["fields"].keys() - described["fields"].keys():
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
-    _warn_of_average(path, described["average"], manifest["average"])
+    if has_average(described) != has_average(manifest):
+        log.warning(
+            "only %s has an average of the weights; one of the state starts again from those "
+            "loaded, one of the checkpoint needs average=",
+            "the state" if has_average(described) else path,
+        )
     allocation = allocate(state, manifest, ranks.rank)
     read = {key: tensor for key, tensor in allocation.tensors.items() if key not in added}
-    with storage.reading(path):
-        ranks.together(lambda: _read_tensors(storage, path, manifest, read))
+    with storage.reading(at):
+        ranks.together(lambda: _read_tensors(storage, at, manifest, read))
     if added:
         from forgekit.lora.adapters import reset_magnitudes
 
@@ -150,106 +154,75 @@ def checkpoint_load(
 
 def choose_checkpoint(
     ranks: Ranks, storage: Storage, step: int | None
-) -> tuple[Checkpoint, dict[str, Any]] | None:
-    """Return the checkpoint to load and its manifest: the one asked for or the newest good one."""
-    damages = []
-    for path in ranks.first(lambda: _candidates(storage, step)):
-        manifest = ranks.first(lambda path=path: _readable_manifest(storage, path))
+) -> tuple[int, Manifest] | None:
+    """Return step and manifest of the checkpoint to load: the one asked for or the newest good."""
+    damages: list[str] = []
+    candidates = _candidates(storage, step)  # only the first rank reads directories
+    while (chosen := ranks.first(lambda: next(candidates, None))) is not None:
+        at, manifest = chosen
         # Reading each file on one rank only keeps the check as fast as loading itself.
         mine = [*manifest["files"].items()][ranks.rank :: ranks.world]
-        found = ranks.each(
-            lambda path=path, mine=mine: [find_damage(storage, path, *one) for one in mine]
+        damage = ranks.each(
+            lambda at=at, manifest=manifest, mine=mine: [
+                fault
+                for name, entry in mine
+                if (fault := find_damage(storage, at, path_inside(manifest, name), entry))
+            ]
         )
-        if not (damage := [one for part in found for one in part if one]):
-            return path, manifest
-        damages += damage
+        if not any(damage):
+            return chosen
+        damages += [fault for part in damage for fault in part]
         if ranks.rank == 0 and step is None:
-            name = posixpath.basename(str(path))
-            log.warning("skipped the damaged checkpoint %s: %s", name, "; ".join(damage))
+            log.warning("skipped a damaged checkpoint: %s", "; ".join(damages))
     if damages:
-        good = "" if step is None else f" Others are there: {_steps(storage)}."
-        raise CheckpointError(f"no whole checkpoint to load: {'; '.join(damages)}.{good}")
+        raise CheckpointError(f"no whole checkpoint to load: {'; '.join(damages)}.")
     return None
 
 
-def _candidates(storage: Storage, step: int | None) -> list[Checkpoint]:
+def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manifest]]:
+    """Yield the checkpoints that may be loaded; refuse to start over where there might be one."""
     storage.restore_replaced()
-    steps, faulty = survey(storage)
-    if step is None:
-        for path, fault in faulty.items():
-            log.warning(
-                "%s has no readable %s and does not count as a checkpoint: it %s",
-                *(path, MANIFEST, fault),
-            )
-        if not steps:
-            storage.check_empty()
-            _check_undamaged(storage, faulty)
-        _check_run(storage, steps)
-        return [steps[one] for one in sorted(steps, reverse=True)]
-    if step not in steps:
-        named = step_name(step)
-        faults = [f for path, f in faulty.items() if posixpath.basename(str(path)) == named]
-        why = "".join(f" {named}/{MANIFEST} {fault}." for fault in faults)
+    manifests, faults = survey(storage)
+    for at, fault in faults.items():
+        log.warning("%s does not count: its %s %s", storage.path(at), MANIFEST, fault)
+    if step is not None and step not in manifests:
+        there = ", ".join(map(str, sorted(manifests))) or "none"
+        why = f" Its {MANIFEST} {faults[step]}." if step in faults else ""
+        raise CheckpointError(f"{storage} has no committed step {step}; it has {there}.{why}")
+    if not manifests and MANIFEST in storage.names():
         raise CheckpointError(
-            f"{storage} has no committed step {step}; it has {_steps(storage)}.{why}"
+            f"{storage} is a checkpoint itself; name the directory that holds it, and choose it "
+            "with step=."
         )
-    return [steps[step]]
-
-
-def _check_run(storage: Storage, steps: dict[int, Checkpoint]) -> None:
-    """Refuse checkpoints of several runs in one directory: which one would go on?"""
-    runs = runs_of(storage, steps)
-    if len(runs) > 1:
-        newest = " and ".join(map(str, runs.values()))
+    for at, fault in faults.items():
+        # An empty folder never was a checkpoint.
+        if not manifests and (fault != "is missing" or storage.names(at)):
+            raise CheckpointError(
+                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
+                f"{fault}. Restore it, or delete the folder to start over."
+            )
+    runs = runs_of(manifests)
+    if step is None and len(runs) > 1:
         raise CheckpointError(
-            f"{storage} has checkpoints of {len(runs)} runs (the newest are of steps {newest}): "
-            "somebody copied one in. Move those of the other run away, or choose with step=."
+            f"{storage} has checkpoints of {len(runs)} runs (the newest are of steps "
+            f"{' and '.join(map(str, runs.values()))}): somebody copied one in. Move those of the "
+            "other run away, or choose with step=."
         )
-
-
-def _check_undamaged(storage: Storage, faulty: dict[Checkpoint, str]) -> None:
-    """Refuse to start over beside what may be a checkpoint; an empty folder never was one."""
-    for path, fault in faulty.items():
-        if fault != "is missing":
+    for at in sorted(manifests, reverse=True) if step is None else [step]:
+        if (kind := manifests[at]["format"]) != FORMAT:
             raise CheckpointError(
-                f"no whole checkpoint to load: {path}/{MANIFEST} is damaged. Restore it, "
-                f"or delete {path} to start over. It {fault}."
+                f"{storage.path(at)} has format {kind!r}, and this version of forgekit reads "
+                f"format {FORMAT}. Load it with the version that wrote it."
             )
-        if names := storage.names(path):
-            raise CheckpointError(
-                f"{path} is of an unknown format: it has {brief(sorted(names)[0])} and no "
-                f"{MANIFEST}. Load it with the program that wrote it, or delete it to start over."
-            )
+        yield at, manifests[at]
 
 
-def _steps(storage: Storage) -> str:
-    return ", ".join(str(step) for step in sorted(committed(storage))) or "none"
+def path_inside(manifest: Manifest, name: str) -> str:
+    """Return the path of a file inside its checkpoint."""
+    return posixpath.join(manifest["folder"], name)
 
 
-def _readable_manifest(storage: Storage, path: Checkpoint) -> dict[str, Any]:
-    manifest = manifest_of(storage, path)
-    if (written := manifest["format"]) == FORMAT:
-        return manifest
-    where, remedy = "", "Load it with the version that wrote it, or load another step."
-    if isinstance(written, int) and written > FORMAT:
-        where, remedy = ", from a newer version", "Upgrade forgekit to load it."
-    raise CheckpointError(
-        f"{path} has format {written!r}{where}, written by forgekit "
-        f"{manifest.get('forgekit', 'of unknown version')}; this version reads format {FORMAT}. "
-        f"{remedy}"
-    )
-
-
-def _renamed(
-    path: Checkpoint, manifest: dict[str, Any], renames: Mapping[str, str]
-) -> dict[str, Any]:
-    try:
-        return rename(manifest, renames)
-    except CheckpointError as error:
-        raise CheckpointError(f"renames does not fit {path}: {error}.") from None
-
-
-def _check_data(path: Checkpoint, saved: Any, now: Any) -> None:
+def _check_data(path: object, saved: Any, now: Any) -> None:
     """Refuse a checkpoint of other data, and say which of their facts changed."""
     if saved is None or now is None or saved == now:
         return
@@ -267,7 +240,7 @@ def _check_data(path: Checkpoint, saved: Any, now: Any) -> None:
 
 @torch.no_grad()
 def _read_tensors(
-    storage: Storage, path: Checkpoint, manifest: dict[str, Any], tensors: dict[str, Tensor]
+    storage: Storage, step: int, manifest: Manifest, tensors: dict[str, Tensor]
 ) -> None:
     """Read this rank's parts of a checkpoint's tensors, in place."""
     try:
@@ -279,8 +252,8 @@ def _read_tensors(
                     if (overlap := _overlap(tensor, box)) is None:
                         continue
                     if rank not in files:
-                        name_of = posixpath.join(manifest["folder"], shard_name(rank))
-                        file = stack.enter_context(storage.fetched(path, name_of))
+                        shard = path_inside(manifest, shard_name(rank))
+                        file = stack.enter_context(storage.fetched(step, shard))
                         files[rank] = stack.enter_context(safe_open(file, "pt"))
                     view, inside = overlap
                     part = files[rank].get_slice(name)[inside] if inside else None
@@ -293,7 +266,7 @@ def _read_tensors(
                     raise CheckpointError(f"no file has all of {key!r}")
     except (OSError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(
-            f"{path} is whole but could not be read: {explain(error)}. "
+            f"{storage.path(step)} is whole but could not be read: {explain(error)}. "
             "The model may hold a part of it; build it anew before the next try."
         ) from error
 
@@ -312,14 +285,6 @@ def _overlap(tensor: Tensor, box: Any) -> tuple[Tensor, tuple[slice, ...]] | Non
     here = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, offset, strict=True))
     there = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, box[0], strict=True))
     return view[here], there
-
-
-def _warn_of_average(path: object, here: dict[str, str], there: dict[str, str]) -> None:
-    """Say what becomes of averages that only the state, or only the checkpoint, has."""
-    if here and not there:
-        log.warning("%s has no average of the weights: it starts again from those loaded", path)
-    if there and not here:
-        log.warning("%s has an average that the state does not; create it with average=", path)
 
 
 def _added_adapters(model: nn.Module, manifest: dict[str, Any]) -> list[str]:

@@ -10,18 +10,16 @@ import json
 import logging
 import math
 import os
-import posixpath
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from functools import partial
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,8 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.checkpoints.directory import (
     FORMAT,
+    MANIFEST,
+    Keep,
     Storage,
     committed,
+    format_manifest,
     only_warns,
     retain,
     runs_of,
@@ -39,15 +40,14 @@ from forgekit.checkpoints.directory import (
 )
 from forgekit.checkpoints.state_dict import (
     DTYPES,
-    check_inner_optimizers,
+    check_optimizer_state,
     collect,
     copy_to_host,
     local_of,
     merge,
     share_out,
-    stateless_members,
 )
-from forgekit.inputs import check_integers
+from forgekit.files import write_atomic
 from forgekit.model.lora import check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain
 from forgekit.state import SaveHandle, TrainState
@@ -56,66 +56,6 @@ GROUP_NAME = "forgekit checkpoints"
 """Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
 
 log = logging.getLogger("forgekit")
-
-
-@attrs.frozen(kw_only=True)
-class Keep:
-    """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
-
-    The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
-    Only committed checkpoints count.
-
-    Attributes:
-        last: How many of the newest, at least 1.
-        every: Keep steps that are multiples of this number; None for none.
-        milestones: Keep step 0 and powers of two.
-        best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
-        largest: Count the largest metrics as the best.
-
-    Raises:
-        ValueError: If a number is out of range.
-
-    Examples:
-        >>> sorted(Keep(last=1, every=300, milestones=True).of(dict.fromkeys(range(0, 1000, 100))))
-        [0, 300, 600, 900]
-        >>> sorted(Keep(last=1, best=1).of({100: 3.5, 200: 3.1, 300: None, 400: 3.3}))
-        [200, 400]
-    """
-
-    last: int = 3
-    every: int | None = None
-    milestones: bool = False
-    best: int = 0
-    largest: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(
-                f"keep {self.last} must be at least 1: retention never deletes the newest "
-                "checkpoint. Pass None to keep all."
-            )
-        every = 1 if self.every is None else self.every
-        check_integers(every=(every, 1), best=(self.best, 0))
-
-    def of(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """Choose among checkpoints.
-
-        Args:
-            metrics: The metric of each committed step; None or NaN where there is none.
-
-        Returns:
-            The steps that stay.
-        """
-        steps = sorted(metrics)
-        kept = set(steps[-self.last :])
-        if self.every is not None:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        if self.milestones:
-            kept |= {step for step in steps if step & (step - 1) == 0}
-        known = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
-        # Of equally good ones the newest.
-        ranked = sorted(known, key=lambda s: (-known[s] if self.largest else known[s], -s))
-        return kept | set(ranked[: self.best])
 
 
 class PendingSave:
@@ -189,7 +129,7 @@ def checkpoint_save(
             and fields with ``metadata={"per_rank": True}`` are saved as each rank has them; they
             load on the same number of ranks only.
         directory: Where checkpoints are kept, on a file system that all ranks share, or a URL such
-            as ``s3://bucket/run/checkpoints``: see ``remote.py`` for what differs there.
+            as ``s3://bucket/run/checkpoints``: see ``RemoteStorage`` for what differs there.
         keep: How many checkpoints to retain, newest first; a ``Keep`` for other rules; None for
             all.
         blocking: Return only when the checkpoint is durable; a failure is raised at once.
@@ -204,7 +144,7 @@ def checkpoint_save(
     Raises:
         ValueError: If ``keep`` is less than 1, a URL was made into a ``Path``,
             adapters are merged, or the call is within ``averaged``.
-        ImportError: If the directory is a URL, and fsspec or what it needs for it is missing.
+        ImportError: If the directory is a URL, and what fsspec needs for it is not installed.
         TypeError: If a value of the state cannot be saved, or the optimizer keeps its state where
             a checkpoint cannot find it, on every rank; nothing is written then.
         CheckpointError: If the run's previous save failed and that was not raised yet.
@@ -219,9 +159,6 @@ def checkpoint_save(
         'step_00000000'
     """
     rule = Keep(last=keep) if isinstance(keep, int) else keep
-    if not isinstance(rule, Keep | None):
-        raise TypeError(f"keep is {keep!r}; pass an integer, a forgekit.Keep, or None to keep all.")
-    check_inner_optimizers(state.optimizer)
     if state.saves.is_averaged:
         raise ValueError(
             "checkpoint_save was called within forgekit.averaged, where the average stands in the "
@@ -326,23 +263,22 @@ def as_json(fingerprint: Any, samples: int) -> Any:
 
 def _collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Collect on all ranks; what one of them cannot save, all refuse."""
-    problem, collected, stateless = None, ({}, {}), {}
+    problem, collected, stateless = None, ({}, {}), set()
     try:
-        collected, stateless = collect(state, ranks.rank), stateless_members(state)
+        collected, stateless = collect(state, ranks.rank), check_optimizer_state(state)
     except TypeError as error:
         problem = str(error)
     answers = ranks.each(lambda: (problem, stateless))
     for other, _ in answers:
         if other is not None:
             raise TypeError(other)
-    for name in stateless:
-        # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
-        if all(each[name] for _, each in answers):
-            raise TypeError(
-                f"{name.partition(' ')[2]} has no state after step {state.step}. Kept anywhere but "
-                "in optimizer.state[parameter] it would be lost in a checkpoint: keep it there. If "
-                "it needs none, say so with stateless = True in its class."
-            )
+    # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
+    for name in set.intersection(*(names for _, names in answers)):
+        raise TypeError(
+            f"{name.partition(' ')[2]} has no state after step {state.step}. Kept anywhere but "
+            "in optimizer.state[parameter] it would be lost in a checkpoint: keep it there. If "
+            "it needs none, say so with stateless = True in its class."
+        )
     return collected
 
 
@@ -354,51 +290,47 @@ def _write(
     keep: Keep | None,
 ) -> Path | str:
     """Write and commit on all ranks; what goes wrong after the commit is logged."""
-    step, done = description["step"], []
+    step = description["step"]
     try:
-        with storage.workspace(ranks, step) as (path, folder):
+        with storage.writing(ranks, step) as (folder, inside):
             descriptions = ranks.gather(description)
             keys = ranks.first(lambda: share_out(descriptions))
 
             def write() -> dict[str, Any]:
                 mine = {key: tensors[key] for key in keys[ranks.rank]}
-                file = path / shard_name(ranks.rank)
-                written = _write_shard(file, mine, description["boxes"])
-                storage.deliver(path, folder, step, file.name)
-                return {posixpath.join(folder, file.name): written}
+                name = shard_name(ranks.rank)
+                entry = _write_shard(folder / name, mine, description["boxes"])
+                storage.deliver(folder, inside, step, name)
+                return {name: entry}
 
             # Every rank has delivered when this returns, so the manifest lists only what is there.
             files = ranks.each(write)
 
-            def commit() -> Path | str:
-                boxes = [one["boxes"] for one in descriptions]
-                runs = runs_of(storage, committed(storage))
-                manifest = merge(descriptions) | {
+            def list_files() -> None:
+                manifest = merge(descriptions)
+                for rank, written in enumerate(keys):
+                    for key in written:
+                        box = descriptions[rank]["boxes"][key]
+                        chunks = manifest["tensors"][key].setdefault("chunks", [])
+                        chunks.append([rank, chunk_name(key, box), box])
+                runs = runs_of(committed(storage))
+                manifest |= {
                     "run": max(runs, key=lambda run: runs[run], default=uuid.uuid4().hex),
                     "world": ranks.world,
                     "files": {name: entry for part in files for name, entry in part.items()},
-                    "folder": folder,
+                    "folder": inside,
                 }
-                for rank, written in enumerate(keys):
-                    for key in written:
-                        chunks = manifest["tensors"][key].setdefault("chunks", [])
-                        chunks.append([rank, chunk_name(key, boxes[rank][key]), boxes[rank][key]])
-                done.append(storage.commit(path, manifest))
-                with only_warns(f"{done[0]} is saved, but older ones could not be deleted"):
-                    retain(storage, keep, step)
-                return done[0]
+                write_atomic(folder / MANIFEST, format_manifest(manifest))
 
-            # The first rank has noted the commit already. If telling the others fails, the
-            # checkpoint is there all the same, and the save has not failed.
-            done[:] = [ranks.first(commit)]
+            ranks.first(list_files)
     except Exception as error:
-        if not done:
-            raise CheckpointError(
-                f"step {step} could not be saved to {storage}: {explain(error)}. "
-                f"Checkpoints that were there are untouched: {_remains(storage)}."
-            ) from error
-        log.warning("%s is saved; what came after failed: %s", done[0], explain(error))
-    return done[0]
+        raise CheckpointError(
+            f"step {step} could not be saved to {storage}: {explain(error)}. "
+            f"Checkpoints that were there are untouched: {_remains(storage)}."
+        ) from error
+    with only_warns(f"{storage.path(step)} is saved, but older ones could not be deleted"):
+        ranks.first(lambda: (storage.point_latest(step), retain(storage, keep, step)))
+    return storage.path(step)
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) -> dict[str, Any]:
@@ -431,7 +363,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _remains(storage: Storage) -> str:
     try:
-        found = committed(storage)
+        steps = committed(storage)
     except Exception:  # whatever made the save fail
         return "they cannot be listed now"
-    return f"{step_name(max(found))} is good" if found else "there is none"
+    return f"{step_name(max(steps))} is good" if steps else "there is none"

@@ -19,8 +19,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,10 +33,11 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from forgekit.model.lora import lora_layers
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.ranks import CheckpointError
-from forgekit.state import TrainState, check_optimizer
+from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
@@ -59,8 +60,10 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 """What safetensors files hold, by their names for it."""
 
-_AVERAGE, _AVERAGE_COUNT = "average.", "average"
-"""Keys of averages, before the name of a parameter; and of how many steps they hold."""
+_AVERAGE = "average."
+"""Before the names of averaged parameters, and before the count of steps that they hold."""
+_BY_NAME = ("optimizer", "steppers", "adapters")
+"""Parts of a description whose keys are names of parameters."""
 _RANKS = "$ranks"
 _NOT_FACTS = (
     *("max_seq_len", "dropout", "capacity", "aux_loss", "sequence_aux_loss", "z_loss"),
@@ -70,11 +73,6 @@ _NOT_FACTS = (
 _ROTARY = ("rope_theta", "rope_scaling")
 """What a new run may change to lengthen the context of a model."""
 _NOT_FIELDS = ("model", "optimizer", "mesh")
-_REMEDY = (
-    "Checkpoints keep tensors, numbers, strings, None, and dicts, lists and tuples of them. "
-    "Give it state_dict and load_state_dict, or leave it out with "
-    'attrs.field(metadata={"checkpoint": False}).'
-)
 
 
 def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,10 +89,9 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         - ``boxes``: where this rank's part of a sharded tensor begins, and its size; None if whole;
         - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
           without state is there too, so that a forgotten parameter can be told from a new one;
-        - ``optimizer_class``: its class's name;
-        - ``optimizer_members``: of a chain, the class of the member that steps each parameter;
+        - ``steppers``: the class of the optimizer that steps each of them, of a chain the member's;
         - ``model``: the facts of its ``spec`` that no shape shows, such as the number of heads;
-        - ``average``: keys of averages by parameter name; empty if the state has none;
+        - ``adapters``: those of each adapter, by the name of its first factor;
         - ``fields``: the other fields of the state as trees.
 
     Raises:
@@ -109,8 +106,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         name: _encode_field(state, name, rank if is_per_rank(state, field) else None, tensors)
         for name, field in saved_fields(state).items()
     }
-    averages = _average_tensors(state)
-    tensors |= averages
+    tensors |= _average_tensors(state)
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -120,11 +116,10 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     description = {
         "tensors": {key: _describe(tensor) for key, tensor in tensors.items()},
         "boxes": {key: box_of(t) if isinstance(t, DTensor) else None for key, t in tensors.items()},
-        "average": {key.removeprefix(_AVERAGE): key for key in averages if key != _AVERAGE_COUNT},
         "model": _model_facts(state.model),
+        "adapters": _adapter_facts(state.model),
         "optimizer": optimizer,
-        "optimizer_class": _name_of(state.optimizer),
-        "optimizer_members": _members(state),
+        "steppers": _steppers(state),
         "fields": fields,
     }
     return tensors, description
@@ -162,7 +157,7 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
-        for part in ("tensors", "optimizer", "optimizer_members", "average"):
+        for part in ("tensors", *_BY_NAME):
             merged[part] = other[part] | merged[part]
         trees = {name: _per_rank(tree) for name, tree in other["fields"].items()}
         merged["fields"] = merged["fields"] | {
@@ -193,27 +188,26 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
     for old in renames.values():
         if not any(f"{then}.".startswith(f"{old}.") for then in saved):
             raise CheckpointError(f"it has no {old!r} to rename")
-    if len(set(names.values())) < len(names):
-        twice = next(new for new in names.values() if [*names.values()].count(new) > 1)
-        raise CheckpointError(f"two of its names become {twice!r}")
+    if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
+        raise CheckpointError(f"two of its names become {twice[0]!r}")
     keys = {p + old: p + new for p in ("model.", _AVERAGE) for old, new in names.items()}
     parts = {
         part: {names.get(name, name): value for name, value in manifest[part].items()}
-        for part in ("optimizer", "optimizer_members")
+        for part in _BY_NAME
     }
-    average = {names[name]: _AVERAGE + names[name] for name in manifest["average"]}
     tensors = {keys.get(key, key): spec for key, spec in manifest["tensors"].items()}
-    return manifest | parts | {"tensors": tensors, "average": average}
+    return manifest | parts | {"tensors": tensors}
 
 
 def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
     """Remove the parts that are not to be loaded from a description or manifest."""
     chosen = dict(description)
     if "optimizer" not in parts:
-        chosen |= {"optimizer": {}, "optimizer_class": None}
+        chosen |= {"optimizer": {}, "steppers": None}
     if "fields" not in parts:
         facts = {k: v for k, v in chosen["model"].items() if not k.startswith(_ROTARY)}
-        chosen |= {"fields": {}, "average": {}, "model": facts}
+        tensors = {k: v for k, v in chosen["tensors"].items() if not k.startswith(_AVERAGE)}
+        chosen |= {"fields": {}, "model": facts, "tensors": tensors}
     return chosen
 
 
@@ -296,13 +290,11 @@ class Allocation:
         tensors: Tensors by key, to be read into in place; the model's are the model's own.
         optimizer: The optimizer's new state; None leaves it as it is.
         fields: New values of the state's fields; what ``load_state_dict`` takes for those with one.
-        has_average: Whether the averages' own memory is read into, as the model's is.
     """
 
     tensors: dict[str, Tensor]
     optimizer: dict[Tensor, dict[str, Any]] | None
     fields: dict[str, Any]
-    has_average: bool
 
 
 def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allocation:
@@ -315,19 +307,17 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
     """
     tensors, specs = model_tensors(state.model), manifest["tensors"]
     optimizer = None
-    if manifest["optimizer_class"] is not None:
+    if manifest["steppers"] is not None:
         optimizer = _allocate_optimizer(state, manifest, tensors)
     fields = {}
     # The checkpoint may lack fields that are optional.
     for name in saved_fields(state).keys() & manifest["fields"].keys():
-        trees = dict(_per_rank(manifest["fields"][name])) or {rank: manifest["fields"][name]}
-        make = _field_maker(getattr(state, name), specs)
-        tree = trees[rank] if rank in trees else trees[0]
-        fields[name] = decode(tree, _value(state, name), tensors, make)
-    has_average = average_of(state) is not None and bool(manifest["average"])
-    if has_average:
+        tree = manifest["fields"][name]
+        tree = dict(_per_rank(tree)).get(rank, tree)
+        fields[name] = decode(tree, _value(state, name), tensors, specs)
+    if has_average(manifest):
         tensors |= _average_tensors(state)
-    return Allocation(tensors, optimizer, fields, has_average)
+    return Allocation(tensors, optimizer, fields)
 
 
 def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
@@ -336,7 +326,9 @@ def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
         # In place: optimizers that share their state with others hold the same dictionary.
         state.optimizer.state.clear()
         state.optimizer.state.update(allocation.optimizer)
-    if (average := average_of(state)) is not None and not allocation.has_average:
+    if (average := average_of(state)) is not None and not any(
+        key.startswith(_AVERAGE) for key in allocation.tensors
+    ):
         average.restart()  # with the weights that were read
     changes = {}
     for name, field in saved_fields(state).items():
@@ -360,44 +352,35 @@ def find_mismatch(
         manifest: The checkpoint's manifest.
         optional: Fields that may be missing there; see ``optional_fields``.
     """
-    here, there = (
-        {key: spec for key, spec in each["tensors"].items() if key.startswith("model.")}
-        for each in (described, manifest)
-    )
-    differences = [d for of in ("shape", "dtype") for d in _spec_difference(of, here, there)]
-    facts, saved = described["model"], manifest["model"]
-    differences += [
-        f"{name} is {saved.get(name)!r} there and {facts.get(name)!r} here"
-        for name in {**saved, **facts}
-        if saved and facts and saved.get(name) != facts.get(name)
-    ]
-    if parts := [*_name_difference(here, there), *differences]:
+    here, there = (_below("model.", d) | d["adapters"] | d["model"] for d in (described, manifest))
+    if text := _differences(here, there):
         return (
-            f"is of another model: {'; '.join(parts)}. Build the model that was saved, give "
-            "renames= where only names changed, or choose another run directory"
+            f"is of another model: {text}. Build the model that was saved, give renames= where "
+            "only names changed, or choose another run directory"
         )
-    if parts := _name_difference(described["optimizer"], manifest["optimizer"]):
+    if text := _differences(*(dict.fromkeys(d["optimizer"]) for d in (described, manifest))):
         return (
-            f"is of an optimizer over other parameters: {'; '.join(parts)}. Build the optimizer "
-            "over the parameters that it had"
+            f"is of an optimizer over other parameters: {text}. Build the optimizer over the "
+            "parameters that it had"
         )
-    if any(manifest["optimizer"].values()):
-        if described["optimizer_class"] != (there := manifest["optimizer_class"]):
-            now = described["optimizer_class"]
-            return f"has the state of {there}, and the optimizer is {now}. Build a {there}"
-        if moved := _other_members(described["optimizer_members"], manifest["optimizer_members"]):
-            return f"has the state of another split: {moved}. Give each optimizer what it had"
-    here, there = described["average"], manifest["average"]
-    if here and there and (parts := _name_difference(here, there)):
-        return f"has averages of other parameters: {'; '.join(parts)}. Train what was trained"
-    present = {*manifest["fields"], *optional}
-    if missing := [name for name in described["fields"] if name not in present]:
+    has_state = any(manifest["optimizer"].values())
+    if has_state and (text := _differences(described["steppers"], manifest["steppers"])):
+        return f"is of another optimizer: {text}. Build the optimizer that it had"
+    if has_average(described) and has_average(manifest):
+        here, there = (dict.fromkeys(_below(_AVERAGE, each)) for each in (described, manifest))
+        if text := _differences(here, there):
+            return f"has averages of other parameters: {text}. Train what was trained"
+    saved = manifest["fields"]
+    due = {
+        n: _holders(f) for n, f in described["fields"].items() if n in saved or n not in optional
+    }
+    if text := _differences(due, {name: _holders(saved[name]) for name in due if name in saved}):
         return (
-            f"has no field {missing[0]!r}. Mark it with "
-            'attrs.field(metadata={"checkpoint": False}) to keep the value that it has, or with '
-            'metadata={"optional": True} where later checkpoints will have it'
+            f"has other fields: {text}. Leave a field out with metadata={{'checkpoint': False}}, "
+            "mark one that later checkpoints will have with {'optional': True}, and resume on as "
+            "many ranks as saved what each rank has for itself, such as a stream's position"
         )
-    return _rank_difference(described["fields"], manifest["fields"])
+    return None
 
 
 def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
@@ -419,92 +402,133 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
         return {"$tensor": key}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, dict):
-        items = []
-        for name, inner in value.items():
-            if not isinstance(name, bool | int | float | str):
-                raise TypeError(f"{what} has the key {name!r} in a dict. {_REMEDY}")
-            items.append([name, encode(inner, f"{key}.{name}", tensors, what)])
-        return {"$dict": items}
+    if isinstance(value, dict) and all(isinstance(k, bool | int | float | str) for k in value):
+        return {"$dict": [[k, encode(v, f"{key}.{k}", tensors, what)] for k, v in value.items()]}
     if type(value) in (list, tuple):  # a named tuple would not come back as one
         tag = "$list" if type(value) is list else "$tuple"
         return {tag: [encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
-    kind = type(value).__name__
-    raise TypeError(f"{what} holds a {kind} at {key} and cannot be saved. {_REMEDY}")
+    raise TypeError(
+        f"{what} holds a {type(value).__name__} at {key} and cannot be saved. Checkpoints keep "
+        "tensors, numbers, strings, None, and lists, tuples and dicts of them (under numbers or "
+        "strings). Give it state_dict and load_state_dict, or leave it out with "
+        'attrs.field(metadata={"checkpoint": False}).'
+    )
 
 
-def decode(node: Any, now: Any, tensors: dict[str, Any], make: Callable[[str, Any], Any]) -> Any:
+def _new_tensor(
+    spec: dict[str, Any],
+    now: Any,
+    parameter: Tensor | None = None,
+    group: Mapping[str, Any] = MappingProxyType({}),
+) -> Tensor:
+    """Make an entry as its owner would have made it, for this layout and device.
+
+    Args:
+        spec: Shape and dtype in the checkpoint.
+        now: The value that is there today.
+        parameter: Whose entry of an optimizer it is, if it is one.
+        group: The optimizer's group of that parameter.
+    """
+    shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
+    if isinstance(now, Tensor) and now.shape == shape:
+        return torch.empty_like(now, dtype=dtype, requires_grad=False)
+    if parameter is None:
+        device = now.device if isinstance(now, Tensor) else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
+    # Guess what the optimizer would have made: a counter, a value per element, or one per row or
+    # column (Adafactor), which every rank holds whole.
+    if not shape:
+        # Optimizers keep step counters in host memory unless their kernels read them.
+        on_host = spec["host"] and not (group.get("fused") or group.get("capturable"))
+        return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        whole = [Replicate()] * parameter.device_mesh.ndim
+        return distributed_empty(
+            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
+        )
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def decode(
+    node: Any,
+    now: Any,
+    tensors: dict[str, Any],
+    specs: Mapping[str, Any],
+    make: Callable[[Any, Any], Tensor] = _new_tensor,
+) -> Any:
     """Build a value from a tree.
 
     Args:
         node: The tree.
         now: Today's value, after which tensors are modelled.
         tensors: Gets every tensor that was made, by key; changed in place.
-        make: Makes a tensor from its key and today's value.
+        specs: Shapes and dtypes of tensors by key.
+        make: Makes a tensor of a shape and dtype from today's value.
     """
     if not isinstance(node, dict):
         return node
     ((tag, inner),) = node.items()
     if tag == "$tensor":
-        tensors[inner] = make(inner, now)
-        return tensors[inner]
+        return tensors.setdefault(inner, make(specs[inner], now))
     if tag == "$dict":
         before = now if isinstance(now, dict) else {}
-        return {name: decode(value, before.get(name), tensors, make) for name, value in inner}
-    models = now if isinstance(now, list | tuple) else ()
-    paired = itertools.zip_longest(inner, models[: len(inner)])
-    built = [decode(value, model, tensors, make) for value, model in paired]
+        return {k: decode(value, before.get(k), tensors, specs, make) for k, value in inner}
+    before = [*now] if isinstance(now, list | tuple) else []
+    before += [None] * len(inner)
+    built = [decode(v, b, tensors, specs, make) for v, b in zip(inner, before, strict=False)]
     return built if tag == "$list" else tuple(built)
 
 
-def check_inner_optimizers(optimizer: Any) -> None:
-    """Refuse an optimizer that wraps others whose state it does not share.
+def check_optimizer_state(state: TrainState) -> set[str]:
+    """Refuse optimizers whose state a checkpoint would not keep: they would resume without it.
 
-    It would be saved without an error and resume without its momentum.
+    Returns:
+        Members of the optimizer that should have state after a good step and have none on this
+        rank; it is lost if they have none on any rank. torch's own keep it where a checkpoint finds
+        it, so they are not asked; one that needs none has an attribute ``stateless = True``.
 
     Raises:
-        TypeError: Names the optimizer, what it holds, and the remedy.
-    """
-    check_optimizer(optimizer)
-    for name, inner in _inner_optimizers(optimizer):
-        if inner.state is not optimizer.state:
-            raise TypeError(
-                f"{type(optimizer).__name__} holds {type(inner).__name__} in {name!r}, whose state "
-                f"is not that of {type(optimizer).__name__}: a checkpoint would keep none of it. "
-                "Join optimizers with forgekit.chain_optimizers(first, second); a wrapper of one "
-                "shares its state with self.state = optimizer.state."
-            )
-        check_inner_optimizers(inner)
-
-
-def stateless_members(state: TrainState) -> dict[str, bool]:
-    """Say of each optimizer that should have state after a good step whether it has any here.
-
-    torch's own optimizers keep their state where a checkpoint finds it, so they are not asked. One
-    that needs none says so with an attribute ``stateless = True``.
+        TypeError: If an optimizer holds others whose state it does not share; names the remedy.
     """
     optimizer = state.optimizer
+    _check_inner(optimizer)
     members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
-    # After bad steps alone no optimizer has any state.
-    if all(map(_is_known, members)) or state.step <= int(state.skipped):
-        return {}
-    has_state = {
-        f"{number} {type(member).__name__}": any(
-            optimizer.state.get(parameter)
-            for group in member.param_groups
-            for parameter in group["params"]
-        )
+    if state.step <= int(state.skipped):  # after bad steps alone no optimizer has any state
+        return set()
+    return {
+        f"{number} {type(member).__name__}"
         for number, member in enumerate(members)
         if not _is_known(member)
+        and not any(optimizer.state.get(p) for g in member.param_groups for p in g["params"])
     }
-    return {name: not has for name, has in has_state.items()}
+
+
+def _check_inner(optimizer: Any) -> None:
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value
+        inside = values if isinstance(value, list | tuple | dict) else (value,)
+        for inner in (each for each in inside if isinstance(each, Optimizer)):
+            if inner.state is not optimizer.state:
+                raise TypeError(
+                    f"{type(optimizer).__name__} holds {type(inner).__name__} in {name!r}, whose "
+                    f"state is not that of {type(optimizer).__name__}: a checkpoint would keep "
+                    "none of it. Join optimizers with forgekit.chain_optimizers(first, second); a "
+                    "wrapper of one shares its state with self.state = optimizer.state."
+                )
+            _check_inner(inner)
+
+
+def has_average(description: dict[str, Any]) -> bool:
+    """Whether a state that is described, or a checkpoint, has averages of its weights."""
+    return any(_below(_AVERAGE, description))
 
 
 def _average_tensors(state: TrainState) -> dict[str, Tensor]:
     if (average := average_of(state)) is None:
         return {}
-    values = {f"{_AVERAGE}{name}": value for name, value in average.values.items()}
-    return values | {_AVERAGE_COUNT: average.count}
+    return {f"{_AVERAGE}{n}": v for n, v in {**average.values, "": average.count}.items()}
 
 
 def _allocate_optimizer(
@@ -513,11 +537,12 @@ def _allocate_optimizer(
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
     optimizer: dict[Tensor, dict[str, Any]] = {}
     for name, parameter in _optimizer_parameters(state).items():
-        make = partial(_optimizer_tensor, manifest["tensors"], parameter, groups[parameter])
+        make = partial(_new_tensor, parameter=parameter, group=groups[parameter])
         before = state.optimizer.state.get(parameter, {})
         if entries := manifest["optimizer"][name]:
             optimizer[parameter] = {
-                key: decode(node, before.get(key), tensors, make) for key, node in entries.items()
+                key: decode(node, before.get(key), tensors, manifest["tensors"], make)
+                for key, node in entries.items()
             }
     return optimizer
 
@@ -534,31 +559,12 @@ def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
     return {names[parameter]: parameter for parameter in parameters}
 
 
-def _name_of(optimizer: Optimizer) -> str:
-    members = optimizer.members if isinstance(optimizer, Chained) else ()
-    names = dict.fromkeys(type(member).__qualname__ for member in members)
-    return f"chain_optimizers({', '.join(names)})" if names else type(optimizer).__qualname__
-
-
-def _members(state: TrainState) -> dict[str, str]:
-    """Return by a parameter's name the class of the chain's member that steps it."""
-    members = state.optimizer.members if isinstance(state.optimizer, Chained) else ()
-    steps = {p: m for m in members for group in m.param_groups for p in group["params"]}
-    named = _optimizer_parameters(state).items() if members else ()
-    return {name: type(steps[parameter]).__qualname__ for name, parameter in named}
-
-
-def _other_members(here: dict[str, str], there: dict[str, str]) -> str:
-    moved = [name for name in here if here[name] != there.get(name, here[name])]
-    shown = moved[:NAMES_SHOWN]
-    return "; ".join(f"{n!r} is stepped by {there[n]} there and {here[n]} here" for n in shown)
-
-
-def _inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(optimizer).items():
-        values = value.values() if isinstance(value, dict) else value
-        inside = values if isinstance(value, list | tuple | dict) else (value,)
-        yield from ((name, inner) for inner in inside if isinstance(inner, Optimizer))
+def _steppers(state: TrainState) -> dict[str, str]:
+    """Return by a parameter's name the class of the optimizer, or the chain's member, it is of."""
+    members = state.optimizer.members if isinstance(state.optimizer, Chained) else [state.optimizer]
+    steppers = {p: m for m in members for group in m.param_groups for p in group["params"]}
+    named = _optimizer_parameters(state).items()
+    return {name: type(steppers[parameter]).__qualname__ for name, parameter in named}
 
 
 def _is_known(optimizer: Any) -> bool:
@@ -619,47 +625,16 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in facts.items() if isinstance(v, str | int | float | None)}
 
 
-def _optimizer_tensor(
-    specs: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any], key: str, now: Any
-) -> Tensor:
-    """Make an entry as the optimizer would have made it, for this layout and device."""
-    spec = specs[key]
-    shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
-    if isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype:
-        return torch.empty_like(now)
-    # Guess what the optimizer would have made: a counter, a value per element, or one per row or
-    # column (Adafactor), which every rank holds whole.
-    if not shape:
-        # Optimizers keep step counters in host memory unless their kernels read them.
-        on_host = spec["host"] and not (group.get("fused") or group.get("capturable"))
-        return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
-    if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor):
-        whole = [Replicate()] * parameter.device_mesh.ndim
-        return distributed_empty(
-            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
-        )
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
-
-
-def _field_maker(value: Any, specs: dict[str, Any]) -> Callable[[str, Any], Tensor]:
-    """Return what makes the tensors of a field; those of an optimizer follow its parameters."""
-    groups = value.param_groups if isinstance(value, Optimizer) else []
-    owners = [(parameter, group) for group in groups for parameter in group["params"]]
-
-    def make(key: str, now: Any) -> Tensor:
-        # An optimizer's state_dict files entries under the position of their parameter.
-        number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
-        if number:
-            return _optimizer_tensor(specs, *owners[int(number[1])], key, now)
-        shape, dtype = torch.Size(specs[key]["shape"]), getattr(torch, specs[key]["dtype"])
-        if isinstance(now, Tensor) and now.shape == shape:
-            return torch.empty_like(now, dtype=dtype, requires_grad=False)
-        device = now.device if isinstance(now, Tensor) else "cpu"
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return make
+def _adapter_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Facts of adapters that no shape shows, by the name of the first factor."""
+    return {
+        f"{name}.{layer.factor_names(matrix)[0]}".lstrip("."): {
+            "alpha": adapter.alpha,
+            "rslora": adapter.rslora,
+        }
+        for name, layer in lora_layers(model).items()
+        for matrix, adapter in layer.adapters.items()
+    }
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:
@@ -677,41 +652,40 @@ def _per_rank(tree: Any) -> list[Any]:
     return tree.get(_RANKS, []) if isinstance(tree, dict) else []
 
 
-def _rank_difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
-    for name in here.keys() & there.keys():
-        now, saved = len(_per_rank(here[name])), len(_per_rank(there[name]))
-        if now and saved and now != saved:
-            return (
-                f"has the field {name!r} of each of {saved} ranks, and now there are {now}. What "
-                "each rank has for itself, such as a stream's position, cannot be divided again. "
-                f"Resume on {saved} ranks, or leave the field out with "
-                'attrs.field(metadata={"checkpoint": False}) and start it again'
-            )
-    return None
+def _holders(tree: Any) -> str:
+    return f"of each of {len(ranks)} ranks" if (ranks := _per_rank(tree)) else "of all ranks"
+
+
+def _below(prefix: str, description: dict[str, Any]) -> dict[str, str]:
+    """Return dtype and shape of the tensors whose keys begin with a prefix, without it."""
+    return {
+        key.removeprefix(prefix): f"{spec['dtype']} {spec['shape']}"
+        for key, spec in description["tensors"].items()
+        if key.startswith(prefix)
+    }
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """Say what differs by name, of each kind the first few; nothing if all is equal."""
+    kinds = {
+        "it lacks ": [_with_nearest(name, there) for name in here if name not in there],
+        "only it has ": [repr(name) for name in there if name not in here],
+        "": [
+            f"{name!r} is {there[name]} there and {value} here"
+            for name, value in here.items()
+            if name in there and value != there[name]
+        ],
+    }
+    return "; ".join(
+        kind
+        + ", ".join(names[:NAMES_SHOWN])
+        + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+        for kind, names in kinds.items()
+        if names
+    )
 
 
 def _with_nearest(name: str, names: Iterable[str]) -> str:
     """Write a name for a message, with the most similar one that is there."""
     nearest = difflib.get_close_matches(name, [*names], n=1)
     return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"
-
-
-def _name_difference(here: Iterable[str], there: Iterable[str]) -> list[str]:
-    here, there = dict.fromkeys(here), dict.fromkeys(there)
-    missing = [_with_nearest(name, there) for name in here if name not in there]
-    extra = [f"{name!r}" for name in there if name not in here]
-    return _some("it lacks", missing) + _some("only it has", extra)
-
-
-def _spec_difference(what: str, here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    different = [
-        f"{name!r} is {there[name][what]} there and {here[name][what]} here"
-        for name in here
-        if name in there and here[name][what] != there[name][what]
-    ]
-    return _some(f"{what}s differ:", different)
-
-
-def _some(what: str, names: list[str]) -> list[str]:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return [f"{what} {', '.join(names[:NAMES_SHOWN])}{more}"] if names else []

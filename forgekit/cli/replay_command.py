@@ -131,8 +131,10 @@ def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
     from forgekit.checkpoints.directory import committed, storage_of
 
     (out / "checkpoints").mkdir()
-    for step, path in committed(storage_of(run / "checkpoints")).items():
+    storage = storage_of(run / "checkpoints")
+    for step in committed(storage):
         if step < before:
+            path = Path(storage.path(step))
             (out / "checkpoints" / path.name).symlink_to(path.resolve())
 
 

@@ -1,7 +1,7 @@
 """A finished run for a script that only samples or evaluates: its model, tokenizer, configuration.
 
-Names, shapes and dtypes come from the checkpoint. What these do not say is read from the run's
-``config.json``: the spec of the model (or its base), and the scale of adapters.
+Adapters are built from the facts in the checkpoint. The spec of the model, or its base, is read
+from the run's ``config.json`` and compared with those facts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from forgekit.model.routing import Router
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks
 from forgekit.state import TrainState
-
-Tensors = Mapping[str, Mapping[str, Any]]
-"""Shape and dtype of a checkpoint's tensors by name in the model."""
 
 
 def load_run(
@@ -88,19 +85,14 @@ def read_model(
     chosen = choose_checkpoint(Ranks(), storage_of(folder), step)
     if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint.")
-    manifest = chosen[1]
-    prefix = "model."
-    tensors = {
-        n.removeprefix(prefix): t for n, t in manifest["tensors"].items() if n.startswith(prefix)
-    }
-    model = _build(run, config, tensors)
-    _add_adapters(run, model, config, tensors)
+    at, manifest = chosen
+    model = _build(run, config, is_own="model.embedding.weight" in manifest["tensors"])
+    _add_adapters(run, model, config, manifest)
     if isinstance(model, Transformer):
         model.to_empty(device="cpu")
         for router in (module for module in model.modules() if isinstance(module, Router)):
             router.reset_buffers()
     state = TrainState.create(model, torch.optim.SGD(model.parameters()))
-    at = int(manifest["step"])
     checkpoint_load(state, folder, step=at, parts=("model", "fields"), allow_other_data=True)
     return model.eval(), at
 
@@ -116,10 +108,10 @@ def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def _build(run: Path, config: Mapping[str, Any], tensors: Tensors) -> nn.Module:
+def _build(run: Path, config: Mapping[str, Any], *, is_own: bool) -> nn.Module:
     """The model without values and adapters; of transformers filled, as its buffers need it."""
     base = config.get("base")
-    if isinstance(base, str) and "embedding.weight" not in tensors:
+    if isinstance(base, str) and not is_own:
         return transformers_model(base, device="cpu", use_cache=False)
     if isinstance(config.get("model"), dict):
         spec = _read_spec(run, config["model"])
@@ -145,28 +137,30 @@ def _read_spec(run: Path, tree: Mapping[str, Any]) -> TransformerSpec:
         ) from None
 
 
-def _add_adapters(run: Path, model: nn.Module, config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Add the adapters that the checkpoint has values for."""
-    lora = config.get("lora")
-    lora = lora if isinstance(lora, dict) else {}
-    chosen: dict[str | None, list[Adapter]] = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("lora_A"):
-            continue
-        if not isinstance(lora.get("alpha"), int | float):
+def _add_adapters(
+    run: Path, model: nn.Module, config: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> None:
+    """Add the adapters of the checkpoint, by their facts there."""
+    facts, lora = manifest["adapters"], config.get("lora")
+    for key, given in lora.items() if facts and isinstance(lora, dict) else ():
+        trained = sorted({each[key] for each in facts.values() if key in each})
+        if trained and given not in trained:
             raise CheckpointError(
-                f"{run} has adapters, and its config.json no lora.alpha, so their scale is not "
-                "known. Build the model, and call forgekit.checkpoint_load."
+                f"{run / 'config.json'} has lora.{key} = {given}, and its checkpoint has adapters "
+                f"of {key} {', '.join(map(str, trained))}: the file was changed. Put it back."
             )
+    tensors = manifest["tensors"]
+    chosen: dict[str | None, list[Adapter]] = {}
+    for name, each in facts.items():
         matrix = name.removesuffix("lora_A")[:-1]  # of a linear layer a dot, of a stack "_"
-        is_packed = tensors.get(f"{matrix}.weight", {}).get("dtype") == "uint8"
+        weight = tensors.get(f"model.{matrix}.weight", {})
         adapter = Adapter(
             name=matrix,
-            rank=tensor["shape"][-2],
-            alpha=float(lora["alpha"]),
-            dora=f"{matrix}.lora_magnitude_vector" in tensors,
-            rslora=lora.get("rslora") is True,
+            rank=tensors[f"model.{name}"]["shape"][-2],
+            dora=f"model.{matrix}.lora_magnitude_vector" in tensors,
+            **each,
         )
-        chosen.setdefault("nf4" if is_packed else None, []).append(adapter)
+        base = "nf4" if weight.get("dtype") == "uint8" else None
+        chosen.setdefault(base, []).append(adapter)
     for base, adapters in chosen.items():
         add_chosen(model, adapters, base)  # pyright: ignore[reportArgumentType]

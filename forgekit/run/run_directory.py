@@ -23,8 +23,8 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 import torch
 
-from forgekit.checkpoints.directory import committed, storage_of
-from forgekit.checkpoints.save import Keep, checkpoint_save, join_saves, wait_for_saves
+from forgekit.checkpoints.directory import Keep, committed, storage_of
+from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
 from forgekit.environment import is_library
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown

@@ -109,7 +109,7 @@ MOMENTS = {
     "before a checkpoint gets its name": ("os.rename", "/step_00000010 ->", 1),
     "before `latest` is made": ("os.symlink", "step_00000010 -> ", 1),
     "before `latest` moves": ("os.rename", "/checkpoints/latest ->", 2),
-    "before an old checkpoint is set aside for deletion": ("os.rename", "-deleted-", 1),
+    "before an old checkpoint is set aside for deletion": ("os.rename", "/step_00000005 ->", 2),
     "in the midst of deleting an old checkpoint": ("os.remove", "manifest.json", 1),
 }
 

@@ -135,7 +135,7 @@ def _newer(stopped: Path) -> None:
 
 FOREIGN = {
     "the newest checkpoint is of another model": ({"model__ffn_dim": 96}, "is of another model"),
-    "the newest checkpoint is from a newer version": ({}, "from a newer version"),
+    "the newest checkpoint is from a newer version": ({}, "has format 4, and"),
 }
 
 

@@ -128,16 +128,13 @@ HOLDING = {
 }
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize("function", [fk.checkpoint_save, fk.checkpoint_load])
 @pytest.mark.parametrize(("build", "message"), HOLDING.values(), ids=HOLDING)
-@pytest.mark.parametrize("steps", [0, 2])
-def test_an_optimizer_that_holds_others_is_refused(tmp_path, function, build, message, steps):
+def test_an_optimizer_that_holds_others_is_refused(tmp_path, build, message):
     model = build_model()
-    state = train(fk.TrainState.create(model, build(model)), steps)
+    state = train(fk.TrainState.create(model, build(model)), 2)
     remedy = r".* Join optimizers with forgekit.chain_optimizers\(first, second\); a wrapper of one"
     with pytest.raises(TypeError, match=message + remedy):
-        function(state, tmp_path)
+        fk.checkpoint_save(state, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -161,7 +158,6 @@ MESSAGE = (
 )
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("build", LOST.values(), ids=LOST)
 def test_an_optimizer_without_state_after_a_step_is_refused(tmp_path, build):
     model = build_model()

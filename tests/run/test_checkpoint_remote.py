@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 
 import pytest
 import torch
@@ -105,7 +104,7 @@ def test_where_there_is_none_the_state_itself_comes_back(url, caplog):
     MemoryFileSystem().pipe_file("/runs/a/step_00000007/data-1/rank_00000.safetensors", b"half")
     assert latest_checkpoint(url) is None
     assert checkpoint_load(state, url + "/") is state
-    assert "step_00000007 has no readable manifest.json" in caplog.text
+    assert "step_00000007 does not count: its manifest.json is missing" in caplog.text
     with pytest.raises(CheckpointError, match="memory://runs/a has no committed step 7; it has no"):
         checkpoint_load(state, url, step=7)
 
@@ -200,18 +199,11 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(url, caplog, damag
     spoil, message = DAMAGES[damage]
     saved(url, 1, 2)
     spoil()
-    with pytest.raises(CheckpointError, match=message + r".*Others are there: 1, 2\."):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint_load(build(), url, step=2)
     state = checkpoint_load(build(seed=1), url)
-    assert "skipped the damaged checkpoint step_00000002: memory://runs/a/step_0000" in caplog.text
+    assert "skipped a damaged checkpoint: memory://runs/a/step_00000002" in caplog.text
     assert_same(everything(state), everything(train(build(), 1)))
-
-
-def test_a_format_of_a_newer_version_is_refused(url):
-    saved(url, 1)
-    MemoryFileSystem().pipe_file("/runs/a/step_00000002/manifest.json", b'{"format": 3}')
-    with pytest.raises(CheckpointError, match="step_00000002 has format 3, from a newer version"):
-        checkpoint_load(build(), url)
 
 
 def test_a_checkpoint_may_be_copied_to_a_disk_and_back(url, tmp_path):
@@ -227,15 +219,11 @@ def test_a_checkpoint_may_be_copied_to_a_disk_and_back(url, tmp_path):
     assert checkpoint_load(build(seed=1), "memory://runs/b", step=3).step == 3
 
 
-def test_what_is_missing_is_named(monkeypatch, tmp_path):
+def test_what_is_no_url_is_named(tmp_path):
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):
         checkpoint_save(build(), "nowhere://runs/a")
     with pytest.raises(ValueError, match=r"s3:/b/runs looks like a URL .* Pass the URL as a str"):
         checkpoint_save(build(), type(tmp_path)("s3://b/runs"))
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ImportError, match=r'pip install "forgekit\[fsspec\]"'):
-        checkpoint_load(build(), "memory://runs/a")
 
 
 # Two ranks
@@ -289,7 +277,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
 
 
 def _refuse(rank, world, url):
-    with pytest.raises(CheckpointError, match=r"rank_00001\.\w+ is missing .* there: 2, 3\."):
+    with pytest.raises(CheckpointError, match=r"rank_00001\.\w+ is missing"):
         checkpoint_load(build(world), url, step=3)
     return checkpoint_load(build(world), url).step
 

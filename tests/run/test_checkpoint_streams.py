@@ -150,7 +150,7 @@ def _other(rank, world):
 
 def test_another_number_of_ranks_is_refused_before_anything_is_read(tmp_path):
     run_again(_save, 3, tmp_path)
-    message = r"the field 'stream' of each of 3 ranks, and now there are {}. .* Resume on 3 ranks"
+    message = r"'stream' is of each of 3 ranks there and of each of {} ranks here\..* as many ranks"
     for world in (2, 1):
         kept = run_ranks(_refuse, world, tmp_path, message.format(world), stream_of)
         assert all(all(each) for each in kept)

@@ -85,6 +85,13 @@ def test_a_run_has_its_adapters(case, tmp_path):
     }
 
 
+def test_each_adapter_has_the_scale_that_it_was_trained_with(tmp_path):
+    """Whatever the configuration can say of all of them."""
+    model = fk.add_lora(fk.Transformer(SPEC), alpha=8.0, alpha_pattern={"*.value": 2.0})
+    expected = keep(model, tmp_path, {"model": to_dict(SPEC), "lora": {"alpha": 8.0}})
+    assert torch.equal(fk.load_run(tmp_path)[0](IDS), expected)
+
+
 def test_adapters_of_experts_are_those_of_each_expert(tmp_path):
     model = fk.add_lora(
         fk.Transformer(MOE), rank=2, alpha=6.0, targets=("*.experts", "*.shared.up")
@@ -131,12 +138,21 @@ CASES = {
         {"step": 7},
         r"has no committed step 7",
     ),
-    "adapters of unknown scale": (
+    "another scale of adapters": (
         lambda run: (
-            keep(fk.add_lora(fk.Transformer(MOE)), run, {}) is None or {"model": to_dict(MOE)}
+            keep(fk.add_lora(fk.Transformer(MOE), alpha=4.0), run, {}) is None
+            or {"model": to_dict(MOE), "lora": {"alpha": 8.0}}
         ),
         {},
-        r"has adapters, and .*config\.json no lora\.alpha",
+        r"lora\.alpha = 8\.0, and its checkpoint has adapters of alpha 4\.0",
+    ),
+    "another kind of scale": (
+        lambda run: (
+            keep(fk.add_lora(fk.Transformer(MOE), alpha=4.0), run, {}) is None
+            or {"model": to_dict(MOE), "lora": {"alpha": 4.0, "rslora": True}}
+        ),
+        {},
+        r"lora\.rslora = True, and its checkpoint has adapters of rslora False",
     ),
 }
 
