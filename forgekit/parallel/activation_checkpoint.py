@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,40 +21,6 @@ from torch.utils.checkpoint import (
 from forgekit.parallel.module_forward import wrap_forward
 
 ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
-
-BUDGET = "activation_memory_budget"
-"""The name of torch's setting."""
-
-
-def check_recompute(
-    what: ActivationCheckpoint, *, is_compiled: bool, memory_budget: float = 0.5
-) -> None:
-    """Refuse a budget where nothing would keep it.
-
-    Args:
-        what: What backward recomputes.
-        is_compiled: Whether blocks are compiled.
-        memory_budget: Share of what a block would keep, from 0 to 1.
-
-    Raises:
-        ValueError: If blocks are not compiled, the budget is no share, or torch has no budgets.
-    """
-    if what != "budget":
-        return
-    if not is_compiled:
-        raise ValueError(
-            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False. "
-            "Use compile=True, or activation_checkpoint='selective'."
-        )
-    if not 0 <= memory_budget <= 1:
-        raise ValueError(
-            f"memory_budget is {memory_budget}; it is a share from 0 (keep inputs only) to 1."
-        )
-    if not hasattr(_settings(), BUDGET):
-        raise ValueError(
-            f"activation_checkpoint is 'budget' and torch {torch.__version__} has no {BUDGET}. "
-            "Use activation_checkpoint='selective'."
-        )
 
 
 def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
@@ -110,15 +75,10 @@ def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **optio
     # The setting is read where forward and backward are parted, which the backend does when it is
     # called; set for good it would reach whatever else a program compiles.
     from torch._dynamo.backends.registry import lookup_backend
-
-    with _settings().patch({BUDGET: budget}):
-        return lookup_backend(backend)(graph, inputs, **options)
-
-
-def _settings() -> Any:
     from torch._functorch import config
 
-    return config
+    with config.patch({"activation_memory_budget": budget}):
+        return lookup_backend(backend)(graph, inputs, **options)
 
 
 def _selective_contexts() -> tuple[Any, Any]:
@@ -131,7 +91,7 @@ class _Again(_CachedTorchDispatchMode):
     """Knows what was kept and nothing else, and may run more than once.
 
     Torch's own counts every operation, and FSDP around a module inside of the block (experts)
-    gathers and lets go at other moments when the block is repeated. It hands out what was kept
+    gathers and frees at other moments when the block is repeated. It hands out what was kept
     only once, and pipeline schedules that part the backward pass repeat a block for its inputs
     and once more for its weights.
     """

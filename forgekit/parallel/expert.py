@@ -22,21 +22,30 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forgekit.model.moe import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
+from forgekit.parallel.tensor.plan import EXPERT, Plan
 
 
-def find_experts(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+def find_experts(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
     """Find the modules that hold experts.
 
     Args:
         model: The whole model, before a pipeline splits it.
-        patterns: Names, or patterns of names, of modules whose parameters are all ``[e ...]``.
+        plan: Names, or patterns of names, to styles; those of ``"expert"`` are modules whose
+            parameters are all ``[e ...]``. The model's own plan if None.
 
     Returns:
         The modules in order of registration; none inside another.
 
     Raises:
-        ValueError: If a pattern matches nothing.
+        ValueError: If nothing has the style, or a pattern matches nothing.
     """
+    plan = getattr(model, "plan", None) if plan is None else plan
+    patterns = [pattern for pattern, style in (plan or {}).items() if style == EXPERT]
+    if not patterns:
+        raise ValueError(
+            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass for "
+            f"example plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
+        )
     named = dict(model.named_modules())
     matched: dict[str, None] = {}
     for pattern in patterns:

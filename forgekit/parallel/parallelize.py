@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +23,6 @@ from forgekit.mesh import check_dimensions, expert_ranks, expert_view
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
-    check_recompute,
     compile_blocks,
     recompute,
 )
@@ -35,7 +33,7 @@ from forgekit.parallel.context.context_parallel import (
     choose_attention,
 )
 from forgekit.parallel.expert import apply_experts, find_experts
-from forgekit.parallel.fsdp import COMPUTE, Precision, shard, shard_experts
+from forgekit.parallel.fsdp import Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.materialise import (
     check_buffers,
@@ -45,7 +43,7 @@ from forgekit.parallel.materialise import (
 )
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stages import Stages
-from forgekit.parallel.tensor.plan import EXPERT, Plan, read_plan
+from forgekit.parallel.tensor.plan import Plan, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
@@ -96,7 +94,7 @@ def parallelize(
             model of transformers says.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one, or the
             model in a model of transformers.
-        reshard_after_forward: Whether FSDP lets a block's parameters go between forward and
+        reshard_after_forward: Whether FSDP frees a block's parameters between forward and
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
             keep them for the whole step: a backward in two parts needs them in both.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
@@ -112,28 +110,28 @@ def parallelize(
             ``reset_buffers()``, a parameter is shared by two blocks, or parameters are complex or
             sparse.
     """
-    blocks = _default_blocks(model) if blocks is None else blocks
     asked = {name: given for name, given in locals().items() if name not in ("model", "mesh")}
-    tensor = size_of(mesh, "tp")
+    is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
 
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     _check_ranks(model, mesh, asked)
-    layers = _find_blocks(model, blocks)
+    blocks, layers = _find_blocks(model, blocks)
     _check_options(model, mesh, layers, asked)
-    is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
     _check_model(model, layers if is_wrapped else [])
-    kernels = _choose_attention(model, mesh, asked)
-    modules = dict(model.named_modules())  # all of them: a pipeline takes some out
+    kernels = choose_attention(model, mesh, precision, attention, context_parallel)
+    tensor, ranks_of_experts = size_of(mesh, "tp"), expert_view(mesh)
     styles = read_plan(model, tensor, plan) if tensor > 1 else {}
-    data_ranks, tensor_ranks = arrange(mesh)
-    ranks_of_experts = expert_view(mesh)
-    experts = find_experts(model, _expert_patterns(model, plan)) if ranks_of_experts else []
+    experts = find_experts(model, plan) if ranks_of_experts else []
+    modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
+    data_ranks, tensor_ranks = arrange(mesh)
     context = apply_context(model, mesh, context_parallel, tensor=tensor, chosen=kernels)
     copy_from_first_rank(model, mesh)
-    stages = _split(model, mesh, asked)
+    stages = _split(model, mesh, blocks, asked)
     roots = [model] if stages is None else stages.modules
-    layers = [layer for layer in layers if layer in _present(roots)]
+    has_last = stages is None or stages.has_last
+    present = {module for root in roots for module in root.modules()}
+    layers = [layer for layer in layers if layer in present]
     move(model, mesh)
     unsharded = apply_plan(model, tensor_ranks, styles, modules) if tensor_ranks else {}
     experts = apply_experts(model, ranks_of_experts, experts) if ranks_of_experts else []
@@ -141,16 +139,12 @@ def parallelize(
         recompute(layer, activation_checkpoint)
     if compile:
         compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
-    has_last = stages is None or stages.has_last
+    # A backward in two parts finds a stage's weights only while they are gathered.
+    reshards = reshard_after_forward if stages is None else False
+    kept: dict[str, Any] = {"cpu_offload": cpu_offload, "reshard_after_forward": reshards}
+    if ranks_of_experts is not None:
+        shard_experts(experts, ranks_of_experts, precision, **kept)
     if is_wrapped:
-        # A backward in two parts finds a stage's weights only while they are gathered.
-        kept: dict[str, Any] = {
-            "cpu_offload": cpu_offload,
-            "reshard_after_forward": reshard_after_forward,
-        }
-        kept |= {} if stages is None else {"reshard_after_forward": False}
-        if ranks_of_experts is not None:
-            shard_experts(experts, ranks_of_experts, precision, **kept)
         inner = roots[:-1] if has_last else roots
         shard(roots, layers, data_ranks, precision, inner=inner, **kept)
     if tensor > 1 and has_last:
@@ -167,7 +161,7 @@ def parallelize(
         longest=longest_of(model),
         attention=kernels.kernels,
         documents=kernels.documents,
-        locates=any("locate" in own for own in context.sockets.values()),
+        locates=any("locate" in replaced for replaced in context.sockets.values()),
         owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
         stages=stages,
         styles=styles,
@@ -208,7 +202,11 @@ def _check_options(
     }.items():
         check_choice(name, asked[name], get_args(kind))
     recomputed, compiled = asked["activation_checkpoint"], asked["compile"]
-    check_recompute(recomputed, is_compiled=compiled, memory_budget=asked["memory_budget"])
+    if recomputed == "budget" and not compiled:
+        raise ValueError(
+            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False. "
+            "Use compile=True, or activation_checkpoint='selective'."
+        )
     if not layers and (compiled or recomputed != "none" or size_of(mesh, "pp") > 1):
         raise ValueError(
             f"{type(model).__name__} has no list 'layers' to compile, recompute or split into "
@@ -229,24 +227,18 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
     _check_shared_by_blocks(layers)
 
 
-def _choose_attention(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -> Any:
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = COMPUTE.get(asked["precision"], next(floating, torch.float32))
-    is_ring = size_of(mesh, "cp") > 1 and asked["context_parallel"] != "ulysses"
-    return choose_attention(model, mesh, dtype, asked["attention"], is_ring=is_ring)
-
-
-def _split(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -> Stages | None:
+def _split(
+    model: nn.Module, mesh: DeviceMesh, blocks: str, asked: Mapping[str, Any]
+) -> Stages | None:
     """Keep this rank's pipeline stages, in place; None where a rank has the whole model."""
     if size_of(mesh, "pp") == 1:
         return None
     # Each part of a backward in two would recompute, or compile, the block once more.
     splits = asked["activation_checkpoint"] == "none" and not asked["compile"]
-    schedule, blocks = asked["pipeline_schedule"], asked["blocks"]
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    stages = Stages(model, mesh, schedule, blocks or "layers", splits_backward=splits)
-    held = [p.requires_grad for stage in stages.modules for p in stage.parameters()]
-    frozen = [rank for rank, is_frozen in enumerate(exchange(not any(held))) if is_frozen]
+    stages = Stages(model, mesh, asked["pipeline_schedule"], blocks, splits_backward=splits)
+    has_trained = any(p.requires_grad for stage in stages.modules for p in stage.parameters())
+    frozen = [rank for rank, trained in enumerate(exchange(has_trained)) if not trained]
     if trains and frozen:
         raise ValueError(
             f"the pipeline stages of the ranks {frozen} have nothing to train: all of their "
@@ -256,38 +248,20 @@ def _split(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -> Stag
     return stages
 
 
-def _expert_patterns(model: nn.Module, plan: Plan | None) -> list[str]:
-    styles = getattr(model, "plan", None) if plan is None else plan
-    patterns = [name for name, style in (styles or {}).items() if style == EXPERT]
-    if not patterns:
-        raise ValueError(
-            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass for "
-            f"example plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
-        )
-    return patterns
-
-
-def _default_blocks(model: nn.Module) -> str | None:
-    """The list of layers in the body of a model of transformers; None for any other model."""
-    name = f"{getattr(model, 'base_model_prefix', None) or '.'}.layers"
-    return name if any(other == name for other, _ in model.named_modules()) else None
-
-
-def _find_blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
+def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:
+    """The list of repeated layers; by default ``layers``, of transformers' models in their body."""
+    in_body = f"{getattr(model, 'base_model_prefix', None) or '.'}.layers"
+    default = in_body if any(path == in_body for path, _ in model.named_modules()) else "layers"
     layers = model
-    for part in (name or "layers").split("."):
+    for part in (name or default).split("."):
         layers = getattr(layers, part, None)
     if isinstance(layers, nn.ModuleList | nn.Sequential):
-        return list(dict.fromkeys(layers))  # a layer that is used twice is wrapped once
+        return name or default, list(dict.fromkeys(layers))  # one that is used twice stands once
     if name is None:
-        return []
+        return default, []
     raise ValueError(
         f"blocks={name!r} is no list of layers of {type(model).__name__}; {_lists(model)}"
     )
-
-
-def _present(roots: list[nn.Module]) -> set[nn.Module]:
-    return {module for root in roots for module in root.modules()}
 
 
 def _lists(model: nn.Module) -> str:

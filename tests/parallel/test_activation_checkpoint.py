@@ -14,7 +14,7 @@ from torch._functorch import config
 
 import forgekit as fk
 from forgekit.parallel import activation_checkpoint
-from forgekit.parallel.activation_checkpoint import check_recompute, compile_blocks
+from forgekit.parallel.activation_checkpoint import compile_blocks
 
 IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
 ONE_LAYER = attrs.evolve(SPEC, layers=1)
@@ -78,11 +78,6 @@ def test_a_smaller_budget_keeps_less_and_the_gradient_stays(budgets):
     assert config.activation_memory_budget == 1.0  # other programs compile as before
 
 
-def test_without_a_budget_a_block_is_compiled_as_it_is():
-    """The control: what the smaller budgets are smaller than."""
-    assert _once("none")[0] == _once("budget", memory_budget=1.0)[0]
-
-
 @pytest.mark.parametrize("what", some_of(["full", "selective"], "full"))
 def test_a_block_that_is_repeated_is_compiled_all_the_same(what):
     expected, (kept, _) = _once(None)[1], _once("none")
@@ -119,32 +114,6 @@ def test_blocks_that_are_alike_are_compiled_once():
     with torch.no_grad():
         model(IDS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("compiled", "budget", "message"),
-    [
-        (
-            False,
-            0.5,
-            r"^activation_checkpoint is 'budget', which the compiler keeps, and compile is False\. "
-            r"Use compile=True",
-        ),
-        (True, 1.5, r"^memory_budget is 1\.5; it is a share from 0"),
-        (True, float("nan"), r"^memory_budget is nan; it is a share"),
-    ],
-)
-def test_a_budget_that_nothing_keeps_is_refused(compiled, budget, message):
-    with pytest.raises(ValueError, match=message):
-        check_recompute("budget", is_compiled=compiled, memory_budget=budget)
-    check_recompute("full", is_compiled=compiled, memory_budget=budget)
-
-
-def test_a_torch_without_budgets_is_refused(monkeypatch):
-    monkeypatch.setattr(activation_checkpoint, "BUDGET", "no_such_setting")
-    with pytest.raises(ValueError, match=r"and torch 2\S+ has no no_such_setting\. Use activation"):
-        check_recompute("budget", is_compiled=True)
 
 
 def test_parallelize_refuses_a_budget_without_compilation():

@@ -362,7 +362,7 @@ def _refusal(rank, world, build, pattern):
     view = expert_view(fk.build_mesh(fk.MeshSpec(ep=4), device="cpu"))
     model = build()
     with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        apply_experts(model, view, find_experts(model, [pattern]))
+        apply_experts(model, view, find_experts(model, {pattern: "expert"}))
     return error.value
 
 
@@ -370,7 +370,7 @@ def _computed_alike(rank, world):
     view = expert_view(fk.build_mesh(fk.MeshSpec(ep=2, tp=2), device="cpu"))
     model = Model()
     with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        apply_experts(model, view, find_experts(model, [PATTERN]))
+        apply_experts(model, view, find_experts(model, {PATTERN: "expert"}))
     return error.value
 
 
@@ -400,5 +400,5 @@ def test_meshes_of_one_shape_keep_their_own_experts():
 
 def test_a_module_inside_another_one_is_not_sharded_twice():
     model = Model()
-    found = find_experts(model, ["layers.*.routed*"])
+    found = find_experts(model, {"layers.*.routed*": "expert"})
     assert found == [layer.routed for layer in model.layers]

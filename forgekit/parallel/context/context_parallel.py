@@ -25,6 +25,7 @@ from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
 from forgekit.model.transformer import locate_all
+from forgekit.parallel.fsdp import COMPUTE, Precision
 from forgekit.parallel.layout import size_of
 
 ContextParallel = Literal["ring", "ulysses", "both"]
@@ -74,10 +75,9 @@ class ChosenAttention(NamedTuple):
 def choose_attention(
     model: nn.Module,
     mesh: DeviceMesh,
-    dtype: torch.dtype,
+    precision: Precision,
     attention: AttentionChoice,
-    *,
-    is_ring: bool,
+    method: ContextParallel,
 ) -> ChosenAttention:
     """Choose the kernels of a model's attention, before anything is computed.
 
@@ -85,9 +85,9 @@ def choose_attention(
         model: Modules with an ``attend`` socket and ``channels`` say how wide a head is; of others
             it is not known before they run.
         mesh: Where the model will be.
-        dtype: What it computes in.
+        precision: What it computes in; with ``"fp32"`` in the dtype of its parameters.
         attention: ``"auto"``, or the kernel that was asked for.
-        is_ring: Whether sequences go round a ring.
+        method: How ranks share a sequence, where they do.
 
     Raises:
         ValueError: If the kernel that was asked for cannot run there, or nothing would use it.
@@ -98,6 +98,9 @@ def choose_attention(
             f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
             "socket with forgekit.model.attend_causal in it. Pass attention='auto'."
         )
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = COMPUTE.get(precision, next(floating, torch.float32))
+    is_ring = size_of(mesh, "cp") > 1 and method != "ulysses"
     channels = [getattr(m, "channels", None) for m in attending]
     widths = [width if isinstance(width, int) else None for width in channels]
     uses: tuple[AttentionUse, ...] = ("ring",) if is_ring else ("rows", "documents")
