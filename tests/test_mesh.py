@@ -54,13 +54,10 @@ def environment(monkeypatch):
         ({}, 6, (1, 1, 6, 1, 1)),
         ({"dp_replicate": 2}, 8, (1, 2, 4, 1, 1)),
         ({"dp_replicate": -1, "dp_shard": 2}, 8, (1, 4, 2, 1, 1)),
-        ({"dp_replicate": 8, "dp_shard": 1}, 8, (1, 8, 1, 1, 1)),
         ({"pp": 2, "cp": 3, "tp": 4}, 48, (2, 1, 2, 3, 4)),
         ({"pp": -1, "dp_shard": 2, "tp": 2}, 12, (3, 1, 2, 1, 2)),
         ({"cp": -1, "dp_shard": 2}, 6, (1, 1, 2, 3, 1)),
-        ({"tp": -1, "dp_shard": 1}, 5, (1, 1, 1, 1, 5)),
         ({"cp": 2, "ep": 4}, 8, (1, 1, 4, 2, 1)),
-        ({"ep": 8, "cp": 2}, 8, (1, 1, 4, 2, 1)),
     ],
 )
 def test_sizes_fill_the_world(spec, world, sizes):
@@ -77,17 +74,6 @@ def test_sizes_fill_the_world(spec, world, sizes):
             "dp_shard 3 = 3 does not fit 8 ranks; the nearest is dp_replicate=1, dp_shard=8.",
         ),
         (
-            {"dp_replicate": 3, "dp_shard": 2, "tp": 2},
-            8,
-            "dp_replicate 3 * dp_shard 2 * tp 2 = 12 does not fit 8 ranks; the nearest is "
-            "dp_replicate=2, dp_shard=2.",
-        ),
-        (
-            {"dp_shard": 1},
-            4,
-            "1 = 1 does not fit 4 ranks; the nearest is dp_replicate=1, dp_shard=4.",
-        ),
-        (
             {"dp_replicate": 3},
             8,
             "dp_replicate 3: 8 ranks are not divisible by 3; the nearest is dp_replicate=2, "
@@ -98,31 +84,15 @@ def test_sizes_fill_the_world(spec, world, sizes):
             8,
             "tp 3: 8 ranks are not divisible by 3; that takes 6 or 9 ranks.",
         ),
-        ({"tp": 3}, 1, "tp 3: 1 rank is not divisible by 3; that takes 3 ranks."),
-        (
-            {"dp_replicate": 4, "dp_shard": 8, "tp": 2},
-            1,
-            "dp_replicate 4 * dp_shard 8 * tp 2 = 64 does not fit 1 rank; that takes 64 ranks.",
-        ),
         (
             {"dp_replicate": 4, "tp": 2},
             9,
             "dp_replicate 4 * tp 2: 9 ranks are not divisible by 8; that takes 8 or 16 ranks.",
         ),
         (
-            {"pp": 2, "cp": 2, "tp": 2},
-            4,
-            "pp 2 * cp 2 * tp 2: 4 ranks are not divisible by 8; that takes 8 ranks.",
-        ),
-        (
             {"ep": 3},
             8,
             "ep 3 does not divide dp_shard * cp = 8; it can be one of [1, 2, 4, 8].",
-        ),
-        (
-            {"ep": 8, "tp": 2, "cp": 2},
-            8,
-            "ep 8 does not divide dp_shard * cp = 4; it can be one of [1, 2, 4].",
         ),
     ],
 )
@@ -137,7 +107,6 @@ def test_sizes_that_do_not_fit_say_what_would(spec, world, message):
     ("spec", "message"),
     [
         ({"tp": 0}, "tp is 0; a mesh dimension is at least 1, or -1 once."),
-        ({"pp": -2}, "pp is -2; a mesh dimension is at least 1, or -1 once."),
         ({"cp": -1}, "dp_shard and cp are both -1; only one can be what is left."),
         ({"dp_shard": 1, "ep": -1}, "ep is -1; it is a view over dp_shard * cp, so give its size."),
     ],
@@ -214,40 +183,14 @@ def test_the_meeting_point_is_what_was_given_else_the_job_s_else_this_machine(st
 
 IDENTITIES = {
     "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it is a whole number"),
-    "no rank": ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is ''; it is a whole number"),
-    "a negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'; it is a whole number"),
     "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; ranks of WORLD_SIZE=2 proce"),
-    "a world of none": (
-        {"RANK": "0", "WORLD_SIZE": "0"},
-        "WORLD_SIZE is '0'; a job has at least 1",
-    ),
     "a local rank beyond": (
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
         "LOCAL_RANK is '2'; a machine has no more than WORLD_SIZE=2 processes",
     ),
-    "a task in letters": (
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
-        "SLURM_PROCID is 'x'; it is a whole number",
-    ),
-    "a task beyond": (
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "4", "SLURM_NTASKS": "4"},
-        "SLURM_PROCID is '4'; ranks of SLURM_NTASKS=4 processes are 0 to 3",
-    ),
-    "no tasks": (
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "0"},
-        "SLURM_NTASKS is '0'; a job has at least 1 process",
-    ),
     "tasks as a list": (
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2(x2)"},
         r"SLURM_NTASKS is '2\(x2\)'; it is a whole number",
-    ),
-    "a local task in letters": (
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "x"},
-        "SLURM_LOCALID is 'x'; it is a whole number",
-    ),
-    "a local task beyond": (
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "7"},
-        "SLURM_LOCALID is '7'; a machine has no more than SLURM_NTASKS=2 processes",
     ),
 }
 
@@ -267,18 +210,10 @@ def test_a_process_that_cannot_be_is_refused_before_it_waits_for_others(
 
 MEETINGS = {
     "a port in letters": ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it is a whole number"),
-    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT is ''; it is a whole number"),
-    "port 0": ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'; a port is a number from 1 to 65535"),
     "a port beyond": ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'; a port is a number from"),
-    "a negative port": ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'; it is a whole number"),
-    "a port with its host": ({"MASTER_PORT": "a:29500"}, "MASTER_PORT is 'a:29500'; it is a whole"),
     "no address": ({"MASTER_ADDR": ""}, "MASTER_ADDR is ''; it names the machine of rank 0"),
-    "two addresses": ({"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'; it names the machine of ran"),
     "a job in letters": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'; it is a whole number"),
-    "a job in an array": ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it is a whole"),
     "nodes without a name": ({"SLURM_JOB_NODELIST": "[1-3]"}, r"NODELIST is '\[1-3\]'; it names h"),
-    "nodes cut off": ({"SLURM_JOB_NODELIST": "gpu[1-"}, r"NODELIST is 'gpu\[1-'; it names hosts"),
-    "nodes of commas": ({"SLURM_JOB_NODELIST": ",,"}, "NODELIST is ',,'; it names hosts"),
 }
 
 

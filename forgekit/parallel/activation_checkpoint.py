@@ -83,6 +83,7 @@ def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **optio
 
 def _selective_contexts() -> tuple[Any, Any]:
     """Modes of forward and of its repetition, which keep and bring back what is expensive."""
+    # Torch's pair keeps outputs in one storage; only the second half is replaced.
     first, again = create_selective_checkpoint_contexts(_keep_expensive)
     return first, _Again(again)
 
@@ -101,6 +102,7 @@ class _Again(_CachedTorchDispatchMode):
         self._kept = torch_mode.storage
 
     def __enter__(self) -> Any:
+        # Handing out takes from the lists, so each repetition gets lists of its own.
         self.storage = {op: copy.copy(values) for op, values in self._kept.items()}
         return super().__enter__()
 

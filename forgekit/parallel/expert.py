@@ -185,11 +185,14 @@ def _dispatch_over(
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
     each = _most_experts(experts, ranks)  # the last rank may hold fewer
+    # Experts that are not there, behind those of the last rank, get no tokens.
     counts = F.pad(counts, (0, each * ranks - experts)).view(ranks, each)
     arriving, sent, received = _splits(counts, group)
     held = min(each, experts - dist.get_rank(group) * each)
+    # Tokens of no expert are sorted last; they stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
+    # First exchange of rows: to the ranks of their experts.
     there = _Exchange(sent, received, group)
     under_way = there.leave(leaving)
     if meanwhile is not None:
@@ -201,6 +204,7 @@ def _dispatch_over(
     by_expert = torch.sort(ids, stable=True).indices
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
+    # Second one: back, in the same sizes the other way round.
     home = _Exchange(received, sent, group)
     back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)

@@ -131,6 +131,8 @@ def sum_gradients(module: FSDPModule) -> None:
 
     Its children keep what they have: torch's setters do not recurse.
     """
+    # No factor but 1 is safe: FSDP divides twice by another on a mesh of size 1. And without the
+    # second line gloo gets a reduction that it does not have (PREMUL_SUM).
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
@@ -176,9 +178,12 @@ def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
     reduces = is_last or sync != "last"
     for module in modules:
         sum_gradients(module)
+        # Without it gradients stay whole on each rank and are added up there, in reduce_dtype.
         module.set_requires_gradient_sync(reduces, recurse=False)
+        # Shards are summed after each micro-batch, and over the replicas once.
         if sync == "hsdp_last":
             module.set_requires_all_reduce(is_last, recurse=False)
+        # On the last one FSDP waits for its reductions and forgets the order of the step.
         module.set_is_last_backward(reduces)
 
 
@@ -212,6 +217,7 @@ def widen_accumulators(modules: FsdpModules) -> None:
         gathered = getattr(parameter, "_unsharded_param", None)  # None: never used by any rank
         if wide is None or gathered is None or not gathered.requires_grad:
             continue
+        # A parameter that was used has its sum in `unsharded_accumulated_grad` already.
         if gathered.dtype != wide and parameter.unsharded_accumulated_grad is None:
             parameter.unsharded_accumulated_grad = torch.zeros_like(
                 gathered, dtype=wide, requires_grad=False
@@ -305,6 +311,7 @@ def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:
         if record.unsharded_accumulated_grad is not None
         or getattr(vars(record).get("_unsharded_param"), "grad", None) is not None
     ]
+    # What is summed over shards and not yet over replicas waits here.
     waiting = [group for group in modules.groups if group._partial_reduce_output is not None]
     more = [p for group in waiting for p in group.fsdp_params if p not in left]
     return _names(model, left + more)
@@ -334,6 +341,7 @@ def reset_iteration(modules: list[Any]) -> None:
 
 def _reset_by_hand(root: Any) -> None:
     for module in fsdp_modules(root):
+        # States idle, nothing half reduced, parameters sharded.
         fsdp_state = module._get_fsdp_state()
         fsdp_state._training_state = type(fsdp_state._training_state).IDLE
         for group in _groups(module):

@@ -40,6 +40,7 @@ def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
     if not isinstance(tensor, DTensor):
         return tensor, world
     mesh = tensor.device_mesh
+    # Ranks outside of the tensor's mesh have copies; inside, those along replicated dimensions.
     owners = world // mesh.size()
     for size, placement in zip(mesh.shape, tensor.placements, strict=True):
         owners *= size if placement.is_replicate() else 1

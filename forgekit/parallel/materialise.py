@@ -76,10 +76,13 @@ def materialise(
         m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))
     ]
     for root in roots:
+        # `_apply` replaces each parameter by its name, so that one of two names becomes two.
         shared = shared_parameters(root)
         _allocate(root, device, "cpu" if cpu_offload else device)
         for names in shared:  # which became one for each of its names
             share_again(root, names)
+    # Each from (seed, name), drawn whole and then sharded: torch draws the same numbers for every
+    # shard of a DTensor on a CPU.
     init_weights(model, seed, only=on_meta)
     for module in without_values:
         _reset_buffers(module)

@@ -125,16 +125,21 @@ def parallelize(
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
     data_ranks, tensor_ranks = arrange(mesh)
+    # Sockets before anything is wrapped: they are found by their modules' names and attributes.
     context = apply_context(model, mesh, context_parallel, tensor=tensor, chosen=kernels)
+    # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
+    # Nothing below spends time or memory on the parts of other stages.
     stages = _split(model, mesh, blocks, asked)
     roots = [model] if stages is None else stages.modules
     has_last = stages is None or stages.has_last
     present = {module for root in roots for module in root.modules()}
     layers = [layer for layer in layers if layer in present]
     move(model, mesh)
+    # From here on a parameter is a DTensor over tp, or over ep.
     unsharded = apply_plan(model, tensor_ranks, styles, modules) if tensor_ranks else {}
     experts = apply_experts(model, ranks_of_experts, experts) if ranks_of_experts else []
+    # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
     for layer in layers:
         recompute(layer, activation_checkpoint)
     if compile:
@@ -142,13 +147,17 @@ def parallelize(
     # A backward in two parts finds a stage's weights only while they are gathered.
     reshards = reshard_after_forward if stages is None else False
     kept: dict[str, Any] = {"cpu_offload": cpu_offload, "reshard_after_forward": reshards}
+    # Inner modules first: an outer one leaves out what is wrapped already.
     if ranks_of_experts is not None:
         shard_experts(experts, ranks_of_experts, precision, **kept)
+    # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
+    # parameters beside DTensors.
     if is_wrapped:
         inner = roots[:-1] if has_last else roots
         shard(roots, layers, data_ranks, precision, inner=inner, **kept)
     if tensor > 1 and has_last:
         roots[-1].register_forward_hook(share_logits)
+    # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
     layout = Layout(
         ring=context.ring,

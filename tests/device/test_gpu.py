@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import attrs
 import gpu
 import pytest
 from device.pretend import NAME
-from dry_run import SEVEN_BILLION, dry_run
 from ranks import run_ranks
 
 import forgekit as fk
@@ -31,31 +29,6 @@ def test_every_part_runs_and_gives_verdicts():
         assert verdicts["two steps as on the CPU", name] == "ok"
     shown = {what.partition(",")[0] for what, _ in verdicts}
     assert shown == {*absent, "two steps as on the CPU", "loss", "product in bf16", "MFU"}
-
-
-def fails(_bench):
-    raise RuntimeError("the kernel is broken\nand more")
-    yield
-
-
-@pytest.mark.oracle
-def test_a_part_that_raises_is_a_row_and_the_others_go_on(monkeypatch):
-    for name in ("same_as_cpu", "waits", "attention", "losses", "steps", "speed"):
-        monkeypatch.setattr(gpu, name, lambda _bench: [])
-    monkeypatch.setattr(gpu, "memory", fails)
-    fails.__name__ = "memory"
-    (row,) = gpu.measure(gpu.Bench("cpu", memory=GIB, is_tiny=True))
-    assert (row["verdict"], row["note"]) == ("FAIL", "RuntimeError: the kernel is broken")
-
-
-@pytest.mark.oracle
-def test_a_model_loses_layers_until_it_fits():
-    """By the bytes that a dry run counts; some room is left for libraries."""
-    memory, whole = 24 * GIB, attrs.evolve(SEVEN_BILLION, max_seq_len=256)
-    spec = gpu.Bench("cpu", memory).fitted(whole, bytes_each=16)
-    assert spec == attrs.evolve(whole, layers=4)
-    assert 0.65 * memory < dry_run(spec, 1).peak < gpu.USABLE * memory
-    assert gpu.Bench("cpu", 141 * GIB).fitted(whole, bytes_each=16) == whole
 
 
 def test_flops_are_those_of_every_product_and_of_keys_that_are_seen():

@@ -226,24 +226,6 @@ def test_loss_scaling_in_fp16_finds_its_scale_on_the_device():
     assert found[2] == 0
 
 
-ABSENT = {
-    "cuda": "device is 'cuda' and torch finds no such device here; it finds pretend and cpu",
-    "pretend:1": "device is 'pretend:1' and this process sees pretend:0 only",
-    "abacus": "device is 'abacus' and torch finds no such device here; it finds pretend and cpu",
-}
-
-
-def load_to(_rank, _world, device, message):
-    with pytest.raises(ValueError, match=message):
-        loader(device)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(("device", "message"), ABSENT.items(), ids=ABSENT)
-def test_a_loader_for_a_device_that_is_not_there_is_refused(device, message):
-    run_ranks(load_to, 1, device, message, group=False, setup=SETUP)
-
-
 def prefetch(_rank, _world):
     seen = []
     with loader(NAME, ahead=2) as there, watching() as ledger:

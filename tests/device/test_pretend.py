@@ -35,15 +35,6 @@ def filled(*values, pinned=True):
     return tensor.pin_memory() if pinned else tensor
 
 
-def test_a_worker_with_a_setup_serves_no_other():
-    assert run_ranks(backend_name, 2, setup=SETUP) == [NAME, NAME]
-    assert run_ranks(backend_name, 2) == ["privateuseone"] * 2
-
-
-def backend_name(_rank, _world):
-    return torch._C._get_privateuse1_backend_name()
-
-
 # Strict
 
 
@@ -216,25 +207,6 @@ def test_a_copy_to_the_host_in_another_stream_sees_what_is_written_meanwhile():
 
 
 @alone
-def test_the_host_waits_through_a_chain_of_streams():
-    device = torch.get_device_module(NAME)
-    side, there = device.Stream(), torch.ones(2, device=NAME)
-    with device.stream(side):
-        host = there.to("cpu", non_blocking=True)
-        event = side.record_event()
-    current = device.current_stream()
-    current.wait_event(event)
-    event.record(device.Stream())  # the point that was waited for stays
-    assert host.isnan().all()
-    for _ in range(20):  # streams that wait for each other hold what is pending once
-        side.wait_stream(current)
-        current.wait_stream(side)
-    assert len(current.pending()) == len(side.pending()) == 1
-    current.synchronize()
-    assert host.tolist() == [1.0, 1.0]
-
-
-@alone
 def test_copies_of_pageable_memory_are_counted():
     with watching() as ledger:
         torch.ones(3).to(NAME, non_blocking=True)
@@ -272,17 +244,3 @@ def gather_two_devices(_rank, _world):
 def test_a_collective_of_two_devices_is_refused():
     with pytest.raises(RankError, match=r"to be on the same device, but c10d.allgather_"):
         run_ranks(gather_two_devices, 2, setup=SETUP)
-
-
-def send_out_of_order(rank, _world):
-    tensors = [torch.full((1,), float(n), device=NAME) for n in range(2)]
-    for n in (0, 1):
-        if rank == 0:
-            dist.send(tensors[n], 1, tag=n)
-        else:
-            dist.recv(tensors[n], 0, tag=1 - n)
-    return [tensor.item() for tensor in tensors]
-
-
-def test_messages_arrive_in_order_whatever_their_tags():
-    assert run_ranks(send_out_of_order, 2, setup=SETUP)[1] == [0.0, 1.0]

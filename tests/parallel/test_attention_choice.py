@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -85,22 +84,6 @@ def test_heads_of_two_widths_have_a_kernel_each(mesh):
         layout = fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout
     assert layout.attention == {"rows": "sdpa", "documents": "sdpa/varlen"}
     assert layout.documents is not None
-
-
-def test_a_model_without_attention_has_no_kernels(mesh):
-    model = fk.parallelize(Own(), mesh)
-    assert fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout.attention == {}
-
-
-def test_a_copied_model_has_documents_of_its_own(mesh):
-    with flash_kernels(dtypes=F64):
-        model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
-        gradients(model, mesh)
-        other = copy.deepcopy(model)
-        state = fk.TrainState.create(other, fk.adamw(other), mesh=mesh)
-        given = {id(layer.attention.attend.keywords["documents"]) for layer in other.layers}
-    assert given == {id(state.layout.documents)}
-    assert given != {id(layer.attention.attend.keywords["documents"]) for layer in model.layers}
 
 
 class Own(nn.Module):

@@ -144,16 +144,6 @@ def test_blocks_merge_to_the_whole_in_any_order(way, dtype):
         close(lse, wanted[1], dtype)
 
 
-def test_a_block_without_keys_to_see_changes_nothing():
-    q, k, v = draw(6, 2, QUERIES, torch.float64)
-    out, lse = attend_block(q, k, v)
-    merged = out.clone(), lse.clone()
-    ids = torch.zeros(ROWS, QUERIES), torch.ones(ROWS, KEYS)
-    merge_block(*merged, *attend_block(q, k, v, ids=ids))
-    assert torch.equal(merged[0], out)
-    assert torch.equal(merged[1], lse)
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
 @pytest.mark.parametrize("name", ["all", "causal"])
 def test_blocks_of_the_flash_kernel_are_the_naive_formula(monkeypatch, name, heads):

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from unittest.mock import patch
 
 import attrs
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from covering import in_turn, one_at_a_time
 from ranks import run_again, run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
 from forgekit.model.transformer import locate_all
-from forgekit.parallel.activation_checkpoint import recompute
 from forgekit.parallel.context import attention_areas, block_attention
 from forgekit.parallel.context.context_parallel import (
     apply_context,
@@ -29,7 +26,6 @@ from forgekit.parallel.context.context_parallel import (
     with_sockets,
 )
 from forgekit.parallel.context.sequence_exchange import Members
-from forgekit.parallel.fsdp import sum_gradients
 
 PLACES, CHANNELS = 48, 4
 LAYOUTS = {
@@ -210,82 +206,6 @@ def test_a_changed_document_leaves_the_others_bit_equal(layout, dtype, changed):
 SPEC = fk.TransformerSpec(
     vocab_size=23, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=24, max_seq_len=PLACES
 )
-
-
-def train_slices(
-    rank: int, world: int, layout: str, what: str, sharded: bool, documents: str
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Summed gradients of a model that is given slices, and how often ranks talked."""
-    method, *sizes = LAYOUTS[layout]
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    model = fk.Transformer(SPEC).double()
-    apply_context(model, mesh, method)
-    for layer in model.layers:
-        recompute(layer, what)
-    for module in (*model.layers, model) if sharded else ():
-        fully_shard(module, mesh=mesh["cp"])
-        sum_gradients(module)
-    mine = places_of(*sizes, rank)
-    ids, upstream = _tokens()
-    known = documents_of(documents)
-    calls = {"all_gather": 0, "batch_isend_irecv": 0}
-    with ExitStack() as stack:
-        for name in calls:
-            stack.enter_context(patch.object(dist, name, _counted(name, calls)))
-        logits = model(ids[:, mine], doc_ids=None if known is None else known[:, mine].clone())
-        logits.backward(upstream[:, mine])
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if sharded:
-            gradients[name] = gradient.full_tensor()
-        else:
-            dist.all_reduce(gradient)
-            gradients[name] = gradient
-    return gradients, calls
-
-
-def _counted(name: str, calls: dict[str, int]) -> Callable[..., object]:
-    original = getattr(dist, name)
-
-    def count(*args, **options):
-        calls[name] += 1
-        return original(*args, **options)
-
-    return count
-
-
-def _tokens() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(SPEC.vocab_size, (2, PLACES), generator=generator)
-    upstream = (2, PLACES, SPEC.vocab_size)
-    return ids, torch.randn(upstream, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("layout", "how", "documents"),
-    in_turn(
-        ["ring of 2", "ulysses of 2", "both of 4"],
-        [("none", False), ("full", False), ("full", True), ("selective", True)],
-        ["none", "ragged"],
-    ),
-)
-def test_models_train_on_slices_as_on_whole_sequences(layout, how, documents):
-    """Position ids come from the socket; documents are sent once for all layers and passes."""
-    what, sharded = how
-    model = fk.Transformer(SPEC).double()
-    ids, upstream = _tokens()
-    model(ids, doc_ids=documents_of(documents)).backward(upstream)
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    _, ring_size, ulysses = LAYOUTS[layout]
-    around = {"none": 4, "full": 5, "selective": 4}[what] * SPEC.layers if ring_size > 1 else 0
-    gathers = 0 if documents == "none" else (ring_size > 1) + (ulysses > 1)
-    arguments = layout, what, sharded, documents
-    for gradients, calls in run_again(train_slices, ring_size * ulysses, *arguments):
-        assert calls == {"all_gather": gathers, "batch_isend_irecv": around}
-        assert gradients.keys() == wanted.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-10)
 
 
 def keep(rank: int, world: int) -> tuple[int, int]:
@@ -482,13 +402,3 @@ def refuse(rank: int, world: int) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():
     run_ranks(refuse, 2)
-
-
-def test_one_rank_keeps_its_sockets():
-    mesh = fk.build_mesh(device="cpu")
-    try:
-        model = Sockets()
-        assert apply_context(model, mesh, "both") == (1, 1, 0, {})
-        assert model.attend is fk.model.attend_causal
-    finally:
-        fk.shutdown()

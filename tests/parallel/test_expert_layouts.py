@@ -177,34 +177,6 @@ def test_each_layout_takes_the_steps_of_one_process(layout, what, changes):
 
 # In 16 bits, from meta
 
-TURNS = {"force_balance": True, "bias_rate": None}
-"""Rounding cannot send a token to another expert."""
-
-
-def _in_16_bits(rank, world, sizes, changes):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = build(torch.float32, **changes)
-    model = fk.parallelize(model, mesh, precision="bf16", activation_checkpoint="selective")
-    own, among = data_ranks(mesh)
-    gradients, counts, norm, *_ = train(
-        create(model, mesh=mesh), lambda batch: batch[own::among].contiguous()
-    )
-    return gradients, counts, norm, {buffer.dtype for buffer in model.buffers()}
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("layout", ["EP2xTP2, 3 experts", "EP4, 7 experts"])
-def test_gradients_in_bfloat16_are_near(layout):
-    world, sizes, experts = LAYOUTS[layout]
-    changes = {"experts": experts, **TURNS}
-    expected, counts, norm = reference(build(**changes), rows(positions=POSITIONS))
-    for found, counted, found_norm, dtypes in run_ranks(_in_16_bits, world, sizes, changes):
-        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-        assert max(errors(found, expected).values()) < 8e-2, errors(found, expected)
-        assert found_norm == pytest.approx(norm, rel=5e-2)
-        assert counted == counts
-        assert dtypes == {torch.float32}
-
 
 def _from_meta(rank, world, sizes, spec):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")

@@ -278,13 +278,6 @@ def test_each_stage_is_proved_by_itself(stage):
         assert re.search(message, raised), raised
 
 
-@pytest.mark.parametrize("mode", some_of(["full", "selective"], "full"))
-def test_recomputed_blocks_are_proved_too(mode):
-    kind, plan, message = FORGOTTEN["one weight"]
-    for raised in run_again(_refused, 2, {"tp": 2}, kind, plan, {"activation_checkpoint": mode}):
-        assert re.search(message, raised), raised
-
-
 def _compiled(rank, world, layout, kind, plan, is_right):
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
     calls = []
@@ -302,14 +295,6 @@ def _compiled(rank, world, layout, kind, plan, is_right):
     factor = fk.clip(totals).factor
     gradients = full_tensors(state.model, gradients=True)
     return {n: g * factor for n, g in gradients.items()}, len(calls)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("name", some_of(["one weight", "channels leave"], "channels leave"))
-def test_compiled_blocks_are_proved_too(name):
-    kind, plan, message = FORGOTTEN[name]
-    for raised in run_again(_compiled, 2, {"tp": 2}, kind, plan, False):
-        assert re.search(message, raised), raised
 
 
 def test_compiled_blocks_that_are_right_stay_exact_and_compiled():

@@ -56,7 +56,7 @@ def test_each_stage_takes_each_micro_batch_once_each_way(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_on_the_clock_nothing_starts_before_its_inputs_are_there(schedule):
     ranks = 4
-    found = timeline(schedule, ranks, 8, costs={"F": 1.0, "B": 2.5, "I": 1.5, "W": 0.5})
+    found = timeline(schedule, ranks, 8)
     end = {(i.work.kind, i.work.stage, i.work.micro_batch): i.end for i in found.intervals}
     last = ranks * stages_per_rank(schedule) - 1
     for interval in found.intervals:

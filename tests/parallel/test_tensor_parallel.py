@@ -145,39 +145,6 @@ def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
         torch.testing.assert_close(losses[0], expected_loss, rtol=1e-10, atol=0)
 
 
-def test_gradients_in_bfloat16_come_in_float32():
-    _, expected = reference(build(), BATCHES)
-    args = (2, 2), "untied, norms of heads", "head", "bf16", True
-    for _, found in run_again(_with_fsdp, 4, *args):
-        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-        assert relative_error(found, expected) < 0.03
-        assert relative_error(found, expected) > 1e-5, "it was not computed in bfloat16"
-
-
-def _train(rank, world):
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp_shard", "tp"))
-    model = build().double()
-    apply_plan(model, mesh["tp"], read_plan(model, mesh["tp"].size()))
-    shard([model], list(model.layers), mesh["dp_shard"], "fp32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for seed in range(3):
-        optimizer.zero_grad()
-        measure(model, draw_batch(seed))
-        optimizer.step()
-    return full_tensors(model)
-
-
-def test_fused_adamw_trains_it():
-    model = build().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(3):
-        optimizer.zero_grad()
-        reference(model, [draw_batch(seed)])
-        optimizer.step()
-    for found in run_again(_train, 2):
-        assert relative_error(found, full_tensors(model)) < 1e-10
-
-
 # Placements and initial values
 
 

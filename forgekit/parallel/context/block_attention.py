@@ -56,6 +56,7 @@ def attend_block(
         return _flash(q, k, v, is_causal=offset == 0)
     if not has_flash(q):
         return _plain(q, k, v, _mask(q, k, offset, ids))
+    # The kernel takes additive masks only, in the dtype of the queries.
     causal, mask = _flash_mask(q, k, offset, ids)
     bias = _bias(mask, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -115,6 +116,8 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
         block_out: ``[b h m c]`` output of the block.
         block_lse: ``[b h m]`` its logarithm of the sum of exponentials.
     """
+    # Two softmaxes of the same queries over other keys: exp(lse) is what each weighs. Both -inf
+    # would give NaN, so a position's own block comes first.
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp_().unsqueeze(-1))
@@ -182,6 +185,7 @@ def _plain_backward(
     gradient, out, queries, lse = (_grouped(x, k) for x in (gradient, out, q, lse.unsqueeze(-1)))
     weights = _scores(q, k, mask).sub_(lse).exp_()
     dv = weights.mT @ gradient
+    # dS = P * (dP - rowsum(dO * O)), with P and O of the whole softmax: so blocks just add up.
     inner = (gradient * out).sum(-1, keepdim=True)
     shares = (gradient @ v.to(gradient.dtype).mT).sub_(inner).mul_(weights)
     shares *= q.shape[-1] ** -0.5
@@ -190,6 +194,7 @@ def _plain_backward(
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """``[b k (g m) n]``: the queries of a key's heads side by side, so that no key is repeated."""
+    # In float32 or wider: scores of 16 bits would be rounded before the softmax.
     queries = _grouped(q, k)
     scores = (queries * q.shape[-1] ** -0.5) @ k.to(queries.dtype).mT
     if mask is not None:

@@ -208,6 +208,7 @@ def split_context(
 
             check_heads(heads, context)
         return 1, context
+    # Neither 1 nor all of them: that would be a ring, or Ulysses, alone.
     splits = divisors(context)[1:-1]
     if not splits:
         raise ValueError(
@@ -239,6 +240,7 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
         >>> locate_slice(ring=2, ulysses=1, rank=0)(4, torch.device("cpu"))
         tensor([0, 1, 6, 7])
     """
+    # A ring's zigzag slice first, and inside it the contiguous one of Ulysses.
     ring_rank, ulysses_rank = divmod(rank, ulysses)
 
     def locate(s: int, device: torch.device) -> Tensor:
@@ -270,6 +272,7 @@ def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
 def _put(model: nn.Module, sockets: Sockets) -> Sockets:
     """Put callables into a model's sockets, in place, and return those that were there."""
     modules = {name: m for name, m in model.named_modules() if not getattr(m, "is_absent", False)}
+    # Sockets are attributes of instances: a model's code and its parameters' names stay.
     before: dict[str, dict[str, Any]] = {}
     for name, functions in sockets.items():
         if name in modules:
@@ -288,6 +291,7 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAtten
     if ring == 1:
         return ulysses_attention(Members.of(mesh.get_group("cp")), chosen.attend, chosen.documents)
     dim = (mesh.mesh_dim_names or ()).index("cp")
+    # Ranks of cp as [ring, ulysses]: neighbours exchange heads, which moves less than a ring.
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
     rings = Members.of(group_of("ring", shared.mT.reshape(-1, ring).tolist()))
     return ulysses_attention(

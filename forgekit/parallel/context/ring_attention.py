@@ -60,6 +60,7 @@ def ring_attention(
                 f"a rank of the ring holds {q.shape[1]} positions; a zigzag slice is two chunks of "
                 f"one size. Take sequences whose length 2 * {members.size} divides."
             )
+        # From what all ranks share, before anything is sent: device, dtype, width of a head.
         kernel = choose("ring", q.device, q.dtype, q.shape[-1], attention)
         if doc_ids is None:
             return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, kernel)[0]
@@ -73,6 +74,7 @@ def ring_attention(
     def attend_documents(
         q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, host: Tensor | None
     ) -> Tensor:
+        # The host plans rectangles, so ids are read from the device once if nobody noted them.
         whole = gather(doc_ids).cpu() if host is None else _by_rank(host, members.size)
         runs = torch.stack(_runs(whole)).flatten().tolist()
         return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, "flash", runs)[0]
@@ -132,6 +134,7 @@ def attend_ring(
     """
     members = members_named(name)
     route = _route(members, q, ids, kernel, runs)
+    # Summed in float32 or wider, and rounded once at the end.
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
     # Minus infinity: a softmax over no keys. The first block, each position's own, makes it finite.

@@ -81,6 +81,7 @@ class Members:
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
         arriving = torch.empty_like(tensor)
+        # Both in one batch: in turns, a ring of ranks that all send first would wait for ever.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, following, self.group),
@@ -243,10 +244,12 @@ def check_heads(heads: int, ulysses: int) -> None:
 def _positions_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list[Tensor]:
     """``[b s h c]``, twice ``[b s k c]`` -> the same with all positions and this rank's heads."""
     size = members.size
+    # So many copies that the ranks divide their number; autograd adds up their gradients.
     repeats = size // math.gcd(k.shape[2], size)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
     by_rank = [rearrange(x, "b s (p h) c -> p b s h c", p=size) for x in (q, k, v)]
+    # Queries, keys and values side by side, as heads: one all-to-all for three tensors.
     exchanged = torch.ops.forgekit.exchange_heads(torch.cat(by_rank, dim=3), members.name)
     joined = rearrange(exchanged, "p b s h c -> b (p s) h c")
     return list(joined.split([x.shape[3] for x in by_rank], dim=2))

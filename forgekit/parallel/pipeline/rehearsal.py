@@ -6,11 +6,13 @@ stream arrives. What the stage sends, and the loss, must be equal bit for bit. N
 do: a comparison, ``topk`` or ``where`` makes finite numbers of it.
 
 What no stand-in shows, because it takes another way from block to block, is looked for in the
-blocks' attributes and arguments.
+blocks' attributes and arguments, and in the containers that their ``forward`` names: globals and
+variables of a function around it.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,6 +72,7 @@ def rehearse(
     results: list[Sequence[Tensor]] = []
     sizes = SIZES if stage.number else SIZES[1:2]  # nothing is absent before the first
     for number, size in enumerate(sizes):
+        # Random numbers differ until the stream arrives: noise that all blocks take is seen too.
         torch.manual_seed(number + 1)
         arrive = partial(torch.manual_seed, 0)
         generator = torch.Generator(device).manual_seed(number)
@@ -114,6 +117,7 @@ def _eager() -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager")
     with warnings.catch_warnings(), saved_tensors_hooks(_forget, _forget), eager:
         warnings.filterwarnings("ignore", ".*deterministic")
+        # Bit for bit needs the same order of sums in each of the three runs.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -132,6 +136,7 @@ def draw(size: float, generator: torch.Generator, device: torch.device, leaf: Le
 @contextmanager
 def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
     """Note what the stage's parts return, and refuse messages to other blocks beside it."""
+    # By part, tensors of its arguments and their versions when it was called.
     given: dict[str, Any] = {}
 
     def enter(name: str, _module: nn.Module, args: Any, keywords: Any) -> None:
@@ -166,17 +171,23 @@ def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
 
 def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
     """Raise if a part keeps a differentiable tensor that it does not return."""
-    own = vars(nn.Module())
+    of_torch = vars(nn.Module())
     for module in part.modules():
-        for attribute, value in vars(module).items():
-            if attribute in own:
-                continue
+        places = {f"its attribute {n!r}": v for n, v in vars(module).items() if n not in of_torch}
+        if inspect.isfunction(forward := type(module).forward):
+            read = inspect.getclosurevars(forward)
+            places |= {
+                f"the variable {n!r}": v
+                for n, v in (*read.globals.items(), *read.nonlocals.items())
+                if isinstance(v, list | dict | set | tuple)
+            }
+        for place, value in places.items():
             for tensor in _contents(value):
                 if tensor.grad_fn is not None and not any(tensor is other for other in returned):
                     raise ValueError(
                         f"{name} keeps a differentiable tensor of shape {tuple(tensor.shape)} in "
-                        f"its attribute {attribute!r}, which other pipeline stages would not see. "
-                        f"{RETURN_IT} Detach it if it is only looked at."
+                        f"{place}, which other pipeline stages would not see. {RETURN_IT} Detach "
+                        "it if it is only looked at."
                     )
 
 

@@ -70,31 +70,39 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
         ValueError: If there are fewer blocks than stages, parameters are held by the model itself,
             or are shared between stages.
     """
-    path = _path(model, blocks)
+    names = blocks.split(".")
+    path = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
     costs = [cost_of(block) for _, block in _children(path[-1])]
-    _check_enough(blocks, len(costs), stages)
-    edges = [(p.stage, cost_of(p.module)) for p in _parts(path, blocks, [0, len(costs)])]
-    first = sum(cost for stage, cost in edges if stage == -1)
-    last = sum(cost for stage, cost in edges if stage == 1)
+    if len(costs) < stages:
+        raise ValueError(
+            f"{blocks!r} has {len(costs)} blocks for {stages} pipeline stages; each stage needs at "
+            f"least one. Use at least {stages} blocks, or a mesh or pipeline_schedule with at "
+            f"most {len(costs)} stages."
+        )
+    ends = list(_parts(path, names, [0, len(costs)]))
+    first, last = (sum(cost_of(p.module) for p in ends if p.stage == end) for end in (-1, 1))
+    # Embedding and output count: a large vocabulary takes blocks from the last stage.
     bounds = balance(costs, stages, first, last)
     parts = [
-        attrs.evolve(p, stage=None if p.stage is None else min(max(p.stage, 0), stages - 1))
-        for p in _parts(path, blocks, bounds)
+        p if p.stage is None else attrs.evolve(p, stage=min(max(p.stage, 0), stages - 1))
+        for p in _parts(path, names, bounds)
     ]
     _check_held(model, path)
+    owners = _owners(parts)
     _check_tied(model, parts)
+    # Copied for each stage: modules on the way to the parts, whose code runs in every stage.
     above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
     copies: list[tuple[nn.Module, nn.Module]] = []
     holders = {part.name: part.stage for part in parts if part.stage is not None}
-    names = [part.name for part in parts if part.parent is path[-1]]
-    last_blocks = [names[end - 1] for end in bounds[1:]]
+    block_names = [part.name for part in parts if part.parent is path[-1]]
+    last_blocks = [block_names[end - 1] for end in bounds[1:]]
     held = [_copy(above, parts, stage, copies, holders, last_blocks) for stage in mine]
     for part in parts:
         if part.stage not in (None, *mine):
             part.parent._modules[part.child] = Absent(part.module, part.name)
             part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
-    shared = {*(twin for _, twin in copies), *_shared(parts)}
-    return SplitModel(held, copies, shared, last_blocks)
+    shared = {module for module, of in owners.items() if None in of or len(of) > 1}
+    return SplitModel(held, copies, shared | {twin for _, twin in copies}, last_blocks)
 
 
 def cost_of(module: nn.Module) -> float:
@@ -103,14 +111,12 @@ def cost_of(module: nn.Module) -> float:
     A lookup reads one row, so an embedding costs its width. Attention's own cost, the same in
     every block, and vectors are left out; all experts of a layer count.
     """
-    cost = 0.0
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            cost += part.embedding_dim
-        else:
-            own = part.parameters(recurse=False)
-            cost += sum(parameter.numel() for parameter in own if parameter.ndim > 1)
-    return cost
+    return sum(
+        part.embedding_dim
+        if isinstance(part, nn.Embedding)
+        else sum(p.numel() for p in part.parameters(recurse=False) if p.ndim > 1)
+        for part in module.modules()
+    )
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
@@ -146,17 +152,8 @@ def balance(costs: Sequence[float], stages: int, first: float = 0, last: float =
     return best[len(costs)][2]
 
 
-def _path(model: nn.Module, blocks: str) -> list[nn.Module]:
-    """The modules from the model down to its list of blocks."""
-    path = [model]
-    for name in blocks.split("."):
-        path.append(path[-1].get_submodule(name))
-    return path
-
-
-def _parts(path: list[nn.Module], blocks: str, bounds: list[int]) -> Iterator[_Part]:
+def _parts(path: list[nn.Module], names: list[str], bounds: list[int]) -> Iterator[_Part]:
     """The children of all modules on the path; those before the blocks have stage -1."""
-    names = blocks.split(".")
     stages = len(bounds) - 1
     for depth, (parent, inner) in enumerate(zip(path[:-1], names, strict=True)):
         stage = -1
@@ -167,7 +164,7 @@ def _parts(path: list[nn.Module], blocks: str, bounds: list[int]) -> Iterator[_P
                 yield from _opened(parent, child, ".".join([*names[:depth], child]), module, stage)
     for index, (child, module) in enumerate(_children(path[-1])):
         stage = next(k for k in range(stages) if index < bounds[k + 1])
-        yield _Part(path[-1], child, f"{blocks}.{child}", module, stage)
+        yield _Part(path[-1], child, ".".join([*names, child]), module, stage)
 
 
 def _opened(
@@ -178,7 +175,8 @@ def _opened(
         for inner, part in _children(module):
             yield from _opened(module, inner, f"{name}.{inner}", part, stage)
     else:
-        yield _Part(parent, child, name, module, None if _serves_all(module) else stage)
+        serves_all = next(module.parameters(), None) is None and not isinstance(module, _DropoutNd)
+        yield _Part(parent, child, name, module, None if serves_all else stage)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -186,17 +184,13 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
-def _serves_all(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None and not isinstance(module, _DropoutNd)
-
-
-def _shared(parts: list[_Part]) -> list[nn.Module]:
-    """Modules in parts that more than one stage has."""
+def _owners(parts: list[_Part]) -> dict[nn.Module, set[int | None]]:
+    """By module in parts the stages that have it."""
     owners: dict[nn.Module, set[int | None]] = {}
     for part in parts:
         for module in part.module.modules():
             owners.setdefault(module, set()).add(part.stage)
-    return [module for module, stages in owners.items() if None in stages or len(stages) > 1]
+    return owners
 
 
 def _copy(
@@ -238,25 +232,13 @@ def _refuse_left_out(name: str, *_given: Any) -> None:
     )
 
 
-def _check_enough(blocks: str, count: int, stages: int) -> None:
-    if count < stages:
-        raise ValueError(
-            f"{blocks!r} has {count} blocks for {stages} pipeline stages; each stage needs at "
-            f"least one. Use at least {stages} blocks, or a mesh or pipeline_schedule with at "
-            f"most {count} stages."
-        )
-
-
 def _check_held(model: nn.Module, path: list[nn.Module]) -> None:
-    names = {module: name for name, module in model.named_modules()}
-    for module in path:
-        if held := [name for name, _ in module.named_parameters(recurse=False)]:
-            where = f"its part {names[module]!r}" if names[module] else "itself"
-            raise ValueError(
-                f"{type(model).__name__} holds the parameters {held} in {where}, around the list "
-                "of blocks, so no single pipeline stage could own them. Move them into a module "
-                "before or after the blocks."
-            )
+    if held := [name for module in path for name, _ in module.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{type(model).__name__} holds the parameters {held} in itself, or around the list of "
+            "blocks, so no single pipeline stage could own them. Move them into a module before or "
+            "after the blocks."
+        )
 
 
 def _check_tied(model: nn.Module, parts: list[_Part]) -> None:

@@ -158,6 +158,7 @@ class Stage:
             return mapped(run.stand_in, form, Leaf)
         run.has_arrived = True
         run.arrive()
+        # The stream comes in the form in which the last block of the stage before returned it.
         tensors = iter(run.received)
         return mapped(lambda _: next(tensors), form, Leaf)
 
@@ -185,6 +186,7 @@ class Stage:
     def _forward(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         run = self._running("a stage")
         try:
+            # The model's own forward, up to the first part of a later stage.
             out = forward(*args, **keywords)
         except _Reached:
             out = self._sent(run)
@@ -243,17 +245,6 @@ class Absent(nn.Module):
                 return None
             self._stage.refuse_use(self._part, how)
         raise AttributeError(elsewhere(self._part, how))
-
-    def __getitem__(self, _index: Any) -> Any:
-        return self._used("indexed")
-
-    def __iter__(self) -> Any:
-        return self._used("iterated over")
-
-    def _used(self, how: str) -> Any:
-        if self._stage is not None:
-            self._stage.refuse_use(self._part, how)
-        raise TypeError(elsewhere(self._part, how))
 
 
 def elsewhere(name: str, how: str) -> str:

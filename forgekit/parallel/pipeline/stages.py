@@ -401,6 +401,7 @@ class Stages:
         """Build a schedule, or take one that was built for the same numbers."""
         from forgekit.parallel.pipeline.torch_stage import build_stage
 
+        # Torch allocates receive buffers for a number of micro-batches and one shape.
         passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
         key = micro_batches, passed
         if key not in self._built:

@@ -22,7 +22,7 @@ from forgekit.parallel.pipeline.schedule import (
 Kind = Literal["F", "B", "I", "W"]
 """Forward, whole backward, backward to the inputs only, backward to the weights only."""
 
-EQUAL_COSTS: Mapping[Kind, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+COSTS: Mapping[Kind, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
 @attrs.frozen
@@ -92,12 +92,7 @@ def work_order(
     return [[_group(action) for action in order[rank] if action] for rank in range(ranks)]
 
 
-def timeline(
-    schedule: PipelineSchedule,
-    ranks: int,
-    micro_batches: int,
-    costs: Mapping[Kind, float] = EQUAL_COSTS,
-) -> Timeline:
+def timeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> Timeline:
     """Run a schedule on a simulated clock on which all stages cost the same.
 
     With equal costs (forward 1, each half of a backward 1) the bubble, as a share, is
@@ -111,7 +106,6 @@ def timeline(
         schedule: The schedule.
         ranks: Ranks of the pipeline.
         micro_batches: Micro-batches of a step.
-        costs: Time of each kind of work in one stage.
 
     Returns:
         The timeline; communication costs nothing.
@@ -138,8 +132,8 @@ def timeline(
                 continue
             clock = max([free[rank], *(done[work] for work in needed)])
             for work in group:
-                intervals.append(Interval(rank, clock, clock + costs[work.kind], work))
-                clock += costs[work.kind]
+                intervals.append(Interval(rank, clock, clock + COSTS[work.kind], work))
+                clock += COSTS[work.kind]
             done.update(dict.fromkeys(map(_result, group), clock))
             free[rank], waiting[rank] = clock, next(orders[rank], None)
     intervals.sort(key=lambda interval: (interval.rank, interval.start))

@@ -64,6 +64,7 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
         sequence: Whether the output is this rank's positions ``[b s/tp e]``, else all of them.
     """
     bias = module.bias
+    # A bias is added once, to the sum: it stays whole, or each rank would add it.
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
     _distribute(module, mesh, Shard(1))
     module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
@@ -104,6 +105,7 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         mesh: The ranks, a mesh of one dimension.
         sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
     """
+    # All ranks route alike, and each gives a part of the gradient: that of its widths.
     router, experts = module.router, module.experts
     _distribute(router, mesh, Replicate())
     wrap_forward(router, partial(_choose_alike, router, mesh))
@@ -209,6 +211,7 @@ def _project_out(
     module: nn.Linear, mesh: DeviceMesh, is_logits: bool, forward: Forward, x: Tensor
 ) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
+    # All ranks see the same input, and each gives the part of its gradient that its rows find.
     gradient = partial(_gradient, Shard(0))
     out = with_local_parameters([module], gradient, forward, take_whole(x, mesh))
     return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
@@ -248,6 +251,7 @@ def _compute_some(
     module: Any, mesh: DeviceMesh, forward: Forward, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
+    # Experts of transformers skip the number `num_experts` if they are told to be parallel.
     before = module.num_experts, module._is_expert_parallel
     count = module.num_experts // mesh.size()
     chosen = full(chosen) - mesh.get_local_rank() * count
@@ -265,6 +269,7 @@ def _compute_some(
 
 def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) -> Tensor:
     """``[b s d]`` -> ``[b s d]``, or this rank's positions of it."""
+    # Parts of a sum: reduced where all positions are wanted, scattered where only this rank's are.
     parts = DTensor.from_local(compute(take_whole(x, mesh)), mesh, (Partial(),), run_check=False)
     return parts.redistribute(placements=(output,)).to_local()
 
@@ -272,6 +277,7 @@ def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) ->
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
     """``[b s/tp d]`` -> ``[b s d]``."""
     out = with_local_parameters([module], Partial(), forward, x)
+    # One DTensor for all that follows: its gradients are summed before they are scattered.
     shards = DTensor.from_local(out, mesh, (POSITIONS,), run_check=False)
     return shards.redistribute(placements=(Replicate(),))
 
@@ -289,6 +295,7 @@ def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> 
 def _drop_channels(mesh: DeviceMesh, x: Tensor, p: float) -> Tensor:
     """``[n d/tp]`` -> the same, from a mask that every rank draws whole."""
     size, rank = mesh.size(), mesh.get_local_rank()
+    # From the generator that tp ranks share, so that slices belong to one mask.
     whole = F.dropout(x.new_ones(x.shape[0], x.shape[1] * size), p)
     return x * whole.chunk(size, 1)[rank].clone()
 

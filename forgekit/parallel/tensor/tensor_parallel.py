@@ -85,6 +85,7 @@ def apply_plan(
     for name, style in reversed(list(styles.items())):
         if modules[name] in present:
             _apply(modules[name], mesh, style, sequence=sequence, is_logits=name in heads)
+    # Each module has made a DTensor of its own from what was one parameter.
     for names in shared:
         share_again(model, names)
     replaced = {module: _replaced(module, attributes) for module, attributes in before.items()}
