@@ -7,7 +7,7 @@ expert's gradient holds the tokens of its whole group; FSDP adds it up over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forgekit.model.moe import Compute, invert, permute, sort_by_expert
+from forgekit.parallel.layout import EXPERT
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
-from forgekit.parallel.tensor.plan import EXPERT, Plan
 
 
-def find_experts(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
+def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Module]:
     """Find the modules that hold experts.
 
     Args:

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DIMENSIONS, mesh_of
 
+EXPERT = "expert"
+"""The style of modules of experts in a plan, which are sharded over a mesh of their own."""
+
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
     """Size of a mesh dimension; 1 where the mesh does not have it."""

@@ -33,7 +33,7 @@ from forgekit.parallel.context.context_parallel import (
     choose_attention,
 )
 from forgekit.parallel.expert import apply_experts, find_experts
-from forgekit.parallel.fsdp import Precision, shard, shard_experts
+from forgekit.parallel.fsdp import COMPUTE, Precision, shard, shard_experts
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.materialise import (
     check_buffers,
@@ -118,7 +118,7 @@ def parallelize(
     blocks, layers = _find_blocks(model, blocks)
     _check_options(model, mesh, layers, asked)
     _check_model(model, layers if is_wrapped else [])
-    kernels = choose_attention(model, mesh, precision, attention, context_parallel)
+    kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
     tensor, ranks_of_experts = size_of(mesh, "tp"), expert_view(mesh)
     styles = read_plan(model, tensor, plan) if tensor > 1 else {}
     experts = find_experts(model, plan) if ranks_of_experts else []

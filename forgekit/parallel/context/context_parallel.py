@@ -25,7 +25,6 @@ from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose
 from forgekit.model.transformer import locate_all
-from forgekit.parallel.fsdp import COMPUTE, Precision
 from forgekit.parallel.layout import size_of
 
 ContextParallel = Literal["ring", "ulysses", "both"]
@@ -75,7 +74,7 @@ class ChosenAttention(NamedTuple):
 def choose_attention(
     model: nn.Module,
     mesh: DeviceMesh,
-    precision: Precision,
+    compute: torch.dtype | None,
     attention: AttentionChoice,
     method: ContextParallel,
 ) -> ChosenAttention:
@@ -85,7 +84,7 @@ def choose_attention(
         model: Modules with an ``attend`` socket and ``channels`` say how wide a head is; of others
             it is not known before they run.
         mesh: Where the model will be.
-        precision: What it computes in; with ``"fp32"`` in the dtype of its parameters.
+        compute: What it computes in; that of its parameters if None.
         attention: ``"auto"``, or the kernel that was asked for.
         method: How ranks share a sequence, where they do.
 
@@ -99,7 +98,7 @@ def choose_attention(
             "socket with forgekit.model.attend_causal in it. Pass attention='auto'."
         )
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = COMPUTE.get(precision, next(floating, torch.float32))
+    dtype = compute or next(floating, torch.float32)
     is_ring = size_of(mesh, "cp") > 1 and method != "ulysses"
     channels = [getattr(m, "channels", None) for m in attending]
     widths = [width if isinstance(width, int) else None for width in channels]

@@ -18,12 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.inputs import divisors, nearest_multiples, quoted
 from forgekit.model.nf4 import is_packed
+from forgekit.parallel.layout import EXPERT
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
-
-EXPERT = "expert"
-"""The style of expert layers, which are sharded over another mesh."""
 
 ROUTED = "routed"
 """The style of a layer with a router, experts and shared experts."""
