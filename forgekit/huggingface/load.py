@@ -1,12 +1,11 @@
 """Read a Hugging Face directory into a model, each rank what it holds and no more.
 
-All headers are checked before the first value is written. A rank then goes through the files in
-their order and reads the boxes that its shards need, straight into them.
+All headers are checked before the first value is written. A rank then goes through the files and
+copies the boxes that its shards need, straight into them.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,7 +20,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from forgekit.files import restore_replaced
 from forgekit.huggingface.families import Family, differences, family_of, rules
 from forgekit.huggingface.names import Box, NameMap, Part, named_tensors
-from forgekit.huggingface.safetensors_files import Stored, fill, read_json, reading, stored_tensors
+from forgekit.huggingface.safetensors_files import (
+    Stored,
+    read_json,
+    reading,
+    same_bits,
+    stored_tensors,
+    view_of,
+)
 from forgekit.huggingface.transformers_models import is_of_transformers, transformers_names
 from forgekit.inputs import check_integers, path_of
 from forgekit.lora.adapters import reset_magnitudes
@@ -32,9 +38,7 @@ from forgekit.ranks import CheckpointError, ranks_sharing
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
-
-SHOWN = 3
-"""Names that an error lists."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def huggingface_spec(
@@ -108,8 +112,7 @@ def load_huggingface(
         )
     ranks = ranks_sharing(tensors.values())
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
-    names, stored = ranks.together(lambda: _check(model, path, names, held))
-    ranks.together(lambda: _check_kinds(tensors, names, stored))
+    names, stored = ranks.together(lambda: _check(model, tensors, path, names, held))
     ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
 
@@ -137,16 +140,18 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
     Raises:
         CheckpointError: If tensors are missing, too many, or of another shape.
     """
-    missing = [name for name in names.shapes if name not in stored]
-    extra = [name for name in stored if name not in names.shapes and not name.endswith(IGNORED)]
-    shapes = [
-        f"{name!r} is {stored[name].shape} there and {shape} here"
-        for name, shape in names.shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    kinds = (("it lacks", missing), ("only it has", extra), ("shapes differ:", shapes))
-    if found := [_some(what, which) for what, which in kinds if which]:
-        raise CheckpointError(f"{where} does not fit the model: {'; '.join(found)}.")
+    shapes = {key: one.shape for key, one in stored.items() if not key.endswith(IGNORED)}
+    odd = {
+        "it lacks": [key for key in names.shapes if key not in shapes],
+        "only it has": [key for key in shapes if key not in names.shapes],
+        "shapes differ:": [
+            f"{key!r} is {shapes[key]} there and {shape} here"
+            for key, shape in names.shapes.items()
+            if shapes.get(key, shape) != shape
+        ],
+    }
+    if problems := [f"{kind} {', '.join(few[:3])}" for kind, few in odd.items() if few]:
+        raise CheckpointError(f"{where} does not fit the model: {'; '.join(problems)}.")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
@@ -186,40 +191,39 @@ def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
 
 
 def _check(
-    model: nn.Module, path: Path, names: NameMap | None, held: Collection[str]
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    names: NameMap | None,
+    held: Collection[str],
 ) -> tuple[NameMap, dict[str, Stored]]:
-    if names is None:
-        names = _names_of(model, path)
+    """Compare a directory with a model; return the names on disk and what lies under them."""
+    names = names or _names_of(model, path)
     if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
         raise CheckpointError(f"the model has no {lost[0]!r}, and {path} has values for it.")
     stored = stored_tensors(path)
-    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and "lm_head.weight" not in names.shapes:
-        if not _is_same(head, embedding):
+    if {HEAD, EMBEDDING} <= stored.keys() and HEAD not in names.shapes:
+        files = [stored[key].file for key in (HEAD, EMBEDDING)]
+        with reading(files[0]) as first, reading(files[1]) as second:
+            is_same = same_bits(first.get_tensor(HEAD), second.get_tensor(EMBEDDING))
+        if not is_same:
             raise CheckpointError(
-                f"{path}: tie_word_embeddings is true and lm_head.weight differs from "
-                "model.embed_tokens.weight, so one of them would be lost. Set it to false, or "
-                "remove lm_head.weight."
+                f"{path}: tie_word_embeddings is true and {HEAD} differs from {EMBEDDING}, so one "
+                f"of them would be lost. Set it to false, or remove {HEAD}."
             )
-        del stored["lm_head.weight"]
+        del stored[HEAD]
     check_stored(names, stored, path)
-    return names, stored
-
-
-def _check_kinds(
-    tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]
-) -> None:
-    """Refuse values that a cast would not carry over: quantized weights are integers, and bare."""
     for name, tensor in tensors.items():
-        is_float = tensor.is_floating_point() or is_packed(tensor)
         for part in names.parts.get(name, ()):
             dtype = stored[part.key].dtype
-            if dtype.is_floating_point != is_float:
+            # Quantized weights are integers; a cast would neither scale nor unpack them.
+            if dtype.is_floating_point != (tensor.is_floating_point() or is_packed(tensor)):
                 here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
                 raise CheckpointError(
                     f"{part.key!r} holds {there} and the model's is {here}; neither scales nor "
                     "packing are undone here. Name a directory of the weights as they were trained."
                 )
+    return names, stored
 
 
 def _names_of(model: nn.Module, path: Path) -> NameMap:
@@ -234,70 +238,52 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
         return transformers_names(model)
     spec = model.spec
     family = family_of(config)
-    found = family.read(config, spec.max_seq_len)
-    rows = found.vocab_size  # of a padded vocabulary the first ones
-    wanted = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
-    if different := differences(found, wanted):
+    there = family.read(config, spec.max_seq_len)
+    rows = there.vocab_size  # of a padded vocabulary the first ones
+    here = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
+    if different := differences(there, here):
         raise CheckpointError(
-            f"{path} is of another model: {_some('', different)}. Build the model with "
+            f"{path} is of another model: {', '.join(different)}. Build the model with "
             "forgekit.huggingface_spec(directory)."
         )
     return name_map(family, spec, rows)
 
 
-def _is_same(one: Stored, other: Stored) -> bool:
-    """Whether two tensors on disk have the same values, read a few rows at a time."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    rows, width = one.shape
-    step = max(1, (16 << 20) // (width * one.dtype.itemsize))
-    a, b = torch.empty(2, step, width, dtype=one.dtype)
-    with reading(one.file) as first, reading(other.file) as second:
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            for target, file, stored in ((a, first, one), (b, second, other)):
-                fill(target[: stop - start], file, stored, ((start, stop), (0, width)))
-            if not torch.equal(a[: stop - start], b[: stop - start]):
-                return False
-    return True
-
-
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
-    """Read what a rank holds, in place, in the order of the files."""
-    packed = {name: t for name, t in tensors.items() if is_packed(t) and name in names.parts}
-    wanted: list[tuple[Stored, str, Box, Tensor]] = []
-    # Adapters have no name on disk.
-    for name in (names.parts.keys() & tensors.keys()) - packed.keys():
-        local, box = local_part(tensors[name])
-        if name in names.padded and box:
-            local[max(names.padded[name] - box[0][0], 0) :].zero_()
+    """Read what a rank holds, in place, file by file."""
+    boxes: dict[Path, list[tuple[str, Tensor, Box]]] = {}
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in names.parts:  # adapters
+            continue
+        if is_packed(tensor):
+            packed[name] = tensor
+            continue
+        local, held = local_part(tensor)
+        if name in names.padded and held:
+            local[max(names.padded[name] - held[0][0], 0) :].zero_()
         for part in names.parts[name]:
-            if (found := overlaps(local, box, part)) is not None:
-                wanted += [(stored[part.key], part.key, found[1], found[0])]
-    wanted.sort(key=lambda one: (str(one[0].file), one[0].start, one[2]))
-    for path, boxes in itertools.groupby(wanted, key=lambda one: one[0].file):
+            if (overlap := overlaps(local, held, part)) is not None:
+                boxes.setdefault(stored[part.key].file, []).append((part.key, *overlap))
+    for path, targets in boxes.items():
         with reading(path) as file:
-            for source, name, box, target in boxes:
-                fill(target, file, source, box)
-                if (
-                    target.is_floating_point()
-                    and not torch.stack(target.aminmax()).isfinite().all()
-                ):
+            for key, target, box in targets:
+                target.copy_(view_of(file, key, box))
+                if target.is_floating_point() and not _is_finite(target):
                     raise CheckpointError(
-                        f"{name!r} in {path} holds values that are not finite; fetch it again, or "
+                        f"{key!r} in {path} holds values that are not finite; fetch it again, or "
                         "name another base."
                     )
     for name, tensor in packed.items():
         # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
         parts = names.parts[name]
-        stops = [[stop for _, stop in part.box] for part in parts]
-        shape = [max(axis) for axis in zip(*stops, strict=True)]
+        stops = zip(*([stop for _, stop in part.box] for part in parts), strict=True)
+        shape = [max(one) for one in stops]
         whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
         read_into({name: whole}, names, stored)
         copy_full(tensor, whole)
 
 
-def _some(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(names[:SHOWN])}{more}".strip()
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())  # no mask of the tensor's size

@@ -11,8 +11,11 @@ import importlib.metadata
 import math
 import os
 import re
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,18 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from forgekit.files import atomic_directory
-from forgekit.huggingface.check_export import check_spec, check_transformers, check_values
-from forgekit.huggingface.families import FAMILIES, Family, family_named, family_of
-from forgekit.huggingface.load import name_map, overlaps, read_config
+from forgekit.huggingface.check_export import check_logits as compare_logits
+from forgekit.huggingface.check_export import check_values
+from forgekit.huggingface.families import FAMILIES, Family, differences, family_named, family_of
+from forgekit.huggingface.load import (
+    huggingface_spec,
+    local_part,
+    name_map,
+    overlaps,
+    read_config,
+)
 from forgekit.huggingface.names import NameMap, Part, named_tensors
 from forgekit.huggingface.safetensors_files import (
     INDEX,
@@ -36,20 +45,19 @@ from forgekit.huggingface.safetensors_files import (
 )
 from forgekit.huggingface.tokenizer import (
     TOKENIZER_FILES,
-    check_tokenizer,
-    count_tokens,
     special_ids,
     write_tokenizer,
 )
 from forgekit.huggingface.transformers_models import (
-    class_of,
     is_of_transformers,
+    transformers_config,
     transformers_names,
 )
 from forgekit.inputs import brief, check_integers, path_of, wrong_type
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
+from forgekit.tensors import full
 
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""
@@ -107,43 +115,36 @@ def save_huggingface(
     check_integers(max_shard_size=(max_shard_size, 1))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", dtype, "a torch.dtype such as torch.bfloat16")
-    is_theirs = names is None and not isinstance(model, Transformer) and is_of_transformers(model)
-    if names is None and not isinstance(model, Transformer) and not is_theirs:
+    spec = model.spec if isinstance(model, Transformer) and names is None else None
+    is_foreign = names is None and spec is None
+    if is_foreign and not is_of_transformers(model):
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
             "whole model before parallelize, and like= with its configuration."
         )
-    check_tokenizer(tokenizer)
-    is_ours = isinstance(model, Transformer) and names is None
-    family, base, source = _resolve(like)
+    family, config, source = _resolve(like)
     ranks = all_ranks()
-    if is_theirs:
+    if is_foreign:
         names = ranks.together(lambda: transformers_names(model))
-        base = {**base, **_own_config(model)}
+        config |= transformers_config(model)
     tensors = ranks.together(lambda: _weights(model))
     held = ranks.each(lambda: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     with ExitStack() as stack:
         folder = ranks.first(lambda: _enter_new(stack, path))
-        tokens = ranks.first(lambda: _add_tokenizer(tokenizer, folder, source))
-        if names is None:
-            spec: TransformerSpec = model.spec  # pyright: ignore[reportAssignmentType]
-            names, config = ranks.together(lambda: _describe(spec, family, base, tokens))
-        else:
-            config = {key: value for key, value in base.items() if key not in STALE}
+        tokens = ranks.first(lambda: write_tokenizer(tokenizer, folder, source))
+        config = {key: value for key, value in config.items() if key not in STALE}
+        if spec is not None:
+            names, config = ranks.together(lambda: _describe(spec, family, config, tokens))
+        assert names is not None
         plan = ranks.together(lambda: _plan(names, held, dtype, max_shard_size))
         ranks.first(lambda: _write_config(folder, config, plan, tokenizer, source))
         _write(ranks, folder, plan, tensors)
         ranks.together(lambda: check_values(tensors, names, folder))
-        if isinstance(model, Transformer) and is_ours:
-            spec = model.spec
-            ranks.first(lambda: check_spec(spec, folder))
+        if spec is not None:
+            ranks.first(lambda: _check_spec(spec, folder))
             if check_logits:
-                ranks.first(lambda: check_transformers(folder))
+                ranks.first(lambda: compare_logits(folder))
         ranks.first(stack.close)
-
-
-def _own_config(model: Any) -> dict[str, Any]:
-    return {**model.config.to_dict(), "architectures": [class_of(model).__name__]}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -161,6 +162,74 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
+    """The family that is asked for, the configuration to begin with, and where that is from."""
+    if like is None:
+        return None, {}, None
+    if isinstance(like, str) and (family := family_named(like)) is not None:
+        return family, {}, None
+    source = None
+    if isinstance(like, str | os.PathLike):
+        source = path_of("like", like)
+        if not source.is_dir():
+            families = ", ".join(family.name for family in FAMILIES)
+            raise ValueError(f"like is {brief(like)}: no directory, and no family of {families}.")
+        config = read_config(source)
+    elif isinstance(like, Mapping) or hasattr(like, "to_dict"):
+        config = dict(like if isinstance(like, Mapping) else like.to_dict())
+    else:
+        raise wrong_type("like", like, "a family's name, a directory, or a configuration")
+    return family_named(str(config.get("model_type"))), config, source
+
+
+def _enter_new(stack: ExitStack, path: Path) -> Path:
+    try:
+        return stack.enter_context(atomic_directory(path, is_replaceable=_is_export))
+    except FileExistsError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _is_export(path: Path) -> bool:
+    if not (path / "config.json").is_file() or WRITER not in read_json(path / "config.json"):
+        return False
+    names = {"config.json", GENERATION, INDEX, *TOKENIZER_FILES}
+    return all(
+        p.is_file() and (p.name in names or WEIGHTS.fullmatch(p.name)) for p in path.iterdir()
+    )
+
+
+def _describe(
+    spec: TransformerSpec, family: Family | None, base: dict[str, Any], tokens: int | None
+) -> tuple[NameMap, dict[str, Any]]:
+    """The names and the configuration of a ``Transformer``, its vocabulary without padding."""
+    rows = spec.vocab_size
+    if tokens is not None and tokens > rows:
+        raise CheckpointError(
+            f"the tokenizer has {tokens} tokens and the model {rows} rows for them; pass the "
+            "tokenizer that it was trained with."
+        )
+    if 0 < base.get("vocab_size", rows) < rows:
+        rows = max(base["vocab_size"], tokens or 0)
+    if base and family is None:
+        family = family_of(base)  # raises: it is of none
+    reasons = []
+    for one in FAMILIES if family is None else [family]:
+        try:
+            config = one.write(attrs.evolve(spec, vocab_size=rows))
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return name_map(one, spec, rows), {**base, **config}
+    raise CheckpointError(" ".join(reasons))
+
+
+def _check_spec(spec: TransformerSpec, directory: Path) -> None:
+    """Compare a model's spec with that of the files; a vocabulary may have lost its padding."""
+    written = differences(huggingface_spec(directory), spec)
+    if different := [one for one in written if not one.startswith("vocab_size")]:
+        raise CheckpointError(f"config.json was read back as another model: {different}.")
+
+
 @attrs.frozen
 class _Plan:
     """What is written where, the same on every rank.
@@ -176,210 +245,109 @@ class _Plan:
     owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
 
 
-def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
-    """The family that is asked for, the configuration to begin with, and where that is from."""
-    if like is None:
-        return None, {}, None
-    if isinstance(like, str) and (named := family_named(like)) is not None:
-        return named, {}, None
-    source = None
-    if isinstance(like, str | os.PathLike):
-        source = path_of("like", like)
-        if not source.is_dir():
-            known = ", ".join(family.name for family in FAMILIES)
-            raise ValueError(f"like is {brief(like)}: no directory, and no family of {known}.")
-        base = read_config(source)
-    elif hasattr(like, "to_dict"):
-        base = like.to_dict()
-    elif isinstance(like, Mapping):
-        base = dict(like)
-    else:
-        raise wrong_type("like", like, "a family's name, a directory, or a configuration")
-    is_known = base.get("model_type") in {family.name for family in FAMILIES}
-    return (family_of(base) if is_known else None), base, source
-
-
-def _enter_new(stack: ExitStack, path: Path) -> Path:
-    try:
-        return stack.enter_context(atomic_directory(path, is_replaceable=_is_ours))
-    except FileExistsError as error:
-        raise CheckpointError(str(error)) from None
-
-
-def _is_ours(path: Path) -> bool:
-    if not (path / "config.json").is_file() or WRITER not in read_json(path / "config.json"):
-        return False
-    names = {"config.json", GENERATION, INDEX, *TOKENIZER_FILES}
-    return all(
-        p.is_file() and (p.name in names or WEIGHTS.fullmatch(p.name)) for p in path.iterdir()
-    )
-
-
-def _add_tokenizer(tokenizer: Any, folder: Path, source: Path | None) -> int | None:
-    write_tokenizer(tokenizer, folder, source)
-    return count_tokens(folder)
-
-
-def _describe(
-    spec: TransformerSpec, family: Family | None, base: dict[str, Any], tokens: int | None
-) -> tuple[NameMap, dict[str, Any]]:
-    """The names and the configuration of a ``Transformer``, its vocabulary without padding."""
-    if base and family is None:
-        family_of(base)  # raises: it is not known
-    if tokens is not None and tokens > spec.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokens} tokens and the model {spec.vocab_size} rows for them; "
-            "pass the tokenizer that it was trained with."
-        )
-    rows = spec.vocab_size
-    if 0 < base.get("vocab_size", rows) < rows:
-        rows = max(base["vocab_size"], tokens or 0)
-    written = attrs.evolve(spec, vocab_size=rows)
-    chosen, config = _choose(family, written)
-    kept = {key: value for key, value in base.items() if key not in STALE}
-    return name_map(chosen, spec, rows), {**kept, **config}
-
-
-def _choose(family: Family | None, spec: TransformerSpec) -> tuple[Family, dict[str, Any]]:
-    """The first family that computes what a spec says."""
-    reasons = []
-    for one in [family] if family is not None else FAMILIES:
-        try:
-            return one, one.write(spec)
-        except ValueError as error:
-            reasons.append(str(error))
-    raise CheckpointError(" ".join(reasons))
-
-
 def _plan(
-    names: NameMap,
-    held: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]],
-    dtype: torch.dtype | None,
-    max_shard_size: int,
+    names: NameMap, held: list[Entries], dtype: torch.dtype | None, max_shard_size: int
 ) -> _Plan:
-    owners = {
-        name: (rank, *what)
-        for rank, described in reversed([*enumerate(held)])
-        for name, what in described.items()
-    }
+    owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+    for rank, entries in enumerate(held):
+        owners = {name: (rank, *entry) for name, entry in entries.items()} | owners
     if odd := [name for name in owners if name not in names.parts]:
         raise CheckpointError(
             f"the model has {odd[0]!r}, which has no name on disk. Merge adapters before the "
             "export, or pass names= with a rule for it."
         )
-    if lost := [part.name for parts in names.parts.values() for part in parts
-                if part.name not in owners]:  # fmt: skip
+    if lost := [name for name, parts in names.parts.items() if parts and name not in owners]:
         raise CheckpointError(f"no rank has {lost[0]!r}, which has a name on disk.")
-    entries: Entries = {}
-    for name, shape in names.shapes.items():
-        own = owners[names.names[name][0]][1]
-        given = dtype if dtype is not None and own.is_floating_point else own
-        entries[name] = names.dtypes.get(name, given), shape
-    return _Plan(names, _into_files(entries, max_shard_size), owners)
-
-
-def _into_files(entries: Entries, max_shard_size: int) -> dict[str, Entries]:
     groups: list[Entries] = [{}]
-    size = 0
-    for name, (dtype, shape) in entries.items():
-        own = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + own > max_shard_size:
+    for key, shape in names.shapes.items():
+        own = owners[names.names[key][0]][1]
+        own = dtype if dtype is not None and own.is_floating_point else own
+        entry = names.dtypes.get(key, own), shape
+        if groups[-1] and sum(map(_bytes, [*groups[-1].values(), entry])) > max_shard_size:
             groups.append({})
-            size = 0
-        groups[-1][name] = dtype, shape
-        size += own
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        groups[-1][key] = entry
     count = len(groups)
-    return {
-        f"model-{number:05d}-of-{count:05d}.safetensors": group
-        for number, group in enumerate(groups, start=1)
-    }
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return _Plan(names, dict(zip(files if count > 1 else [SINGLE], groups, strict=True)), owners)
+
+
+def _bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return math.prod(entry[1]) * entry[0].itemsize
 
 
 def _write_config(
     folder: Path, config: dict[str, Any], plan: _Plan, tokenizer: Any, source: Path | None
 ) -> None:
-    sizes: dict[torch.dtype, int] = {}
+    sizes = Counter[torch.dtype]()
     for entries in plan.files.values():
-        for dtype, shape in entries.values():
-            sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape) * dtype.itemsize
-    dtype = str(max(sizes, key=lambda one: sizes[one])).removeprefix("torch.")
+        for entry in entries.values():
+            sizes[entry[0]] += _bytes(entry)
+    ((most, _),) = sizes.most_common(1)
+    dtype = str(most).removeprefix("torch.")
     ids = special_ids(tokenizer, folder)
     config = {**_with_end(ids, config, tokenizer), "dtype": dtype, "torch_dtype": dtype}
     config[WRITER] = importlib.metadata.version("forgekit")
     write_json(folder / "config.json", config)
+    settings = {key: config[key] for key in ids} if config["eos_token_id"] is not None else {}
     if source is not None and (source / GENERATION).is_file():
         settings = _with_end(ids, read_json(source / GENERATION), tokenizer)
-        write_json(folder / GENERATION, {k: v for k, v in settings.items() if v is not None})
-    elif config["eos_token_id"] is not None:
-        write_json(
-            folder / GENERATION, {key: config[key] for key in ids if config[key] is not None}
-        )
+    if settings := {key: value for key, value in settings.items() if value is not None}:
+        write_json(folder / GENERATION, settings)
     if len(plan.files) > 1:
-        where = {name: file for file, entries in plan.files.items() for name in entries}
-        total = {"total_size": sum(sizes.values())}
+        where = {key: file for file, entries in plan.files.items() for key in entries}
+        total = {"total_size": sizes.total()}
         write_json(folder / INDEX, {"metadata": total, "weight_map": where})
 
 
 def _with_end(ids: dict[str, Any], settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Keep the token ids of settings, but for an end of text that a given tokenizer has not."""
-    known, own = settings.get("eos_token_id"), ids["eos_token_id"]
-    known = known if isinstance(known, list) else [known]
-    is_other = tokenizer is not None and own is not None and own not in known
-    return {**ids, **settings, **({"eos_token_id": own} if is_other else {})}
+    kept, end = settings.get("eos_token_id"), ids["eos_token_id"]
+    kept = kept if isinstance(kept, list) else [kept]
+    is_other = tokenizer is not None and end is not None and end not in kept
+    return {**ids, **settings, **({"eos_token_id": end} if is_other else {})}
 
 
 def _write(ranks: Ranks, folder: Path, plan: _Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Gather and write file by file; the other ranks go on to the end if the first one cannot."""
+    """Gather and write file by file."""
     values = _values(ranks, plan, tensors)
-    failed: list[OSError] = []
     for file, entries in plan.files.items():
-        mine = (next(values) for _ in entries)
-        if ranks.rank == 0 and not failed:
-            try:
-                write_tensors(folder / file, entries, mine)
-            except OSError as error:
-                failed.append(error)
-        for _ in mine:  # the others wait in the same collectives
-            pass
+        mine = islice(values, len(entries))
+        if ranks.rank:
+            deque(mine, maxlen=0)
+        ranks.first(partial(_write_file, folder / file, entries, mine))
 
-    def report() -> None:
-        if failed:
-            raise failed[0]
 
-    ranks.first(report)
+def _write_file(path: Path, entries: Entries, tensors: Iterator[Tensor]) -> None:
+    try:
+        write_tensors(path, entries, tensors)
+    finally:
+        deque(tensors, maxlen=0)  # the others are in the same collectives, also if a disk is full
 
 
 @torch.no_grad()
 def _values(ranks: Ranks, plan: _Plan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Yield each tensor on disk on the first rank, and nothing of use on the others."""
-    parts: dict[str, list[Part]] = {name: [] for name in plan.names.shapes}
-    for one in plan.names.parts.values():
-        for part in one:
-            parts[part.key].append(part)
-    left = {name: len(own) for name, own in plan.names.parts.items()}
+    parts: dict[str, list[Part]] = {key: [] for key in plan.names.shapes}
+    for part in (part for parts_of in plan.names.parts.values() for part in parts_of):
+        parts[part.key].append(part)
+    last = {part.name: key for key, sharing in parts.items() for part in sharing}
     whole: dict[str, Tensor] = {}
-    for name, (dtype, shape) in (pair for file in plan.files.values() for pair in file.items()):
-        for part in parts[name]:
+    for key, (dtype, shape) in (item for file in plan.files.values() for item in file.items()):
+        for part in parts[key]:
             if part.name not in whole:
                 whole[part.name] = _gather(ranks, plan, tensors.get(part.name), part.name)
-        yield _assemble(parts[name], whole, dtype, shape) if ranks.rank == 0 else torch.empty(0)
-        for part in parts[name]:
-            left[part.name] -= 1
-            if not left[part.name]:
-                del whole[part.name]
+        yield _assemble(parts[key], whole, dtype, shape) if ranks.rank == 0 else torch.empty(0)
+        whole = {name: one for name, one in whole.items() if last[name] != key}
 
 
 def _assemble(
     parts: list[Part], whole: Mapping[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    pieces = []
-    for part in parts:
-        full = whole[part.name]
-        found = overlaps(full, tuple((0, size) for size in full.shape), part)
-        if found is not None:
-            pieces.append(found)
+    pieces = [
+        piece
+        for part in parts
+        if (piece := overlaps(one := whole[part.name], local_part(one)[1], part)) is not None
+    ]
     if len(pieces) == 1:
         return pieces[0][0].to(dtype)
     made = torch.empty(shape, dtype=dtype)
@@ -391,15 +359,13 @@ def _assemble(
 def _gather(ranks: Ranks, plan: _Plan, tensor: Tensor | None, name: str) -> Tensor:
     """A whole tensor in the first rank's memory; what the others return is of no use."""
     owner, dtype, shape = plan.owners[name]
-    full = torch.empty(0)
-    if tensor is not None:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = torch.empty(0) if tensor is None else full(tensor)
     if owner == 0:
-        return full.cpu() if ranks.rank == 0 else full.new_empty(0)
+        return whole.cpu() if ranks.rank == 0 else whole.new_empty(0)
     if ranks.rank == owner:  # as bytes: gloo does not know every dtype
-        dist.send(full.cpu().contiguous().view(-1).view(torch.uint8), 0)
+        dist.send(whole.cpu().contiguous().view(-1).view(torch.uint8), 0)
     elif ranks.rank == 0:
-        full = torch.empty(shape, dtype=dtype)
-        dist.recv(full.view(-1).view(torch.uint8), owner)
-        return full
-    return full.new_empty(0)
+        whole = torch.empty(shape, dtype=dtype)
+        dist.recv(whole.view(-1).view(torch.uint8), owner)
+        return whole
+    return whole.new_empty(0)

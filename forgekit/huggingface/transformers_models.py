@@ -77,9 +77,9 @@ def transformers_model(
         ) from error
 
 
-def class_of(model: nn.Module) -> Any:
-    """The class of a model as it was before FSDP wrapped it."""
-    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+def transformers_config(model: Any) -> dict[str, Any]:
+    """The configuration of a model of transformers, as its directory has it."""
+    return {**model.config.to_dict(), "architectures": [_class_of(model).__name__]}
 
 
 def transformers_names(model: nn.Module) -> NameMap:
@@ -103,7 +103,7 @@ def transformers_names(model: nn.Module) -> NameMap:
     """
     config: Any = model.config
     with torch.device("meta"):
-        tensors = named_tensors(class_of(model)(config))
+        tensors = named_tensors(_class_of(model)(config))
     known = EXPERTS.get(config.model_type)
     if known is None and (odd := [name for name in tensors if name.endswith(GATE_UP)]):
         raise CheckpointError(
@@ -111,6 +111,11 @@ def transformers_names(model: nn.Module) -> NameMap:
             f"{config.model_type!r} names them on disk is known of {[*EXPERTS]} only. Pass names=."
         )
     return NameMap([_rule(name, known) for name in tensors], tensors)
+
+
+def _class_of(model: nn.Module) -> Any:
+    """The class of a model as it was before FSDP wrapped it."""
+    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
 
 
 def _rule(name: str, experts: tuple[str, ...] | None) -> Rule:

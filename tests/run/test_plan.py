@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import forgekit as fk
 from forgekit.cli.program import main
-from forgekit.huggingface import safetensors_files
+from forgekit.huggingface import load
 from forgekit.mesh import expert_view
 from forgekit.metrics.device_specs import MACHINES
 from forgekit.plan.collectives import Call, dimension_of
@@ -485,7 +485,7 @@ def test_a_base_is_checked_and_not_read(tmp_path):
         batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[2])
         return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=[batch] * 8)
 
-    with patch.object(safetensors_files, "_read_into", side_effect=AssertionError("read")):
+    with patch.object(load, "view_of", side_effect=AssertionError("read")):
         (planned,) = plan_ranks(job_of(cell, setup=on_base))
     assert planned.memory["parameters"] >= planned.parameters * 4 / 2
 
