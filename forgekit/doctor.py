@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from os.path import lexists
 from pathlib import Path
@@ -23,38 +23,67 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from forgekit.devices import devices_here
-from forgekit.files import read_regular
+from forgekit.environment import identity
+from forgekit.files import read_regular, sync
 from forgekit.inputs import parse_json
-from forgekit.mesh import build_mesh
+from forgekit.mesh import build_mesh, shutdown
 from forgekit.run.run_status import is_running
+from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
 GIB = 2**30
+TIMEOUT_S = 60.0
 BOUNDS = MappingProxyType({">=": operator.ge, "<": operator.lt})
 
 
 class Check(NamedTuple):
-    """One thing that was looked at; "note" is what a run does without, "bad" what would end it."""
+    """One thing that was looked at; "note" is what a run does without, "BAD" what would end it."""
 
     name: str
-    outcome: Literal["good", "note", "bad"]
+    outcome: Literal["ok", "note", "BAD"]
     text: str
+
+
+def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
+    """Look at everything; of a job's ranks the first one shows it, for all.
+
+    Args:
+        out: A run directory, or where one is to be.
+
+    Yields:
+        A title, and checks that are made when they are asked for; nothing on all ranks but the
+        first.
+    """
+    rank, world, _ = identity(os.environ)
+    if rank == 0:
+        yield "installed", check_installed()
+        yield f"folder {out.absolute()}", check_folder(out)
+    if world == 1:
+        yield "two ranks, started for this check", check_two_ranks(out)
+        return
+    try:
+        checks = check_ranks(str(out))  # last, since ranks that do not meet wait
+    finally:
+        shutdown()
+    if rank == 0:
+        yield f"{world} ranks", checks
 
 
 def check_installed() -> Iterator[Check]:
     """Look at versions, devices and backends of this process."""
-    yield Check("python", "good", f"{platform.python_version()}, {platform.platform()}")
+    yield Check("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     for line in importlib.metadata.requires("forgekit") or ():
         package = re.match(r"([\w.\-]+)([^;\s]*)", line)
         if package is not None and "extra ==" not in line:
             name, bounds = package.groups()
             yield _tried(name, lambda n=name, b=bounds: _version(n, b), f'pip install "{line}"')
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    yield Check("processor", "good", f"{len(os.sched_getaffinity(0))} cores, {memory:.1f} GiB")
+    yield Check("processor", "ok", f"{len(os.sched_getaffinity(0))} cores, {memory:.1f} GiB")
     yield from _devices()
-    ours = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    text = f"{' and '.join(name for name in ours if ours[name]) or 'none'} between ranks"
-    remedy = ". Runs need gloo, on GPUs too: install the build of torch that pip has."
-    yield Check("backends", *(("good", text) if ours["gloo"] else ("bad", text + remedy)))
+    if dist.is_gloo_available():
+        yield Check("backends", "ok", f"gloo{' and nccl' * dist.is_nccl_available()} between ranks")
+    else:
+        remedy = "Runs need gloo, on GPUs too: install the build of torch that pip has."
+        yield Check("backends", "BAD", f"torch has no gloo. {remedy}")
 
 
 def check_folder(directory: Path) -> Iterator[Check]:
@@ -66,17 +95,17 @@ def check_folder(directory: Path) -> Iterator[Check]:
     paths = directory.absolute(), *directory.absolute().parents
     there = next(path for path in paths if lexists(path))
     if not there.is_dir():
-        yield Check("writable", "bad", f"{there} is no folder. Move it, or choose another out=.")
+        yield Check("writable", "BAD", f"{there} is no folder. Move it, or choose another out=.")
         return
     try:
         folder = Path(tempfile.mkdtemp(prefix=".forgekit-doctor-", dir=there))
     except OSError as error:
         remedy = f"Make {there} writable, or choose another out=."
-        yield Check("writable", "bad", f"{error.strerror}: {there}. {remedy}")
+        yield Check("writable", "BAD", f"{error.strerror}: {there}. {remedy}")
         return
     yield from _run_in(directory)
     usage = shutil.disk_usage(folder)
-    yield Check("space", "good", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
+    yield Check("space", "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
     lock = "See to it yourself that no second run writes into the directory."
     try:
@@ -95,7 +124,18 @@ def _run_in(directory: Path) -> Iterator[Check]:
         elif status == "running":
             yield Check("run", "note", "one was killed here; its own command resumes it.")
         else:
-            yield Check("run", "good", f"the last one here is {status}")
+            yield Check("run", "ok", f"the last one here is {status}")
+
+
+def check_two_ranks(out: Path) -> list[Check]:
+    """Start two processes and let them do what ranks of a job do."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
+        try:
+            return run_local_ranks(check_ranks, 2, str(out), folder=where, timeout_s=TIMEOUT_S)[0]
+        except LocalRankError as error:
+            remedy = "Look at /etc/hosts and the firewall: ranks talk over TCP."
+            return [Check("sum on cpu", "BAD", f"{str(error).rstrip('.')}. {remedy}")]
 
 
 def check_ranks(directory: str, device: str | None = None) -> list[Check]:
@@ -116,10 +156,10 @@ def _tried(
     name: str,
     look: Callable[[], str],
     remedy: str,
-    otherwise: Literal["note", "bad"] = "bad",
+    otherwise: Literal["note", "BAD"] = "BAD",
 ) -> Check:
     try:
-        return Check(name, "good", look())
+        return Check(name, "ok", look())
     except Exception as error:  # a driver, a network and a file system fail in their own ways
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return Check(name, otherwise, f"{reason}. {remedy}")
@@ -159,18 +199,12 @@ def _rename(folder: Path) -> str:
     """Files replace files, folders get their final names, and both reach the disk."""
     new, step = folder / "file.new", folder / "step.writing"
     (folder / "file").write_bytes(b"old")
-    with new.open("wb") as file:
-        file.write(bytes(2**22))
-        file.flush()
-        os.fsync(file.fileno())
+    new.write_bytes(bytes(2**22))
+    sync(new)
     new.replace(folder / "file")
     step.mkdir()
     step.rename(folder / "step")
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder)
     if (folder / "file").stat().st_size != 2**22 or not (folder / "step").is_dir():
         raise OSError("a renamed file has other bytes")
     return "files are replaced, folders renamed, and both synced"
@@ -194,9 +228,9 @@ def _sums(kind: str) -> Iterator[Check]:
         dist.all_reduce(total)
         text = f"{world} ranks added ones up to {total.item():g}"
         if total.item() == world:
-            yield Check(f"sum on {device}", "good", text)
+            yield Check(f"sum on {device}", "ok", text)
         else:
-            yield Check(f"sum on {device}", "bad", f"{text}. Update the driver and torch.")
+            yield Check(f"sum on {device}", "BAD", f"{text}. Update the driver and torch.")
 
 
 def _shared(folder: Path) -> Check:
@@ -217,9 +251,9 @@ def _shared(folder: Path) -> Check:
         file.unlink(missing_ok=True)
     if not seen[0]:
         text = f"rank 0 cannot write into {folder}. Make it writable, or choose another out=."
-        return Check("shared folder", "bad", text)
+        return Check("shared folder", "BAD", text)
     if seen.all():
-        return Check("shared folder", "good", f"{len(seen)} of {len(seen)} ranks see {folder}")
+        return Check("shared folder", "ok", f"{len(seen)} of {len(seen)} ranks see {folder}")
     blind = ", ".join(str(rank) for rank, value in enumerate(seen) if not value)
     text = f"ranks {blind} do not see a file that rank 0 wrote into {folder}. "
-    return Check("shared folder", "bad", f"{text}Choose an out= that all machines share.")
+    return Check("shared folder", "BAD", f"{text}Choose an out= that all machines share.")

@@ -13,8 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.plan.collectives import dimension_of
-from forgekit.plan.steps import measure_step
+from forgekit.plan.plan import PlannedRank, measure_step
 from forgekit.plan.watch import StepWatch
 
 MOE = fk.MoESpec(experts=8, top_k=2, ffn_dim=24, shared=1, first=1)
@@ -105,18 +104,10 @@ class PatientWatch(StepWatch):
         super()._follow()
 
 
-def measure(cell) -> dict[str, Any]:
-    """Memory, collectives, FLOPs and traffic of a step, where this process is a rank."""
+def measure(cell) -> PlannedRank:
+    """What a step does, where this process is a rank."""
     with PatientWatch() as watch:
-        found = measure_step(setup(cell), watch, cell.shape.micro_batches)
-        dimensions = {call: dimension_of(call, found.state.mesh) for call in found.calls}
-    return {
-        "memory": found.memory,
-        "collectives": collectives_of(found.calls, dimensions),
-        "flops": dict(found.work.flops),
-        "traffic": (found.work.moved, found.work.kernels),
-        "targets": found.targets,
-    }
+        return attrs.evolve(measure_step(setup(cell), watch, cell.shape.micro_batches), agreed=None)
 
 
 def collectives_of(calls, dimensions):
@@ -127,6 +118,23 @@ def collectives_of(calls, dimensions):
         counts[key] += count
         sizes[key] += count * call.size
     return {key: (counts[key], sizes[key]) for key in counts}
+
+
+def differences(cell, planned, real):
+    """What a plan says otherwise than a real rank does, in words."""
+    sent = [collectives_of(one.work.calls, one.dimensions) for one in (planned, real)]
+    said = ["collectives differ"] * (sent[0] != sent[1])
+    # Packed documents under cp: a plan takes each rank to hold what the first one holds.
+    has_same_flops = cell.documents is not None or planned.work.flops == real.work.flops
+    said += ["FLOPs differ"] * (not has_same_flops)
+    said += ["targets differ"] * (planned.targets != real.targets)
+    numbers = [{**one.memory, **one.work.kernels} for one in (planned, real)]
+    said += [f"{name} differ" for name in numbers[1] if is_far(*(n[name] for n in numbers))]
+    return ", ".join(said)
+
+
+def is_far(planned, real):
+    return abs(planned - real) > 0.1 * real
 
 
 def run_cells(_rank, _world, cells):

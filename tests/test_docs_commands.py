@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import forgekit as fk
 from forgekit.cli import main
-from forgekit.cli.recipe_files import recipe_or_settings
+from forgekit.cli.recipes import recipe_or_settings
 from forgekit.cli.usage import UsageError
 from forgekit.config import load_config
 

@@ -1,6 +1,6 @@
 """The command line, one file for what belongs together: see ``program.py``."""
 
 from forgekit.cli.program import main
-from forgekit.cli.recipe_files import recipes_folder
+from forgekit.cli.recipes import recipes_folder
 
 __all__ = ["main", "recipes_folder"]

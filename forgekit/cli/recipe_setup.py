@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from forgekit.cli.recipe_files import recipe_file
+from forgekit.cli.recipes import recipe_file
 from forgekit.cli.usage import UsageError, script_file
-from forgekit.terminal import printable
 
 MODULE = "forgekit_recipe"
 """Name of the recipe among the modules while it is set up; annotations are resolved by it."""
@@ -39,25 +37,46 @@ def import_recipe(script: Path) -> ModuleType:
     """Import a recipe without its main part, for as long as this process lives.
 
     Raises:
-        UsageError: If it cannot be imported, with the line, or has no ``Config`` and ``setup``.
+        UsageError: If it exits, or has no ``Config`` and ``setup``.
+        Exception: What the recipe raises, with its traceback.
     """
     recipe = sys.modules[MODULE] = ModuleType(MODULE)
     recipe.__file__ = str(script)
     sys.path.insert(0, str(script.resolve().parent))
     try:
         exec(compile(script.read_bytes(), str(script), "exec"), vars(recipe))
-    except (Exception, SystemExit) as error:
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(
-            f"{_line_of(error, script)} raised {type(error).__name__}: {printable(text)}; correct "
-            f"it, `python {script}` shows the traceback."
-        ) from error
+    except SystemExit as stop:  # whatever its code: nothing was computed
+        raise UsageError(f"{script} called sys.exit({stop.code!r}) when it was imported.") from stop
     if missing := [name for name in ("Config", "setup") if not hasattr(recipe, name)]:
         raise UsageError(
             f"{script} has no {', '.join(missing)}; a recipe that this command can set up has "
             "Config, setup, as pretrain.py does."
         )
     return recipe
+
+
+def configured(recipe: ModuleType, settings: Sequence[str], command: str) -> Any:
+    """The recipe's configuration, which has a mesh.
+
+    Raises:
+        SystemExit: As ``load_config``.
+        UsageError: If the recipe has one layout only.
+    """
+    from forgekit.config import load_config
+
+    script = recipe.__file__
+    config = load_config(recipe.Config, settings, program=f"{command} {script}")
+    if not hasattr(config, "mesh"):
+        raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
+    return config
+
+
+def plain_settings(config: Any, out: str | Path) -> dict[str, Any]:
+    """Settings with which a recipe needs no machine, and no compiler, of the keys that it has."""
+    wanted = {"out": out, "device": "cpu", "compile": False}
+    if getattr(config, "activation_checkpoint", None) == "budget":  # which the compiler keeps
+        wanted["activation_checkpoint"] = "none"
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
 
 
 def build(recipe: ModuleType, config: Any) -> Any:
@@ -84,12 +103,3 @@ def micro_batches(built: Any, config: Any) -> int:
     if callable(of_loader) and hasattr(config, "global_batch_size"):
         return of_loader(config.global_batch_size)  # pyright: ignore[reportReturnType]
     return getattr(config, "micro_batches", 1)
-
-
-def _line_of(error: BaseException, script: Path) -> str:
-    """Where a script, or a module that it imports and that is none, raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno},"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(script)]
-    return f"{script}, line {lines[-1]}," if lines else str(script)

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-from forgekit.inputs import brief, path_problem
-from forgekit.terminal import tell
+from forgekit.inputs import path_of
 
 
 class UsageError(Exception):
     """A mistake in the arguments; its text is all that the user needs to see."""
 
 
-def integer(text: str) -> int:
-    """Read a whole number that fits into 64 bits.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
-    if re.fullmatch("[+-]?[0-9]{1,18}", text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{brief(text)} is not a whole number of at most 18 digits")
-
-
-def exit_code(code: object) -> int:
-    """What the interpreter makes of a ``SystemExit``: text goes to stderr and counts as 1."""
-    if code is None or isinstance(code, int):
-        return int(code or 0)
-    tell(code)
-    return 1
-
-
 def file_path(text: str) -> Path:
-    """Read a path that a file system could hold.
-
-    Raises:
-        argparse.ArgumentTypeError: If none could, for example for its length.
-    """
-    if wrong := path_problem(text):
-        raise argparse.ArgumentTypeError(f"the path {wrong}")
-    return Path(text)
+    """Read a path that is not empty: as a path that would be the current folder."""
+    return path_of("path", text)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +25,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def script_file(script: Path, remedy: str) -> Path:
-    """Check that a script can be read: reading a file of the system that has no size may not end.
+    """Check that a script can be read; a device or a pipe in its place may not end.
 
     Raises:
-        UsageError: If there is no such file, or it is empty.
+        UsageError: If there is no such file.
     """
     if not script.is_file():
-        what = "is a folder" if script.is_dir() else "is not there"
-        raise UsageError(f"{script} {what}; {remedy}")
-    if not script.stat().st_size:
-        raise UsageError(f"{script} is empty; {remedy}")
+        reason = "is a folder" if script.is_dir() else "is not there"
+        raise UsageError(f"{script} {reason}; {remedy}")
     return script

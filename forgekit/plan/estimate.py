@@ -16,8 +16,7 @@ import attrs
 import torch
 
 from forgekit.metrics.device_specs import Machine
-from forgekit.plan.collectives import Call
-from forgekit.plan.watch import Work
+from forgekit.plan.watch import Call, Work
 
 PRODUCTS = 0.7
 """Share of its peak that a device reaches in large matrix products and attention."""
@@ -61,33 +60,26 @@ def peak_of(machine: Machine, dtype: torch.dtype) -> float:
     return machine.peaks[_PEAKS.get(dtype, "fp32")]
 
 
-def estimate(
-    machine: Machine, node_size: int, work: Work, calls: Counter[Call], hidden: frozenset[Call]
-) -> Seconds:
+def estimate(machine: Machine, node_size: int, work: Work, hidden: frozenset[Call]) -> Seconds:
     """Estimate a rank's step.
 
     Args:
         machine: What it runs on.
         node_size: Ranks of a node, neighbours by number.
-        work: What it computes.
-        calls: What it sends.
-        hidden: Those of the calls that run while it computes.
+        work: What it computes and sends.
+        hidden: Those of its calls that run while it computes.
 
     Returns:
         The time, pipeline bubbles apart.
     """
     products = work.flops + work.repeated
     device = sum(count / (PRODUCTS * peak_of(machine, d)) for d, count in products.items())
-    device += work.moved / (TRAFFIC * machine.memory_bandwidth)
-    compute = max(device, HOST_S * work.kernels)
-    beside = ahead = 0.0
-    for call, count in calls.items():
-        spent = count * seconds_of(machine, node_size, call)
-        if call in hidden:
-            beside += spent
-        else:
-            ahead += spent
-    return Seconds(compute=compute, waiting=ahead, exposed=max(0.0, beside - HIDDEN * compute))
+    device += work.kernels["bytes"] / (TRAFFIC * machine.memory_bandwidth)
+    compute = max(device, HOST_S * work.kernels["count"])
+    sent = {call: n * seconds_of(machine, node_size, call) for call, n in work.calls.items()}
+    beside = sum(seconds for call, seconds in sent.items() if call in hidden)
+    waiting = sum(seconds for call, seconds in sent.items() if call not in hidden)
+    return Seconds(compute=compute, waiting=waiting, exposed=max(0.0, beside - HIDDEN * compute))
 
 
 def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
@@ -105,7 +97,7 @@ def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
 def _latency(machine: Machine, call: Call, nodes: int) -> float:
     """Of the steps of a ring, or of a tree over the nodes where a sum goes up and down it."""
     inside, between = len(call.ranks) - nodes, nodes - 1
-    if call.op in ("send", "receive", "all_to_all"):  # all pairs at once
+    if call.op in ("send", "recv", "all_to_all"):  # all pairs at once
         inside, between = int(nodes == 1), int(nodes > 1)
     elif call.op == "all_reduce":
         inside, between = 2 * inside / nodes, 2 * math.log2(nodes)
@@ -115,6 +107,6 @@ def _latency(machine: Machine, call: Call, nodes: int) -> float:
 
 def _sent(call: Call) -> float:
     """Bytes that a rank sends in a ring."""
-    rounds = {"all_reduce": 2.0, "receive": 0.0}.get(call.op, 1.0)
+    rounds = {"all_reduce": 2.0, "recv": 0.0}.get(call.op, 1.0)
     share = 1.0 if call.op in ("send", "broadcast") else (len(call.ranks) - 1) / len(call.ranks)
     return rounds * share * call.size

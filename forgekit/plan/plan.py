@@ -2,39 +2,49 @@
 
 The recipe's own ``setup`` runs in this process as one rank of a world that is not there, on tensors
 without values, and then a step. Ranks that differ in their pipeline position alone are planned one
-after the other, each told what the others have sent it; all others do what these do.
+after the other, each given what the others have broadcast to it; all others do what these do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDictBase
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 
-from forgekit.inputs import check_choice
+from forgekit.data.batch import IGNORED
+from forgekit.data.groups import groups
 from forgekit.mesh import DIMENSIONS, data_ranks
 from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
+from forgekit.model.routing import Router
 from forgekit.parallel.layout import size_of
 from forgekit.parallel.pipeline.timeline import timeline
-from forgekit.plan.collectives import Call, dimension_of
 from forgekit.plan.estimate import USABLE, estimate, peak_of
-from forgekit.plan.result import Plan, RankMemory, Traffic
-from forgekit.plan.stand_ins import NotToldError, PlanError, Told, pretending
-from forgekit.plan.steps import entered, measure_step
-from forgekit.plan.watch import StepWatch, Work
+from forgekit.plan.stand_ins import Broadcasts, MissingBroadcastError, PlanError, pretending
+from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of
 from forgekit.run.run_directory import check_length
-from forgekit.state import Agreement
+from forgekit.state import Agreement, TrainState, donate
+from forgekit.steps.accumulate import accumulate
+from forgekit.steps.clip import clip
+from forgekit.steps.totals import reduce_totals
+from forgekit.steps.update import update
 
 HIDDEN = ("dp_replicate", "dp_shard", "cp", "fsdp_ep")
 """Dimensions along which parameters are gathered and gradients reduced while a step computes."""
+GIB = 2**30
 
 
 @attrs.frozen(kw_only=True)
@@ -64,21 +74,101 @@ class Job:
 
 @attrs.frozen(kw_only=True)
 class PlannedRank:
-    """What is kept of a rank's plan."""
+    """What one rank's step does.
+
+    Attributes:
+        rank: Its number.
+        agreed: What the ranks add up, if this one holds the loss: the others need it.
+        memory: See ``StepWatch.memory``.
+        work: What its step computes and sends.
+        dimensions: The mesh dimension of each of its collectives.
+        layout: Sizes of all dimensions.
+        parameters: Of its part of the model.
+        active: Those of them that a token meets.
+        targets: Positions with a label in the micro-batches of all ranks, if others have as many.
+        micro_batches: Of a step.
+    """
 
     rank: int
     agreed: Agreement | None
-    has_last: bool
     memory: dict[str, int]
-    calls: Counter[Call]
-    dimensions: Mapping[Call, str]
     work: Work
+    dimensions: Mapping[Call, str]
     layout: dict[str, int]
     parameters: int
     active: int
     targets: int
     micro_batches: int
-    readers: int
+
+    @property
+    def hidden(self) -> frozenset[Call]:
+        """Calls that run beside computation, sequences' exchanges apart."""
+        return frozenset(
+            call
+            for call, name in self.dimensions.items()
+            if call.op != "all_to_all" and all(part in HIDDEN for part in name.split("+"))
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """A layout's step on a machine; bytes and seconds. See ``docs/plan.md``.
+
+    Attributes:
+        micro_batches: Of a step, on each data-parallel rank.
+        exposed_seconds: Of the step: communication of sharded parameters and of rings that the
+            computation is too short to hide.
+        memory_limit: Bytes that tensors may have on a device.
+        changed: Settings that a sweep changed beside the layout.
+        ranks: For each pipeline position its first ``rank``, ``pp``, and the bytes of ``memory`` by
+            category; other ranks have as many or less.
+        collectives: For each ``op`` along a mesh ``dimension`` (several joined by ``+``) the
+            ``count`` and ``bytes`` of the whole tensors, of the rank with the most.
+    """
+
+    world: int
+    device: str
+    layout: dict[str, int]
+    changed: dict[str, Any] = attrs.field(factory=dict)
+    parameters: int
+    active_parameters: int
+    micro_batches: int
+    targets_per_step: int
+    flops_per_step: int
+    step_seconds: float
+    exposed_seconds: float
+    tokens_per_second_per_device: float
+    mfu: float
+    bubble: float
+    memory_limit: float
+    ranks: list[dict[str, Any]]
+    collectives: list[dict[str, Any]]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank needs more than the limit."""
+        return self.peak <= self.memory_limit
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(rank["memory"]["peak"] for rank in self.ranks)
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices together for a billion targets: what a layout costs."""
+        return 1e9 / self.tokens_per_second_per_device / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """A tree of plain values."""
+        hours = {"device_hours_per_billion_tokens": self.device_hours}
+        return {**attrs.asdict(self), **hours, "fits": self.fits}
+
+    def __str__(self) -> str:
+        """Sizes above 1, and what was changed beside them."""
+        sizes = " x ".join(f"{name} {size}" for name, size in self.layout.items() if size > 1)
+        changed = (f"{name}={value}" for name, value in self.changed.items())
+        return ", ".join([sizes or "1 rank", *changed])
 
 
 def plan_step(job: Job) -> Plan:
@@ -91,44 +181,38 @@ def plan_step(job: Job) -> Plan:
         The plan.
 
     Raises:
-        ValueError: If the device is unknown.
         PlanError: If the step reads a number that only computation would give.
         Exception: What ``setup`` or the step raises, as on the machines.
     """
-    check_choice("device", job.device, tuple(MACHINES))
     machine = MACHINES[job.device]
-    found = plan_ranks(job)
-    seconds = [estimate(machine, job.node_size, r.work, r.calls, _hidden(r)) for r in found]
-    first = found[0]
+    ranks = plan_ranks(job)
+    first = ranks[0]
+    seconds = [estimate(machine, job.node_size, rank.work, rank.hidden) for rank in ranks]
     bubble = 0.0
     if job.pp > 1:
         bubble = timeline(job.schedule, job.pp, first.micro_batches).bubble  # pyright: ignore[reportArgumentType]
     step = max(one.busy for one in seconds) / (1 - bubble)
-    flops = sum((r.work.flops for r in found), Counter[torch.dtype]())
-    each = job.world // job.pp
-    targets = first.targets * first.readers
-    least = sum(count * each / peak_of(machine, dtype) for dtype, count in flops.items())
+    flops = sum((rank.work.flops for rank in ranks), Counter[torch.dtype]())
+    replicas = job.world // job.pp
+    least = sum(count * replicas / peak_of(machine, dtype) for dtype, count in flops.items())
     limit = USABLE * machine.memory_bytes if job.memory_limit is None else job.memory_limit
     return Plan(
         world=job.world,
         device=job.device,
         layout=first.layout,
-        parameters=sum(r.parameters for r in found),
-        active_parameters=sum(r.active for r in found),
+        parameters=sum(rank.parameters for rank in ranks),
+        active_parameters=sum(rank.active for rank in ranks),
         micro_batches=first.micro_batches,
-        targets_per_step=targets,
-        flops_per_step=flops.total() * each,
+        targets_per_step=first.targets,
+        flops_per_step=flops.total() * replicas,
         step_seconds=step,
         exposed_seconds=max(one.exposed for one in seconds),
-        tokens_per_second_per_device=targets / step / job.world,
+        tokens_per_second_per_device=first.targets / step / job.world,
         mfu=least / (step * job.world),
         bubble=bubble,
         memory_limit=limit,
-        ranks=tuple(
-            RankMemory(rank=r.rank, pp=position, memory=r.memory)
-            for position, r in enumerate(found)
-        ),
-        collectives=_traffic(found),
+        ranks=[{"rank": one.rank, "pp": pp, "memory": one.memory} for pp, one in enumerate(ranks)],
+        collectives=_traffic(ranks),
     )
 
 
@@ -142,75 +226,173 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
         By pipeline position what the first of its ranks does.
     """
     ranks = [position * job.world // job.pp for position in range(job.pp)]
-    told, found, agreed = Told(), dict[int, PlannedRank](), None
-    wanted = ranks[0]
-    while len(found) < len(ranks):
+    planned: dict[int, PlannedRank] = {}
+    broadcasts: Broadcasts = {}
+    agreed, rank = None, ranks[0]
+    while len(planned) < len(ranks):
         try:
-            found[wanted] = _plan_rank(job, wanted, told, agreed)
-            if found[wanted].has_last:
-                agreed = found[wanted].agreed
-            wanted = next((rank for rank in ranks if rank not in found), -1)
-        except NotToldError as missing:
-            wanted = missing.rank
-    return [found[rank] for rank in ranks]
+            planned[rank] = _plan_rank(job, rank, broadcasts, agreed)
+        except MissingBroadcastError as missing:
+            rank = missing.rank
+        else:
+            agreed = planned[rank].agreed or agreed
+            rank = next((rank for rank in ranks if rank not in planned), -1)
+    return [planned[rank] for rank in ranks]
 
 
-def _plan_rank(job: Job, rank: int, told: Told, agreed: Agreement | None) -> PlannedRank:
-    with pretending(rank, job.world, told), StepWatch() as watch:
+def _plan_rank(
+    job: Job, rank: int, broadcasts: Broadcasts, agreed: Agreement | None
+) -> PlannedRank:
+    with pretending(rank, job.world, broadcasts), StepWatch() as watch, ExitStack() as stack:
         try:
             built = job.setup()
-            with entered(built):
-                check_length(built.state, getattr(built.loader, "dataset", None))
-                micro_batches = job.micro_batches(built)
-                found = measure_step(built, watch, micro_batches, agreed)
+            for part in (built.loader, getattr(built, "stop", None)):  # threads and signals
+                if hasattr(part, "__exit__"):
+                    stack.enter_context(part)  # pyright: ignore[reportArgumentType]
+            check_length(built.state, getattr(built.loader, "dataset", None))
+            return measure_step(built, watch, job.micro_batches(built), agreed)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
                 f"the step reads a number that computation gives ({error.func}), and forgekit plan "
                 "computes none. Use torch.where in place of an if, or plan without this part."
             ) from error
-        state = found.state
-        whole = Flops.of(state.model)
-        sizes = {name: size_of(state.mesh, name) for name in DIMENSIONS}
-        return PlannedRank(
-            rank=rank,
-            agreed=state.agreed,
-            has_last=state.layout.has_last,
-            memory=found.memory,
-            calls=found.calls,
-            dimensions={
-                call: dimension_of(call, state.mesh) if state.mesh else "" for call in found.calls
-            },
-            work=found.work,
-            layout=sizes | {"ep": state.layout.experts},
-            parameters=whole.parameters,
-            active=whole.active_parameters,
-            targets=found.targets,
-            micro_batches=micro_batches,
-            readers=data_ranks(state.mesh)[1],
-        )
 
 
-def _hidden(rank: PlannedRank) -> frozenset[Call]:
-    """Calls along dimensions that communicate beside computation, sequences' exchanges apart."""
-    return frozenset(
-        call
-        for call, name in rank.dimensions.items()
-        if call.op != "all_to_all" and all(part in HIDDEN for part in name.split("+"))
+def measure_step(
+    built: Any, watch: StepWatch, micro_batches: int, agreed: Agreement | None = None
+) -> PlannedRank:
+    """Take two steps of a recipe and measure the second one, which all later ones are like.
+
+    The first is taken in its parts, without what a run proves once. Of many micro-batches two are
+    run, as those between the first and the last are like the first; in a pipeline all of them,
+    since its schedule depends on their number. Experts get equal loads.
+
+    Args:
+        built: What a recipe's ``setup`` returned, within ``watch``.
+        watch: Watches since before the setup.
+        micro_batches: Of a step.
+        agreed: What the ranks add up, from the plan of a rank that holds the loss.
+
+    Returns:
+        What the step does.
+    """
+    state = built.state
+    watch.label("parameters", [*state.model.parameters(), *state.model.buffers()])
+    for module in state.model.modules():
+        if isinstance(module, Router):  # what tokens would choose takes values
+            module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
+    is_staged = state.layout.stages is not None
+    run = micro_batches if is_staged else min(micro_batches, 2)
+    batches = groups(built.loader, run)
+    if agreed is not None:
+        state = donate(state, agreed=agreed)
+    first = next(batches)
+    state = _first_step(built, state, first if is_staged else [next(iter(first))])
+    _end_step(watch, state)
+    watch.begin()
+    marked = _Marked(next(batches), watch)
+    state, _ = built.step(state, marked)
+    _end_step(watch, state)
+    work, mesh = watch.work, state.mesh
+    if run < micro_batches:
+        work = work.plus(marked.marks[1].plus(marked.marks[0], -1), micro_batches - run)
+    whole = Flops.of(state.model)
+    sizes = {name: size_of(mesh, name) for name in DIMENSIONS}
+    return PlannedRank(
+        rank=dist.get_rank(),
+        agreed=state.agreed if state.layout.has_last else None,
+        memory=watch.memory(),
+        work=work,
+        dimensions={call: dimension_of(call, mesh) if mesh else "" for call in work.calls},
+        layout=sizes | {"ep": state.layout.experts},
+        parameters=whole.parameters,
+        active=whole.active_parameters,
+        targets=marked.targets * micro_batches // run * data_ranks(mesh)[1],
+        micro_batches=micro_batches,
     )
 
 
-def _traffic(found: list[PlannedRank]) -> tuple[Traffic, ...]:
+def _first_step(built: Any, state: TrainState, batches: Iterable[Any]) -> TrainState:
+    totals = accumulate(state, batches, built.loss_fn, audit=False)
+    for name, voter in (("stop", "stop"), ("ended", "end")):
+        if getattr(built, voter, None) is not None:
+            totals = totals.plus(**{name: torch.zeros_like(totals["loss"])})
+    totals = reduce_totals(totals, state, audit=False)
+    return update(state, clip(totals, max_norm=1.0), lr=0.0, totals=totals)
+
+
+def _end_step(watch: StepWatch, state: TrainState) -> None:
+    watch.label("gradients", [p.grad for p in state.model.parameters() if p.grad is not None])
+    watch.end_step()
+
+
+class _Marked:
+    """A group of micro-batches that notes what was counted when each is pulled, and its targets."""
+
+    def __init__(self, group: Any, watch: StepWatch) -> None:
+        self._group, self._watch = group, watch
+        self.samples = getattr(group, "samples", None)
+        self.marks: list[Work] = []
+        self.targets = 0
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        for batch in self._group:
+            self.marks.append(Work().plus(self._watch.work, 1))
+            labels = batch.get("labels", batch.get("input_ids", torch.empty(0)))
+            self.targets += int((labels != IGNORED).sum())
+            yield batch
+
+
+def _traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
     """Collectives by kind and dimension, of the rank that has the most of each."""
-    most: dict[tuple[str, str], tuple[int, int]] = {}
-    for rank in found:
-        sums: dict[tuple[str, str], tuple[int, int]] = {}
-        for call, count in rank.calls.items():
-            key = call.op, rank.dimensions[call]
-            before = sums.get(key, (0, 0))
-            sums[key] = before[0] + count, before[1] + count * call.size
-        for key, value in sums.items():
-            most[key] = max(value, most.get(key, (0, 0)), key=lambda pair: pair[::-1])
-    return tuple(
-        Traffic(op=op, dimension=dimension, count=count, bytes=size)
-        for (op, dimension), (count, size) in sorted(most.items())
-    )
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for rank in ranks:
+        sums: dict[tuple[str, str], dict[str, Any]] = {}
+        for call, count in rank.work.calls.items():
+            op, dimension = call.op, rank.dimensions[call]
+            empty = {"op": op, "dimension": dimension, "count": 0, "bytes": 0}
+            one = sums.setdefault((op, dimension), empty)
+            one["count"] += count
+            one["bytes"] += count * call.size
+        most |= {
+            key: max(one, most.get(key, one), key=itemgetter("bytes")) for key, one in sums.items()
+        }
+    return [most[key] for key in sorted(most)]
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print a plan, its numbers under their names in JSON."""
+    console.print(f"{plan}: {plan.world} x {plan.device}", markup=False)
+    for name, value in plan.as_json().items():
+        if isinstance(value, int | float) and name not in ("world", "memory_limit", "fits"):
+            text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+            console.print(f"{name.replace('_', ' '):<36}{text}", markup=False)
+    names = (*CATEGORIES, "peak")
+    sizes = [
+        (rank["rank"], rank["pp"], *(f"{rank['memory'][name] / GIB:.3f}" for name in names))
+        for rank in plan.ranks
+    ]
+    console.print(table("memory in GiB, the most of each", ("rank", "pp", *names), sizes))
+    sent = [
+        (one["op"], one["dimension"], f"{one['count']:,}", f"{one['bytes'] / 2**20:,.2f}")
+        for one in plan.collectives
+    ]
+    names = ("op", "dimension", "count", "MiB")
+    console.print(table("collectives of a rank in a step", names, sent))
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    have = f"of the {plan.memory_limit / GIB:.1f} GiB that tensors can have on a device"
+    console.print(f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, {have}", markup=False)
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Lay out rows of values, numbers to the right."""
+    lines = Table(title=title, title_justify="left")
+    for name in names:
+        is_text = name in ("op", "dimension", "layout", "fits")
+        lines.add_column(name, justify="left" if is_text else "right")
+    for row in rows:
+        lines.add_row(*map(str, row))
+    return lines

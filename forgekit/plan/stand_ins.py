@@ -1,23 +1,21 @@
 """Tensors without values in place of numbers, and one process in place of all ranks.
 
 A plan must never use a number that no rank has computed. What would hold weights, activations or
-gradients is a stand-in, which has a shape and no values: reading one raises. Whole numbers (token
-ids, counts, sizes of what is sent) are real; where ranks exchange them, each is taken to bring what
-this one brings, which is so for settings and votes, and for experts that take turns. What one rank
-tells another, as pipeline stages do, is remembered from the plan of that rank.
+gradients is a stand-in, a fake tensor without values: reading one raises. Integers (token ids,
+counts, sizes of what is sent) are real; where ranks exchange them, each is taken to send what this
+one sends, which is so for settings and votes, and for balanced experts. What another rank
+broadcasts, as pipeline stages do, is recorded in the plan of that rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,23 +23,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgekit.plan.collectives import NAMESPACES, group_of, tensors_in
+from forgekit.plan.watch import NAMESPACES, group_of, is_inferring_shapes, tensors_in
 
 LARGEST_REAL = 2**24
-"""Elements from which whole numbers have no values either."""
-c10d = torch.ops.c10d
+"""Elements from which integers have no values either."""
 _SEND = dist.ProcessGroup.send
+Broadcasts = dict[tuple[tuple[int, ...], int, int], Tensor]
+"""What ranks have broadcast, by the group's ranks, the source, and the number of the call."""
 
-KNOWN = frozenset({"send", "barrier", "wait_tensor", "all_gather_into_tensor"})
-"""Collectives that bring nothing else than what this rank has, beside ``_EXCHANGES``."""
+EXCHANGES = frozenset(
+    {"allgather_", "_allgather_base_", "alltoall_base_", "allreduce_", "broadcast_", "recv_"}
+)
+"""Collectives of integers whose result follows from what this rank sends, see ``_exchange``."""
+LOCAL = frozenset({"send", "barrier", "wait_tensor", "all_gather_into_tensor"})
+"""Collectives that bring nothing else than what this rank has."""
 
 
 class PlanError(Exception):
     """What a plan cannot find out, though the run may be right."""
 
 
-class NotToldError(BaseException):  # no `except Exception` of what is planned holds it
-    """What another rank tells is not known yet: plan that one first.
+class MissingBroadcastError(BaseException):  # no `except Exception` of what is planned holds it
+    """Another rank broadcasts here and was not planned yet: plan that one first.
 
     Attributes:
         rank: The other rank.
@@ -52,39 +55,33 @@ class NotToldError(BaseException):  # no `except Exception` of what is planned h
         self.rank = rank
 
 
-@attrs.define
-class Told:
-    """What ranks have told others, by the ranks that listen, the one that tells, and a number."""
-
-    values: dict[tuple[tuple[int, ...], int, int], Tensor] = attrs.field(factory=dict)
-
-
 class StandIns(TorchDispatchMode):
     """Makes stand-ins within the block, as rank ``rank``."""
 
-    def __init__(self, rank: int, told: Told) -> None:
+    def __init__(self, rank: int, broadcasts: Broadcasts) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._rank, self._told = rank, told
-        self._turns: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._rank, self._broadcasts = rank, broadcasts
+        self._numbers: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on stand-ins, or on whole numbers."""
+        """Run an operation on stand-ins, or on integers."""
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
-        if finds_shapes():
+        if is_inferring_shapes():
             return func(*args, **kwargs)
         tensors = tensors_in(args)
         if any(isinstance(x, FakeTensor) for x in tensors):
             if func is torch.ops.aten._grouped_mm.default:
                 return _grouped(*args, **kwargs)
             return func(*args, **kwargs)
-        if func.namespace == "c10d" and func in _EXCHANGES:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in EXCHANGES:
             result = func(*args, **kwargs)
-            _EXCHANGES[func](self, group_of(func, args), args)
+            self._exchange(name, group_of(func, args), args)
             return result
-        if tensors and func.namespace in NAMESPACES and func.overloadpacket.__name__ not in KNOWN:
+        if tensors and func.namespace in NAMESPACES and name not in LOCAL:
             raise PlanError(
                 f"{func} exchanges numbers that have values ({tensors[0].dtype} of shape "
                 f"{tuple(tensors[0].shape)}), and forgekit plan does not know what other ranks "
@@ -97,69 +94,45 @@ class StandIns(TorchDispatchMode):
                 return made
         return func(*args, **kwargs)
 
-    def _gather(self, _group: dist.ProcessGroup, args: Any) -> None:
-        for outputs, mine in zip(args[0], args[1], strict=True):
-            for output in outputs:
-                output.copy_(mine)
+    def _exchange(self, name: str, group: dist.ProcessGroup, args: Any) -> None:
+        """Receive from each rank what this one has for itself, and from a source what it sent."""
+        received, size = args[0], group.size()
+        if name == "allgather_":
+            for outputs, mine in zip(received, args[1], strict=True):
+                for output in outputs:
+                    output.copy_(mine)
+        elif name == "_allgather_base_":
+            received.view(size, -1).copy_(args[1].reshape(1, -1))
+        elif name == "alltoall_base_":
+            received.view(size, -1).copy_(args[1].view(size, -1)[group.rank()])
+        elif name == "broadcast_":
+            self._broadcast(group, received, args[2])
+        else:
+            for tensor in received:
+                # Ones: torch's pipeline stages vote on whether shapes are given, and they are.
+                tensor.mul_(size) if name == "allreduce_" else tensor.fill_(1)
 
-    def _gather_one(self, group: dist.ProcessGroup, args: Any) -> None:
-        output, mine = args[:2]
-        output.view(group.size(), -1).copy_(mine.reshape(1, -1))
-
-    def _exchange(self, group: dist.ProcessGroup, args: Any) -> None:
-        """Receive from each rank what this one has for itself."""
-        output, mine = args[:2]
-        parts = mine.view(group.size(), -1)
-        output.view(group.size(), -1).copy_(parts[group.rank()])
-
-    def _sum(self, group: dist.ProcessGroup, args: Any) -> None:
-        for tensor in args[0]:
-            tensor.mul_(group.size())
-
-    def _receive(self, _group: dist.ProcessGroup, args: Any) -> None:
-        """Receive ones: torch's pipeline stages vote on whether shapes are given, and they are."""
-        for tensor in args[0]:
-            tensor.fill_(1)
-
-    def _tell(self, group: dist.ProcessGroup, args: Any) -> None:
+    def _broadcast(self, group: dist.ProcessGroup, tensors: list[Tensor], source: int) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
-        source = ranks[args[2]]
-        turn = self._turns[ranks, source]
-        self._turns[ranks, source] += 1
-        for tensor in args[0]:
-            if source == self._rank:
-                self._told.values[ranks, source, turn] = tensor.clone()
-            elif (told := self._told.values.get((ranks, source, turn))) is None:
-                raise NotToldError(source)
+        key = ranks, ranks[source], self._numbers[ranks, source]
+        self._numbers[ranks, source] += 1
+        for tensor in tensors:
+            if ranks[source] == self._rank:
+                self._broadcasts[key] = tensor.clone()
+            elif key not in self._broadcasts:
+                raise MissingBroadcastError(ranks[source])
             else:
-                tensor.copy_(told)
-
-
-_EXCHANGES: Mapping[Any, Any] = MappingProxyType(
-    {
-        c10d.allgather_.default: StandIns._gather,
-        c10d._allgather_base_.default: StandIns._gather_one,
-        c10d.alltoall_base_.default: StandIns._exchange,
-        c10d.allreduce_.default: StandIns._sum,
-        c10d.broadcast_.default: StandIns._tell,
-        c10d.recv_.default: StandIns._receive,
-    }
-)
-
-
-def finds_shapes() -> bool:
-    """Whether torch is finding out shapes on stand-ins of its own, of which nothing is kept."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+                tensor.copy_(self._broadcasts[key])
 
 
 @contextmanager
-def pretending(rank: int, world: int, told: Told) -> Iterator[None]:
+def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
     """Be one rank of a world within the block; no other is there.
 
     Args:
         rank: Which rank.
         world: How many there are.
-        told: What ranks that were planned before have told; added to.
+        broadcasts: Of the ranks that were planned before; this one's are added.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -169,7 +142,7 @@ def pretending(rank: int, world: int, told: Told) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with (
-            StandIns(rank, told),
+            StandIns(rank, broadcasts),
             mock.patch.object(dist.ProcessGroup, "send", _send),
             # A base's files are checked, and their values not read: nothing could hold them.
             mock.patch.object(load, "read_into", return_value=None),

@@ -12,45 +12,74 @@ category follows from when it was made and how long it lives:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 from unittest import mock
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from forgekit.plan.collectives import Call, collective_of, size_of, tensors_in
-from forgekit.plan.operation_flops import flops_of
+from forgekit.mesh import expert_view
 
+aten = torch.ops.aten
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "temporary",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 FREE = frozenset(
     {"detach", "lift_fresh", "wait_tensor", "_local_scalar_dense", "_unsafe_view", "device"}
 )
 """Operations that launch no kernel, beside views and allocations."""
+NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "recv", "send")
+"""Kinds of collectives; an operation is of the first whose name, without underscores, is in its."""
+
+_ATTENTION = MappingProxyType(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu: (2, 0, 4),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, 1, 7),
+    }
+)
+"""Products of queries and keys in it, where its queries stand, and its ``is_causal``.
+
+A backward has five: one is the forward's again and, like other recomputation, not a model's FLOPs.
+"""
+_IN_PLACE = MappingProxyType({aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm})
+"""Products that torch's registry knows under another name."""
+
+
+class Call(NamedTuple):
+    """One collective.
+
+    Attributes:
+        op: Its kind.
+        ranks: The global ranks that take part.
+        size: Bytes of the whole tensor on this rank: of what is gathered, scattered or sent.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    size: int
 
 
 @attrs.define(eq=False)
 class Allocation:
-    """One storage: its bytes now, and what it turned out to be.
+    """One storage.
 
     Attributes:
-        size: Bytes.
+        size: Bytes now.
         in_backward: Whether a backward pass made it.
-        category: None until it is known; what ends without one was temporary.
+        category: None until it is clear; what ends without one was temporary.
     """
 
     size: int
@@ -60,49 +89,48 @@ class Allocation:
 
 @attrs.define
 class Work:
-    """What a step computes.
+    """What a step computes and sends.
 
     Attributes:
+        calls: Collectives, and how many of each.
         flops: Of matrix products and attention by dtype, without what is computed again.
         repeated: Of what a backward pass computes again, by dtype.
-        moved: Bytes that other kernels read and write.
-        kernels: How many kernels there are.
+        kernels: Their ``"count"``, and ``"bytes"`` that those without FLOPs read and write.
     """
 
+    calls: Counter[Call] = attrs.field(factory=Counter)
     flops: Counter[torch.dtype] = attrs.field(factory=Counter)
     repeated: Counter[torch.dtype] = attrs.field(factory=Counter)
-    moved: int = 0
-    kernels: int = 0
+    kernels: Counter[str] = attrs.field(factory=Counter)
 
     def plus(self, other: Work, times: int) -> Work:
-        """This and ``times`` another."""
-        flops, repeated = Counter(self.flops), Counter(self.repeated)
-        for mine, theirs in ((flops, other.flops), (repeated, other.repeated)):
-            for dtype, count in theirs.items():
-                mine[dtype] += times * count
-        moved, kernels = self.moved + times * other.moved, self.kernels + times * other.kernels
-        return Work(flops, repeated, moved, kernels)
+        """Return this and ``times`` another."""
+        mine, others = (attrs.astuple(work, recurse=False) for work in (self, other))
+        return Work(
+            *(
+                Counter({key: a[key] + times * b[key] for key in a | b})
+                for a, b in zip(mine, others, strict=True)
+            )
+        )
 
 
 class StepWatch(TorchDispatchMode):
     """Counts what happens inside; ``with StepWatch() as watch``.
 
     Attributes:
-        calls: Collectives since ``begin``, and how many of each.
-        work: Computation since ``begin``.
+        work: What was computed and sent since ``begin``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: weakref.WeakKeyDictionary[Any, Allocation] = weakref.WeakKeyDictionary()
+        self._allocations = weakref.WeakKeyDictionary[Any, Allocation]()
         self._alive: dict[int, Allocation] = {}
         self._in_backward = False
         self._patches: list[Any] = []
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on; what is alive stays known."""
-        self.calls: Counter[Call] = Counter()
+        """Count from here on; what is alive keeps its category."""
         self.work = Work()
         self._events = [(allocation, allocation.size) for allocation in self._alive.values()]
 
@@ -128,14 +156,14 @@ class StepWatch(TorchDispatchMode):
         if DTensor in types:  # what it does with the tensors inside comes by as well
             return NotImplemented
         kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # torch finds out shapes, of which nothing is kept
+        if is_inferring_shapes():
+            return func(*args, **kwargs)
         self._follow()
         if func.namespace == "forgekit" and (opdef := OPDEFS.get(func._schema.name)) is not None:
             with self:  # what it sends and allocates inside counts
                 return opdef._init_fn(*args, **kwargs)
         for tensor in tensors_in(args):
-            self._known.setdefault(tensor.untyped_storage(), Allocation(0, self._in_backward))
+            self._allocations.setdefault(tensor.untyped_storage(), Allocation(0, self._in_backward))
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         for tensor in tensors_in(result):
@@ -146,13 +174,13 @@ class StepWatch(TorchDispatchMode):
         """Say what tensors are, whatever their lives say."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if (allocation := self._known.get(local.untyped_storage())) is not None:
+            if (allocation := self._allocations.get(local.untyped_storage())) is not None:
                 allocation.category = category
 
     def end_step(self) -> None:
         """Note that what is alive now is alive between two steps."""
         self._follow()
-        self._label_alive("optimizer")
+        self._label_alive("optimizer", {False, True})
 
     def memory(self) -> dict[str, int]:
         """Bytes since ``begin``: of each category its own highest, and the ``peak`` of all."""
@@ -165,42 +193,36 @@ class StepWatch(TorchDispatchMode):
         return {name: highest[name] for name in (*CATEGORIES, "peak")}
 
     def _follow(self) -> None:
-        """Notice where a backward pass begins and ends."""
+        """Notice where a backward pass begins and ends, and label what is left of before."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward != self._in_backward:
-            self._label_alive("activations" if in_backward else "gradients")
+            self._label_alive("activations" if in_backward else "gradients", {self._in_backward})
             self._in_backward = in_backward
 
-    def _label_alive(self, category: Category) -> None:
-        is_here = category == "optimizer"
+    def _label_alive(self, category: Category, in_backward: set[bool]) -> None:
         for allocation in self._alive.values():
-            if allocation.category is None and is_here | (
-                allocation.in_backward == self._in_backward
-            ):
+            if allocation.category is None and allocation.in_backward in in_backward:
                 allocation.category = category
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        call = collective_of(func, args, result)
         name = func.overloadpacket.__name__
-        if call is not None:
-            self.calls[call] += 1
+        if (call := collective_of(func, args, result)) is not None:
+            self.work.calls[call] += 1
         elif not (func.is_view or "empty" in name or name in FREE):
-            self._note_kernel(func, args, kwargs, result)
-
-    def _note_kernel(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.work.kernels += 1
-        if not (count := flops_of(func, args, kwargs, result)):
-            self.work.moved += sum(map(size_of, [*tensors_in(args), *tensors_in(result)]))
-            return
-        # Only what is computed again builds a graph during a backward pass.
-        again = self._in_backward and torch.is_grad_enabled()
-        dtype = tensors_in(args)[0].dtype
-        (self.work.repeated if again else self.work.flops)[dtype] += count
+            self.work.kernels["count"] += 1
+            if count := flops_of(func, args, kwargs, result):
+                # Only what is computed again builds a graph during a backward pass.
+                again = self._in_backward and torch.is_grad_enabled()
+                flops = self.work.repeated if again else self.work.flops
+                flops[tensors_in(args)[0].dtype] += count
+            else:
+                sizes = map(size_of, [*tensors_in(args), *tensors_in(result)])
+                self.work.kernels["bytes"] += sum(sizes)
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
+        if storage in self._allocations:
             return
-        allocation = self._known[storage] = Allocation(storage.nbytes(), self._in_backward)
+        allocation = self._allocations[storage] = Allocation(storage.nbytes(), self._in_backward)
         self._alive[id(allocation)] = allocation
         self._events.append((allocation, allocation.size))
         weakref.finalize(storage, partial(self._free, allocation))
@@ -210,7 +232,88 @@ class StepWatch(TorchDispatchMode):
         del self._alive[id(allocation)]
 
     def _note_size(self, storage: torch.UntypedStorage) -> None:
-        if (allocation := self._known.get(storage)) is None:
+        if (allocation := self._allocations.get(storage)) is None:
             return
         self._events.append((allocation, storage.nbytes() - allocation.size))
         allocation.size, allocation.category = storage.nbytes(), "temporary"
+
+
+def is_inferring_shapes() -> bool:
+    """Whether torch runs operations on fake tensors of its own, of which nothing is kept."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def collective_of(func: Any, args: Any, result: Any) -> Call | None:
+    """What an operation sends; None if it is no collective."""
+    if func.namespace not in NAMESPACES:
+        return None
+    name = func.name().partition("::")[2].replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("_", "") in name), None)
+    if kind is None:
+        return None
+    sizes = [sum(map(size_of, tensors_in(value))) for value in (*args, result)]
+    return Call(kind, tuple(dist.get_process_group_ranks(group_of(func, args))), max(sizes))
+
+
+def group_of(func: Any, args: Any) -> dist.ProcessGroup:
+    """The group that a collective was given, as an object or by name."""
+    for value, argument in zip(args, func._schema.arguments, strict=False):
+        if "ProcessGroup" in str(argument.type):
+            return dist.ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            return dist.distributed_c10d._resolve_process_group(value)
+    raise ValueError(f"{func} names no process group.")
+
+
+def dimension_of(call: Call, mesh: DeviceMesh) -> str:
+    """The mesh dimension along which a collective's ranks differ, several joined by ``+``."""
+    names = mesh.mesh_dim_names or ()
+    groups = {name: mesh.get_group(name) for name in names}
+    if (view := expert_view(mesh)) is not None:
+        groups |= {name: view.get_group(name) for name in ("fsdp_ep", "ep")}
+    # Tokens travel along ep, where its ranks are all of another dimension too.
+    first = ("cp", "ep") if call.op == "all_to_all" else ()
+    for name in (*first, *groups):
+        if name in groups and tuple(dist.get_process_group_ranks(groups[name])) == call.ranks:
+            return name
+    positions = zip(
+        *((mesh.mesh == rank).nonzero()[0].tolist() for rank in call.ranks), strict=True
+    )
+    named = zip(names, positions, strict=True)
+    return "+".join(name for name, position in named if len(set(position)) > 1) or "none"
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in what an operation takes or returns: lists are the only containers."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in tensors_in(one)]
+    return []
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of an operation; 0 if it is neither a matrix product nor attention.
+
+    Attention that is causal counts half. Torch's own registry lacks the attention of the CPU and
+    grouped products.
+    """
+    packet = func.overloadpacket
+    if packet in _ATTENTION:
+        products, first, causal = _ATTENTION[packet]
+        q, k = args[first], args[first + 1]
+        is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+        full = 2 * products * math.prod(q.shape) * k.shape[2]
+        return full // 2 if is_causal else full
+    if packet is aten._grouped_mm:
+        a, b = args[:2]
+        if a.ndim == b.ndim == 2:  # a gradient of the matrices: each column's group is its own
+            return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return 2 * math.prod(a.shape) * b.shape[-1]
+    formula = flop_registry.get(_IN_PLACE.get(packet, packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

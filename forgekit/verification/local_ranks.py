@@ -11,20 +11,19 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-GRACE_S = 2.0
-"""How long the other ranks have to say what went wrong after the first one did."""
+GRACE_S = 0.5
+"""How long a rank that raised stays: one that died is seen before those that lost it."""
 LOG_LINES = 12
 
 
@@ -42,7 +41,7 @@ def run_local_ranks(
             of a file that a process can import.
         world: Number of ranks.
         *args: Its arguments.
-        folder: Where the ranks' output goes, a file for each.
+        folder: Where the ranks' output and results go, a file for each.
         timeout_s: Seconds after which ranks that have not finished are killed.
 
     Returns:
@@ -52,48 +51,48 @@ def run_local_ranks(
         ValueError: If the function or its arguments cannot be pickled.
         LocalRankError: If a rank raised, died or did not finish in time.
     """
-    job = _pickled(function, args)
-    # Processes forked from a server that has imported torch; spawned ones cost seconds each.
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgekit.verification.measure"])
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    deadline = time.monotonic() + timeout_s
-    processes: list[Any] = []
-    connections: list[Connection] = []
     try:
-        for rank in range(world):
-            here, there = context.Pipe()
-            variables = _variables(rank, world, store.port)
-            log = str(folder / f"rank{rank}.log")
-            process = context.Process(
-                target=_work, args=(there, variables, log, job, deadline), daemon=True
-            )
-            process.start()
-            there.close()  # or a rank that dies would not be noticed
-            processes.append(process)
-            connections.append(here)
-        return _collect(connections, folder, deadline, timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((function, args))
+        job = pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"ranks are processes of their own, which import what they call, and {error}. Define "
             "it at the top level of a file (functools.partial adds arguments)."
         ) from None
+    # Processes forked from a server that has imported torch; spawned ones cost seconds each.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forgekit.verification.measure"])
+    limit = timedelta(seconds=timeout_s)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    deadline = time.monotonic() + timeout_s
+    given = (job, world, store.port, folder, deadline)
+    ranks = [
+        context.Process(target=_work, args=(rank, *given), daemon=True) for rank in range(world)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        while waiting := [process for process in ranks if process.exitcode is None]:
+            if any(process.exitcode for process in ranks) or time.monotonic() > deadline:
+                break
+            wait([process.sentinel for process in waiting], deadline - time.monotonic())
+        if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
+            raise LocalRankError(f"rank {failed[0]} of {world} {_failure(failed[0], folder)}")
+        if waiting:
+            late = [rank for rank, process in enumerate(ranks) if process in waiting]
+            raise LocalRankError(_hanging(late, world, folder, timeout_s))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return [pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(world)]
 
 
-def _variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun sets, and what turns accelerators, further threads and the compiler off."""
-    return {
+def _work(rank: int, job: bytes, world: int, port: int, folder: Path, deadline: float) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -106,84 +105,51 @@ def _variables(rank: int, world: int, port: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_COMPILE_DISABLE": "1",
     }
-
-
-def _work(
-    connection: Connection, variables: dict[str, str], log: str, job: bytes, deadline: float
-) -> None:
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(variables)
     torch.set_num_threads(1)
-    with open(f"{log}.stack", "w") as file:
+    with (folder / f"rank{rank}.stack").open("w") as file:
         # Where each thread is when the time is over; the other process reads it. The monotonic
         # clock is the same in both, and this process may have started late.
         faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.1), file=file)
         try:
             function, args = pickle.loads(job)
-            answer = True, function(*args)
+            (folder / f"rank{rank}.result").write_bytes(pickle.dumps(function(*args)))
         except BaseException as error:  # a SystemExit of a script is a failure here
-            answer = False, _describe(error)
-        sys.stdout.flush()
-        connection.send(answer)
+            sentence = traceback.format_exception_only(error)[-1].strip()
+            if isinstance(error, AttributeError) and "Can't get attribute" in sentence:
+                sentence += ": a process cannot import it; define it at the top level of a file"
+            text = f"{sentence}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
+            (folder / f"rank{rank}.error").write_text(text)
+            time.sleep(GRACE_S)
+            os._exit(1)
         os._exit(0)  # nothing of torch's threads and groups is worth a clean end
 
 
-def _end_with_parent(connection: Connection) -> None:
+def _end_with_parent() -> None:
     """Leave with the process that started this one, also if it is killed."""
-    try:
-        connection.recv_bytes()
-    except (EOFError, OSError):
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
         os._exit(1)
 
 
-def _describe(error: BaseException) -> str:
-    """One sentence, and the traceback."""
-    said = traceback.format_exception_only(error)[-1].strip()
-    if isinstance(error, AttributeError) and "Can't get attribute" in said:
-        said += ": a process cannot import it; define it at the top level of a file"
-    return f"{said}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
+def _failure(rank: int, folder: Path) -> str:
+    error = folder / f"rank{rank}.error"
+    if error.exists():
+        return f"raised {error.read_text()}"
+    output = _lines(folder / f"rank{rank}.log", slice(-LOG_LINES, None))
+    return f"died without an error of its own.{output}"
 
 
-def _collect(
-    connections: list[Connection], folder: Path, deadline: float, timeout_s: float
-) -> list[Any]:
-    world, results, raised, died = len(connections), {}, [], []
-    waiting: dict[Any, int] = {there: rank for rank, there in enumerate(connections)}
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for ready in wait([*waiting], timeout=left):
-            rank = waiting.pop(ready)
-            try:
-                is_good, results[rank] = ready.recv()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-                if not is_good:
-                    raised.append(f"rank {rank} of {world} raised {results[rank]}")
-            except (EOFError, OSError):
-                output = _tail(folder / f"rank{rank}.log")
-                died.append(f"rank {rank} of {world} died without an error of its own.{output}")
-            if raised or died:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-    if died or raised:
-        # A rank that died comes first: the others raise because they lost the connection to it.
-        raise LocalRankError([*died, *raised][0])
-    if waiting:
-        time.sleep(0.2)  # the ranks are writing where they are
-        raise LocalRankError(_hanging([*waiting.values()], world, folder, timeout_s))
-    return [results[rank] for rank in sorted(results)]
-
-
-def _hanging(ranks: list[int], world: int, folder: Path, timeout_s: float) -> str:
-    names = ", ".join(map(str, ranks))
+def _hanging(late: list[int], world: int, folder: Path, timeout_s: float) -> str:
+    """Say which ranks have not finished, and where those are that have begun."""
+    time.sleep(0.2)  # the ranks are writing where they are
+    names = ", ".join(map(str, late))
     text = f"of {world} ranks {names} did not finish within {timeout_s:g} s."
-    for rank in ranks:
-        if tail := _tail(folder / f"rank{rank}.log.stack"):  # else it has not even started
-            text += f"\nrank {rank} is here:{tail}"
+    for rank in late:
+        if stack := _lines(folder / f"rank{rank}.stack", slice(LOG_LINES)):
+            text += f"\nrank {rank} is here:{stack}"
     return text
 
 
-def _tail(path: Path) -> str:
-    """The last lines that a rank wrote; of stacks the first, the innermost."""
+def _lines(path: Path, part: slice) -> str:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    lines = lines[:LOG_LINES] if path.suffix == ".stack" else lines[-LOG_LINES:]
-    return "".join(f"\n  {line}" for line in lines)
+    return "".join(f"\n  {line}" for line in lines[part])

@@ -84,13 +84,9 @@ COMMANDS = {
         ["verify", "--timeout", "inf", "pretrain", "mesh.tp=2"],
         "timeout_s inf must be finite and above 0.",
     ),
-    "a recipe to verify that says nothing": (
-        ["verify", "empty.py"],
-        "empty.py is empty; name a recipe's file, or one of `forgekit ls`.",
-    ),
     "a step before the first": (
-        ["replay", "gone", "--step", "0"],
-        "--step 0: steps are counted from 1, as in metrics.jsonl.",
+        ["replay", ".", "--step", "0"],
+        "--step 0: . has logged steps from 1 to 0.",
     ),
 }
 

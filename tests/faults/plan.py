@@ -29,14 +29,8 @@ def _compare(by_rank: Sequence[Any]) -> str:
 
     from forgekit.plan.plan import plan_ranks
 
-    (planned,), real = plan_ranks(job_of(CELL)), by_rank[0]
-    collectives = plan_cells.collectives_of(planned.calls, planned.dimensions)
-    said = ["collectives differ"] * (collectives != real["collectives"])
-    said += ["FLOPs differ"] * (dict(planned.work.flops) != real["flops"])
-    said += ["targets differ"] * (planned.targets != real["targets"])
-    for category, size in real["memory"].items():
-        said += [f"{category} differ"] * (abs(planned.memory[category] / size - 1) > 0.1)
-    return ", ".join(said)
+    (planned,) = plan_ranks(job_of(CELL))
+    return plan_cells.differences(CELL, planned, by_rank[0])
 
 
 def _one_collective_more(model: Any, batch: Any) -> fk.Loss:

@@ -8,7 +8,7 @@ import re
 import resource
 import signal
 import socket
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -42,7 +42,7 @@ def test_a_run_of_the_directory_is_told_from_a_killed_one(tmp_path):
         return check.outcome, check.text
 
     (tmp_path / "status.json").write_text('{"status": "finished"}')
-    assert said() == ("good", "the last one here is finished")
+    assert said() == ("ok", "the last one here is finished")
     (tmp_path / "status.json").write_text('{"status": "running"}')
     assert said() == ("note", "one was killed here; its own command resumes it.")
     with (tmp_path / ".lock").open("w") as file:
@@ -76,14 +76,14 @@ def test_packages_that_are_missing_or_old_say_how_to_install_them(monkeypatch):
     needs = ["torch>=2,<99", "gone-core>=1", "numpy>=99.1", "rich<2", 'x; extra == "track"']
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: needs)
     checks = {check.name: check for check in doctor.check_installed()}
-    assert checks["torch"].outcome == "good"
+    assert checks["torch"].outcome == "ok"
     for need, reason in (
         ("gone-core>=1", "No package metadata was found for gone-core"),
         ("numpy>=99.1", f"numpy {np.__version__} is installed and >=99.1 is needed"),
         ("rich<2", "is installed and <2 is needed"),
     ):
         check = checks[re.split("[<>]", need)[0]]
-        assert check.outcome == "bad"
+        assert check.outcome == "BAD"
         assert reason in check.text
         assert check.text.endswith(f'. pip install "{need}"')
     assert "x" not in checks
@@ -92,7 +92,7 @@ def test_packages_that_are_missing_or_old_say_how_to_install_them(monkeypatch):
 def test_a_torch_without_gloo_is_named(monkeypatch):
     monkeypatch.setattr(doctor.dist, "is_gloo_available", lambda: False)
     (check,) = [check for check in doctor.check_installed() if check.name == "backends"]
-    assert check.outcome == "bad"
+    assert check.outcome == "BAD"
     assert check.text.endswith(
         "Runs need gloo, on GPUs too: install the build of torch that pip has."
     )
@@ -108,9 +108,9 @@ def test_a_full_disk_is_named_and_the_rest_is_still_looked_at(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     found = outcomes(checks)
-    assert found.pop("rename") == "bad"
-    assert set(found.values()) == {"good"}
-    (text,) = (check.text for check in checks if check.outcome == "bad")
+    assert found.pop("rename") == "BAD"
+    assert set(found.values()) == {"ok"}
+    (text,) = (check.text for check in checks if check.outcome == "BAD")
     assert text.startswith("[Errno 27] File too large. Make room, if it is full. Checkpoints need")
     assert [*tmp_path.iterdir()] == []
 
@@ -123,8 +123,8 @@ def refuse(*arguments, **options):
     ("part", "name", "outcome", "remedy"),
     [
         ((fcntl, "flock"), "lock", "note", "See to it yourself that no second run writes"),
-        ((Path, "replace"), "rename", "bad", "Make room, if it is full. Checkpoints need it: "),
-        ((Path, "rename"), "rename", "bad", "Checkpoints need it: choose an out= on another"),
+        ((Path, "replace"), "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
+        ((Path, "rename"), "rename", "BAD", "Checkpoints need it: choose an out= on another"),
     ],
 )
 def test_what_a_file_system_cannot_do_says_what_that_means(
@@ -134,7 +134,7 @@ def test_what_a_file_system_cannot_do_says_what_that_means(
     checks = {check.name: check for check in check_folder(tmp_path)}
     assert checks[name].outcome == outcome
     assert remedy in checks[name].text
-    assert [n for n, check in checks.items() if check.outcome != "good"] == [name]
+    assert [n for n, check in checks.items() if check.outcome != "ok"] == [name]
 
 
 def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, below, is_link):
     else:
         file.write_text("notes")
     (check,) = check_folder(file / below)
-    assert check.outcome == "bad"
+    assert check.outcome == "BAD"
     assert f"{file} is no folder. Move it, or choose another out=." in check.text
 
 
@@ -176,6 +176,20 @@ def with_own_folder(rank, world, out):
 def test_ranks_that_do_not_share_a_folder_are_named(tmp_path):
     for checks in run_ranks(with_own_folder, 3, str(tmp_path)):
         shared = next(check for check in checks if check.name == "shared folder")
-        assert shared.outcome == "bad"
+        assert shared.outcome == "BAD"
         assert shared.text.startswith("ranks 1, 2 do not see a file that rank 0 wrote into ")
         assert shared.text.endswith("Choose an out= that all machines share.")
+
+
+def test_ranks_that_do_not_come_are_named_with_what_to_look_at(tmp_path, monkeypatch):
+    """Ranks that never began have no stack, and no heading for one. Theirs wait for a reader."""
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"rank{rank}.log")
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", lambda: nullcontext(tmp_path))
+    (check,) = doctor.check_two_ranks(tmp_path)
+    assert check.outcome == "BAD"
+    assert check.text == (
+        "of 2 ranks 0, 1 did not finish within 0.5 s. "
+        "Look at /etc/hosts and the firewall: ranks talk over TCP."
+    )

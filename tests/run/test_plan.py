@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,8 +18,19 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from plan_cells import LONG, MOE, WIDE, Cell, collectives_of, loss_fn, run_cells, setup
+from plan_cells import (
+    LONG,
+    MOE,
+    WIDE,
+    Cell,
+    collectives_of,
+    differences,
+    loss_fn,
+    run_cells,
+    setup,
+)
 from ranks import run_ranks
+from run.test_checkpoint_files import files_passed
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -27,7 +39,6 @@ from forgekit.cli.program import main
 from forgekit.huggingface import load
 from forgekit.mesh import expert_view
 from forgekit.metrics.device_specs import MACHINES
-from forgekit.plan.collectives import Call, dimension_of
 from forgekit.plan.estimate import (
     HIDDEN,
     HOST_S,
@@ -37,12 +48,11 @@ from forgekit.plan.estimate import (
     estimate,
     seconds_of,
 )
-from forgekit.plan.plan import Job, plan_ranks, plan_step
-from forgekit.plan.result import Plan, RankMemory
-from forgekit.plan.stand_ins import PlanError, Told, pretending
-from forgekit.plan.sweep import BEHIND, layouts, sweep
+from forgekit.plan.plan import Job, Plan, plan_ranks, plan_step
+from forgekit.plan.stand_ins import PlanError, pretending
+from forgekit.plan.sweep import BEHIND, layouts, lighter_settings, sweep
 from forgekit.plan.sweep import LONG as LONG_ROWS
-from forgekit.plan.watch import StepWatch, Work
+from forgekit.plan.watch import Call, StepWatch, Work, dimension_of
 from forgekit.steps.linear_cross_entropy import LOGITS, LOGITS_ON_CPU
 
 CHECKED = [
@@ -174,15 +184,7 @@ def test_a_plan_is_what_real_ranks_do(cells):
         planned = plan_ranks(job_of(cell))
         assert len(planned) == cell.sizes.get("pp", 1)
         for one in planned:
-            theirs = real[one.rank][number]
-            assert collectives_of(one.calls, one.dimensions) == theirs["collectives"], cell
-            if cell.documents is None:
-                assert dict(one.work.flops) == theirs["flops"], cell
-            traffic = one.work.moved, one.work.kernels
-            assert traffic == pytest.approx(theirs["traffic"], rel=0.1), cell
-            assert one.targets == theirs["targets"], cell
-            for category, size in theirs["memory"].items():
-                assert one.memory[category] == pytest.approx(size, rel=0.1), (str(cell), category)
+            assert differences(cell, one, real[one.rank][number]) == "", (str(cell), one.rank)
 
 
 PEAK = """
@@ -321,7 +323,7 @@ def test_a_loss_in_chunks_has_a_product_for_each_gradient(dtype, trained):
 
 
 def test_collectives_by_hand():
-    with pretending(5, 8, Told()), StepWatch() as watch:
+    with pretending(5, 8, {}), StepWatch() as watch:
         mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=2, dp_shard=2, ep=2, tp=2), device="cpu")
         joined = mesh["dp_shard", "tp"]._flatten("joined").get_group()
         shard, ep = mesh.get_group("dp_shard"), expert_view(mesh).get_group("ep")
@@ -331,7 +333,9 @@ def test_collectives_by_hand():
         dist.reduce_scatter_single(parts, whole, group=shard)
         dist.all_reduce(parts, group=joined)
         dist.all_to_all_single(torch.empty(8), torch.empty(8), group=ep)
-        found = collectives_of(watch.calls, {c: dimension_of(c, mesh) for c in watch.calls})
+        found = collectives_of(
+            watch.work.calls, {c: dimension_of(c, mesh) for c in watch.work.calls}
+        )
     assert found == {
         ("all_gather", "dp_shard"): (1, 96),
         ("reduce_scatter", "dp_shard"): (1, 96),
@@ -343,16 +347,16 @@ def test_collectives_by_hand():
 def test_micro_batches_that_are_not_run_count():
     cell = Cell(name="", world=2, sizes={}, shape=attrs.evolve(WIDE, layers=1, micro_batches=4))
     (planned,) = plan_ranks(job_of(cell))
-    with pretending(0, 2, Told()), StepWatch() as watch:
+    with pretending(0, 2, {}), StepWatch() as watch:
         built = setup(cell)
         batches = fk.groups(built.loader, 4)
         state, _ = built.step(built.state, next(batches))
         watch.begin()
         built.step(state, next(batches))
-    assert planned.calls == watch.calls
+    assert planned.work.calls == watch.work.calls
     assert planned.work.flops == watch.work.flops
-    assert planned.work.kernels == pytest.approx(watch.work.kernels, rel=0.02)
-    assert planned.targets == 4 * WIDE.rows * WIDE.positions
+    assert planned.work.kernels["count"] == pytest.approx(watch.work.kernels["count"], rel=0.02)
+    assert planned.targets == 2 * 4 * WIDE.rows * WIDE.positions
 
 
 def test_chunks_of_logits_are_those_of_an_accelerator():
@@ -377,13 +381,14 @@ def test_stages_add_up_and_collectives_are_of_the_one_with_most():
     assert one.flops_per_step == two.flops_per_step
     assert one.targets_per_step == two.targets_per_step
     ranks = plan_ranks(job_of(staged))
-    seconds = [estimate(MACHINES["h100"], 8, r.work, r.calls, frozenset()) for r in ranks]
+    seconds = [estimate(MACHINES["h100"], 8, r.work, frozenset()) for r in ranks]
     assert two.bubble == pytest.approx(1 / 3)  # (p - 1) / (m + p - 1)
     assert two.step_seconds == pytest.approx(1.5 * max(one.busy for one in seconds))
     for traffic in two.collectives:
-        sizes = [collectives_of(r.calls, r.dimensions) for r in ranks]
-        most = max(each.get((traffic.op, traffic.dimension), (0, 0))[1] for each in sizes)
-        assert traffic.bytes == most
+        sizes = [collectives_of(r.work.calls, r.dimensions) for r in ranks]
+        key = traffic["op"], traffic["dimension"]
+        most = max((each.get(key, (0, 0)) for each in sizes), key=itemgetter(1))
+        assert (traffic["count"], traffic["bytes"]) == most
 
 
 def test_what_is_computed_again_takes_time_and_is_no_flops():
@@ -446,7 +451,7 @@ def test_a_model_that_is_not_ours():
     (planned,) = plan_ranks(job_of(Cell(name="", world=2, sizes={}), setup=foreign))
     assert planned.parameters == planned.active == 64 * 32
     assert planned.memory["parameters"] == 4 * (64 * 32 / 2 + 16 * 32)
-    assert planned.targets == WIDE.micro_batches * (32 - 5)
+    assert planned.targets == 2 * WIDE.micro_batches * (32 - 5)
     assert planned.work.flops == {torch.float32: WIDE.micro_batches * 6 * 32 * 64 * 32}
 
 
@@ -494,7 +499,7 @@ def test_a_base_is_checked_and_not_read(tmp_path):
 def test_adapters_have_gradients_and_moments_and_their_base_has_none():
     cell = Cell(name="lora", world=8, sizes={}, lora={})
     whole, adapted = (plan_step(job_of(c)) for c in (Cell(name="", world=8, sizes={}), cell))
-    there, here = (plan.ranks[0].memory for plan in (whole, adapted))
+    there, here = (plan.ranks[0]["memory"] for plan in (whole, adapted))
     assert here["parameters"] > there["parameters"]
     assert here["optimizer"] < 0.4 * there["optimizer"]
     assert here["gradients"] < 0.4 * there["gradients"]
@@ -519,7 +524,7 @@ def test_a_number_that_only_computation_gives_is_not_made_up():
 
 def test_whole_numbers_that_ranks_exchange_are_what_each_would_bring():
     counts = torch.arange(8).view(4, 2)
-    with pretending(2, 4, Told()):
+    with pretending(2, 4, {}):
         arriving, everyone = (
             torch.empty_like(counts),
             [torch.empty_like(counts[0]) for _ in range(4)],
@@ -539,21 +544,6 @@ def test_whole_numbers_that_ranks_exchange_are_what_each_would_bring():
     assert arriving.tolist() == [[4, 5]] * 4
     assert torch.stack(everyone).tolist() == [[4, 5]] * 4
     assert torch.equal(total, 4 * counts)
-
-
-def test_the_first_error_is_the_real_runs():
-    cell = Cell(
-        name="",
-        world=2,
-        sizes={"cp": 2},
-        shape=attrs.evolve(WIDE, dim=48, heads=3, kv_heads=1),
-        options={"context_parallel": "ulysses"},
-    )
-    with pytest.raises(ValueError, match="query heads") as planned:
-        plan_step(job_of(cell))
-    with pytest.raises(AssertionError) as real:
-        run_ranks(run_cells, 2, [cell])
-    assert f"ValueError: {planned.value}" in str(real.value)
 
 
 def test_time_of_a_collective_by_hand():
@@ -579,19 +569,23 @@ def test_time_of_a_collective_by_hand():
 def test_time_of_a_step_by_hand():
     """Products and traffic add up; what is hidden costs what the computation does not cover."""
     h100, bf16 = MACHINES["h100"], torch.bfloat16
-    work = Work(Counter({bf16: 10**15}), Counter({bf16: 10**14}), moved=10**12, kernels=1)
-    compute = 1.1e15 / (PRODUCTS * 989.4e12) + 1e12 / (TRAFFIC * 3.35e12)
     gather = Call("all_gather", tuple(range(8)), 10**9)
     each = seconds_of(h100, 8, gather)
-    few, many = Counter({gather: 3}), Counter({gather: 10_000})
-    assert estimate(h100, 8, work, few, frozenset()).compute == pytest.approx(compute)
-    assert estimate(h100, 8, work, few, frozenset()).waiting == pytest.approx(3 * each)
-    hidden = estimate(h100, 8, work, few, frozenset(few))
+
+    def estimated(gathers, *, kernels=1, is_hidden=False):
+        counted = Counter({"bytes": 10**12, "count": kernels})
+        flops = Counter({bf16: 10**15}), Counter({bf16: 10**14})
+        work = Work(Counter({gather: gathers}), *flops, counted)
+        return estimate(h100, 8, work, frozenset({gather} if is_hidden else ()))
+
+    compute = 1.1e15 / (PRODUCTS * 989.4e12) + 1e12 / (TRAFFIC * 3.35e12)
+    assert estimated(3).compute == pytest.approx(compute)
+    assert estimated(3).waiting == pytest.approx(3 * each)
+    hidden = estimated(3, is_hidden=True)
     assert (hidden.waiting, hidden.exposed, hidden.busy) == (0, 0, hidden.compute)
     exposed = 10_000 * each - HIDDEN * compute
-    assert estimate(h100, 8, work, many, frozenset(many)).exposed == pytest.approx(exposed)
-    slow = attrs.evolve(work, kernels=10**6)
-    assert estimate(h100, 8, slow, few, frozenset()).compute == HOST_S * 10**6
+    assert estimated(10_000, is_hidden=True).exposed == pytest.approx(exposed)
+    assert estimated(3, kernels=10**6).compute == HOST_S * 10**6
 
 
 def test_layouts_of_a_sweep_fill_the_world():
@@ -627,9 +621,18 @@ PLANNED = Plan(
     mfu=0.5,
     bubble=0.0,
     memory_limit=2.0,
-    ranks=tuple(RankMemory(rank=n, pp=n, memory={"peak": n + 1}) for n in range(2)),
-    collectives=(),
+    ranks=[{"rank": n, "pp": n, "memory": {"peak": n + 1}} for n in range(2)],
+    collectives=[],
 )
+
+
+def test_a_plan_passes_through_few_files():
+    """Of the tool itself: what a recipe's set-up and step pass through is theirs."""
+    shape = attrs.evolve(WIDE, layers=1, micro_batches=1)
+    job = job_of(Cell(name="", world=2, sizes={}, shape=shape))
+    files = [file for file in files_passed(lambda: plan_step(job)) if file.startswith("plan")]
+    sys.stdout.write(f"a plan: {', '.join(files)}\n")
+    assert 3 <= len(files) <= 4
 
 
 def swept(**of_size):
@@ -637,14 +640,14 @@ def swept(**of_size):
     specs = layouts(SimpleNamespace(mesh=fk.MeshSpec(), seq_len=1), 16, node_size=8)
     seen = []
 
-    def plan(spec):
+    def plan(spec, _changes):
         seen.append(spec)
         found = of_size[f"size{spec.pp * spec.tp * spec.cp}"]
         if isinstance(found, Exception):
             raise found
         return attrs.evolve(PLANNED, layout=attrs.asdict(spec), **found)
 
-    found, left_out = sweep(specs, plan, lambda line: None)
+    found, left_out = sweep(specs, [{}], plan, lambda line: None)
     assert sorted(str(one.layout) for one in (*found, *left_out)) == sorted(
         str(attrs.asdict(spec)) for spec in specs
     )
@@ -696,6 +699,26 @@ def test_a_sweep_plans_fewer_shards_only_where_shards_are_waited_for():
     assert left_out["not planned: dp_shard=16, with more shards, does not wait for them"] == 2
 
 
+def test_a_sweep_lightens_settings_until_a_layout_fits():
+    """On top of each other, and of each layout no more than it takes."""
+    config = SimpleNamespace(activation_checkpoint="selective", batch_size=None)
+    settings = lighter_settings(config)
+    full = {"activation_checkpoint": "full"}
+    assert settings == [{}, full, {**full, "batch_size": 1}]
+    assert lighter_settings(SimpleNamespace(activation_checkpoint="full", batch_size=1)) == [{}]
+    specs, tried = [fk.MeshSpec(dp_shard=2), fk.MeshSpec(dp_shard=1, tp=2)], []
+
+    def plan(spec, changes):
+        tried.append((spec.tp, len(changes)))
+        limit = len(changes) + (1 if spec.tp == 2 else 0)  # two ranks need 1 and 2 bytes
+        return attrs.evolve(PLANNED, layout=attrs.asdict(spec), memory_limit=limit)
+
+    plans, _ = sweep(specs, settings, plan, lambda line: None)
+    assert tried == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+    assert [one.changed for one in plans] == [settings[2], settings[1]]
+    assert str(plans[1]) == "tp 2, activation_checkpoint=full"
+
+
 def plan(capsys, *arguments):
     code = main(["plan", *map(str, arguments)])
     return code, capsys.readouterr()
@@ -724,6 +747,7 @@ def test_json_has_the_contracts_fields_without_data(capsys, tmp_path, monkeypatc
     assert 0 < found["mfu"] < 1
     speed = found["targets_per_step"] / found["step_seconds"] / 8
     assert found["tokens_per_second_per_device"] == pytest.approx(speed)
+    assert found["device_hours_per_billion_tokens"] == pytest.approx(1e9 / speed / 3600)
     assert found["flops_per_step"] > 6 * 0.8 * found["parameters"] * found["targets_per_step"]
     (rank,) = found["ranks"]
     assert rank["rank"] == rank["pp"] == 0
@@ -740,35 +764,6 @@ def test_json_has_the_contracts_fields_without_data(capsys, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_says_what_would(capsys):
-    sizes = ("model.dim=8192", "model.layers=3", "model.ffn_dim=8192", "model.vocab_size=64")
-    rows = ("data.seq_len=4096", "model.max_seq_len=4096", "batch_size=16", "global_batch_size=16")
-    code, said = plan(capsys, "pretrain", *sizes, *rows, "--device", "a100")
-    assert code == 0, said.err
-    assert "DOES NOT FIT" in said.out
-    assert re.search(r"activation_checkpoint=full batch_size=1: [\d.]+ GiB, fits", said.out)
-    assert "of the 68.5 GiB that tensors can have on a device" in said.out
-
-
-def test_what_does_not_fit_names_sync_where_micro_batches_keep_whole_gradients(capsys, tmp_path):
-    """A recipe that says so needs what the remedy says."""
-    sizes = ("model.dim=256", "model.layers=1", "model.vocab_size=64", "data.seq_len=8")
-    sizes += ("batch_size=1", "global_batch_size=24", "activation_checkpoint=full", "--world", 8)
-    text = (ROOT / "recipes" / "pretrain.py").read_text()
-    edited = text.replace("spikes=limit, stop=stop)", 'spikes=limit, stop=stop, sync="every")')
-    assert edited != text
-    (tmp_path / "edited.py").write_text(edited)
-    _, said = plan(capsys, tmp_path / "edited.py", *sizes, "--json")
-    every = peak_of(json.loads(said.out))
-    limit = str((every + 1024) / 2**30)
-    _, said = plan(capsys, "pretrain", *sizes, "--json", "--memory", limit)
-    found = json.loads(said.out)
-    assert peak_of(found) > every + 3 * 256 * 512 * 4  # the feed-forward's gradients, and more
-    assert not found["fits"]
-    remedy = f'sync="every" in the recipe\'s make_step: {every / 2**30:.2f} GiB, fits'
-    assert found["remedies"][0] == remedy
-
-
 def peak_of(found):
     return max(rank["memory"]["peak"] for rank in found["ranks"])
 
@@ -776,7 +771,6 @@ def peak_of(found):
 SWEPT = (*TINY, "model.tied=false", "batch_size=2", "global_batch_size=8", "--world", 2)
 
 
-@pytest.mark.oracle
 def test_a_sweep_ranks_layouts(capsys):
     """By time among those that fit, as each is planned alone; what is not valid ends nothing."""
     code, said = plan(capsys, "pretrain", *SWEPT, "model.kv_heads=1", "--sweep", "--json")
@@ -787,22 +781,22 @@ def test_a_sweep_ranks_layouts(capsys):
     assert set(by_layout) == {("dp_shard",), ("dp_replicate",), ("pp",), ("tp",)}
     invalid, left_out = by_layout.pop(("tp",)), by_layout.pop(("dp_replicate",))
     assert "key and value heads too. Change their numbers" in invalid["refused"]
-    assert left_out["refused"].startswith(
-        "not planned: dp_shard=2, with more shards, does not wait"
-    )
+    reason = "not planned: dp_shard=2, with more shards, does not wait"
+    assert left_out["refused"].startswith(reason)
     found = list(by_layout.values())
     assert [p["step_seconds"] for p in found] == sorted(p["step_seconds"] for p in found)
-    sizes = (*SWEPT, "model.kv_heads=1", "--json")
-    code, said = plan(capsys, "pretrain", *sizes, "mesh.pp=2")
+    code, said = plan(capsys, "pretrain", *SWEPT, "model.kv_heads=1", "--json", "mesh.pp=2")
     assert json.loads(said.out) == by_layout["pp",]
 
 
 @pytest.mark.oracle
-def test_a_sweep_puts_last_what_does_not_fit(capsys):
+def test_a_sweep_finds_settings_that_fit_and_puts_last_what_does_not(capsys):
     code, said = plan(capsys, "pretrain", *SWEPT, "--sweep", "--memory", "0.0005", "--json")
     assert code == 0, said.err
     found = [one for one in json.loads(said.out) if "refused" not in one]
     assert {one["fits"] for one in found} == {False}
+    lightest = {"activation_checkpoint": "full", "batch_size": 1}
+    assert all(one["changed"] == lightest for one in found)
     assert "not planned: dp_shard=2, with more shards, does not fit" in said.out
     limit = str((min(map(peak_of, found)) + 1024) / 2**30)
     code, said = plan(capsys, "pretrain", *SWEPT, "--sweep", "--memory", limit)
@@ -810,6 +804,8 @@ def test_a_sweep_puts_last_what_does_not_fit(capsys):
     fits = re.findall(r"(yes|no) +│", said.out)
     assert fits == sorted(fits, reverse=True)
     assert fits.count("yes") == 1
+    assert "activation_checkpoint=full, batch_size=1" in said.out
+    assert "device-hours" in said.out
 
 
 @pytest.mark.bad_input
@@ -819,17 +815,12 @@ def test_a_sweep_puts_last_what_does_not_fit(capsys):
         (["pretrain", "--device", "h300"], 'is one of "a100", "h100", "h200", "b200"'),
         (["pretrain", "--world", "0"], "--world 0: it must be at least 1"),
         (["pretrain", "--node-size", "-1"], "--node-size -1: it must be at least 1"),
-        (["pretrain", "--memory", "nan"], "--memory nan: it must be above 0, in GiB"),
-        (["pretrain", "--memory", "0"], "--memory 0.0: it must be above 0, in GiB"),
         (["pretrain", "--world", "6", "mesh.tp=4"], "--world 6: tp 4: 6 ranks are not divisible"),
         (["pretrain", "--world", "4", "mesh.dp_shard=3"], "--world 4: dp_shard 3 = 3 does not fit"),
         (["pretrian"], "no recipe 'pretrian'; the nearest is 'pretrain'"),
         (["minimal"], "has no Config, setup; a recipe that this command can set up"),
-        (["gone.py"], "gone.py is not there; name a recipe's file"),
-        (["pretrain", "model.dime=3"], "model.dime"),
         (["pretrain", "--model.dime=3"], "model.dime: unknown key; the nearest is model.dim"),
-        (["pretrain", "--wrold", "8"], "--wrold is no option of forgekit plan and no key of the "),
-        (["pretrain", "--node_size=4"], "the recipe; the nearest is --node-size."),
+        (["pretrain", "--wrold", "8"], "wrold: unknown key"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -866,22 +857,11 @@ def test_a_setup_that_gives_no_step_says_so(capsys, tmp_path, body, code, match)
     assert match in said.err
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("import os\ndef setup(config:\n", "recipe.py, line 2, raised SyntaxError: '(' was never"),
-        ("a = 1\nb = a + c\n", "recipe.py, line 2, raised NameError: name 'c' is not defined; co"),
-        ("import nothing_of_that_name\n", "line 1, raised ModuleNotFoundError: No module named 'n"),
-    ],
-)
-def test_a_recipe_that_cannot_be_read_is_named_with_its_line(capsys, tmp_path, text, match):
-    (tmp_path / "recipe.py").write_text(text)
-    code, said = plan(capsys, tmp_path / "recipe.py", "--world", 2)
-    assert code == 2
-    assert match in said.err
-    assert said.err.count("\n") == 1
-    assert "`python " in said.err
+def test_a_recipe_that_cannot_be_imported_keeps_its_traceback(capsys, tmp_path):
+    (tmp_path / "recipe.py").write_text("a = 1\nb = a + c\n")
+    with pytest.raises(NameError, match="name 'c' is not defined") as raised:
+        plan(capsys, tmp_path / "recipe.py", "--world", 2)
+    assert raised.traceback[-1].lineno + 1 == 2
 
 
 def timed(*arguments):

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.plan.stand_ins import Told, pretending
+from forgekit.plan.stand_ins import pretending
 
 ROWS = [
     TensorDict({key: torch.tensor([row]) for key in ("input_ids", "labels")}) for row in range(24)
@@ -74,7 +74,7 @@ def test_without_held_out_rows_there_is_nothing_to_evaluate(dataset):
     ],
 )
 def test_rows_of_a_micro_batch_follow_from_the_global_batch(rows, world, sizes, expected):
-    with pretending(0, world, Told()):
+    with pretending(0, world, {}):
         mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
         assert fk.fitting_batch_size(rows, mesh) == expected
         assert fk.fitting_batch_size(rows, mesh, 2) == min(2, expected)

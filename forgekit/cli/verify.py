@@ -11,10 +11,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from rich.console import Console
 
-from forgekit.cli.recipe_setup import build, import_recipe, micro_batches, opened, script_of
-from forgekit.cli.usage import UsageError, add_settings, exit_code, file_path
+from forgekit.cli.recipe_setup import (
+    build,
+    configured,
+    import_recipe,
+    micro_batches,
+    opened,
+    plain_settings,
+    script_of,
+)
+from forgekit.cli.usage import UsageError, add_settings, file_path
 
 if TYPE_CHECKING:
     from forgekit.mesh import MeshSpec
@@ -40,28 +47,22 @@ def add_verify(commands: Any) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from forgekit.config import load_config, to_dict
+    from rich.console import Console
+
+    from forgekit.config import to_dict
     from forgekit.verification.result import show_report
     from forgekit.verification.verify import VerifyOptions, verify_setup
 
     script = script_of(options.recipe, options.recipes)
     with opened(script) as recipe:
-        try:
-            config = load_config(recipe.Config, options.settings, program=f"verify {script}")
-        except SystemExit as stop:
-            return exit_code(stop.code)
-    if not hasattr(config, "mesh"):
-        raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
+        config = configured(recipe, options.settings, "verify")
     console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory() as out:
-        settings = {**_sizes(config, options.settings), **_exact(config, out)}
-        shown = {name: value for name, value in settings.items() if name != "out"}
-        progress.print(
-            "float64 on the CPU:",
-            *(f"{name}={value}" for name, value in shown.items()),
-            markup=False,
-            soft_wrap=True,
-        )
+        settings = {**_sizes(config, options.settings), **plain_settings(config, out)}
+        if hasattr(config, "precision"):
+            settings["precision"] = "fp32"
+        shown = (f"{name}={value}" for name, value in settings.items() if name != "out")
+        progress.print("float64 on the CPU:", *shown, markup=False, soft_wrap=True)
         try:
             chosen = VerifyOptions(
                 mask=not options.keep_labels,
@@ -76,14 +77,6 @@ def _verify(options: argparse.Namespace) -> int:
             raise UsageError(str(error)) from None
     show_report(report, console)
     return 0 if report.equal else 1
-
-
-def _exact(config: Any, out: str) -> dict[str, Any]:
-    """Settings under which numbers can be compared, of those that a recipe has."""
-    wanted = {"out": out, "device": "cpu", "precision": "fp32", "compile": False}
-    if getattr(config, "activation_checkpoint", None) == "budget":  # which the compiler keeps
-        wanted["activation_checkpoint"] = "none"
-    return {name: value for name, value in wanted.items() if hasattr(config, name)}
 
 
 def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:

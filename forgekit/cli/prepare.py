@@ -6,15 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
-
-from forgekit.cli.usage import UsageError, integer
-from forgekit.terminal import printable
+from forgekit.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from forgekit.data.documents import Documents
@@ -32,14 +27,14 @@ def add_prepare(commands: Any) -> None:
         "also with .gz or .zst), or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
-    option("--vocab", metavar="SIZE", type=integer, default=4096, help="vocabulary size (4096)")
+    option("--vocab", metavar="SIZE", type=int, default=4096, help="vocabulary size (4096)")
     every = "keep every N-th document for evaluation (20)"
-    option("--held-out-every", metavar="N", type=integer, default=20, help=every)
+    option("--held-out-every", metavar="N", type=int, default=20, help=every)
     option("--text-key", metavar="KEY", default="text", help="key or column of the text (text)")
     option("--split", metavar="NAME", default="train", help="split of a dataset (train)")
     option("--skip-broken", action="store_true", help="leave out and count what cannot be read")
     option("--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none")
-    option("--workers", metavar="N", type=integer, default=0, help="processes that encode (none)")
+    option("--workers", metavar="N", type=int, default=0, help="processes that encode (none)")
     option("--eos-token", metavar="TOKEN", default="<|endoftext|>", help="closes a document")
     prepare.set_defaults(command=_prepare)
 
@@ -65,14 +60,13 @@ def _prepare(options: argparse.Namespace) -> int:
         print("forgekit: interrupted; the same command continues from here.", file=sys.stderr)
         return 1
     if not prepared.is_new:
-        path = printable(prepared.path)
-        print(f"{path} was made from the same files before and stays unchanged.")
+        print(f"{prepared.path} was made from the same files before and stays unchanged.")
     for title, file in (("training", prepared.train), ("held out", prepared.held_out)):
         plural = "s" if file.documents != 1 else ""
         size = f"{file.documents:,} document{plural}, {file.tokens:,} tokens"
         ratio = file.metadata["text_bytes"] / file.tokens
-        print(f"{title}   {printable(file.path)}  {size}, {ratio:.2f} bytes per token")
-    learnt = printable(prepared.path / "tokenizer.json")
+        print(f"{title}   {file.path}  {size}, {ratio:.2f} bytes per token")
+    learnt = prepared.path / "tokenizer.json"
     print(f"tokenizer  {learnt}  {prepared.train.vocab_size:,} tokens")
     if broken := prepared.broken:
         print(f"left out   {broken:,} broken documents; index.json names the first")
@@ -108,21 +102,18 @@ def _documents(options: argparse.Namespace) -> Documents:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A function of (stage, done, total bytes): bars on a terminal, a line per stage elsewhere."""
-    if sys.stderr.isatty():
-        with Progress(console=Console(stderr=True)) as bars:
-            yield partial(_move_bar, bars, {})
-    else:
-        yield partial(_announce, set())
+    from rich.console import Console
+    from rich.progress import Progress
 
+    tasks: dict[str, Any] = {}
 
-def _move_bar(bars: Progress, tasks: dict[str, TaskID], stage: str, done: int, total: int) -> None:
-    if stage not in tasks:
-        tasks[stage] = bars.add_task(stage, total=None)
-    bars.update(tasks[stage], completed=done, total=total or None)
+    def show(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=None)
+            if bars.disable:
+                size = f"{total / 1e6:.1f} MB of text" if total else "text"
+                print(f"{stage}: reading {size}", file=sys.stderr, flush=True)
+        bars.update(tasks[stage], completed=done, total=total or None)
 
-
-def _announce(stages: set[str], stage: str, _: int, total: int) -> None:
-    if stage not in stages:
-        stages.add(stage)
-        size = f"{total / 1e6:.1f} MB of text" if total else "text"
-        print(f"{stage}: reading {size}", file=sys.stderr, flush=True)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
+        yield show

@@ -1,0 +1,198 @@
+"""``forgekit plan``: a recipe's memory, collectives and time on machines that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from forgekit.cli.recipe_setup import (
+    build,
+    configured,
+    micro_batches,
+    opened,
+    plain_settings,
+    script_of,
+)
+from forgekit.cli.usage import UsageError, add_settings, file_path
+from forgekit.inputs import quoted
+from forgekit.terminal import tell
+
+if TYPE_CHECKING:
+    from forgekit.plan.plan import Plan
+    from forgekit.plan.sweep import LeftOut
+
+ROWS = 8
+"""Rows of the token file that stands in for one that is not there."""
+
+
+def add_plan(commands: Any) -> None:
+    """Declare ``forgekit plan`` and its arguments."""
+    plan = commands.add_parser(
+        "plan",
+        parents=[_options()],
+        allow_abbrev=False,
+        help="find a recipe's memory, collectives and time without its machines",
+        usage="forgekit plan RECIPE [--config FILE] [KEY=VALUE ...] [OPTIONS]",
+    )
+    recipe = "a .py file, or a name of `forgekit ls`"
+    plan.add_argument("recipe", metavar="RECIPE", type=file_path, help=recipe)
+    add_settings(plan)
+    plan.set_defaults(command=_plan)
+
+
+def _options() -> argparse.ArgumentParser:
+    """The command's options, which may stand among the recipe's settings."""
+    options = argparse.ArgumentParser("forgekit plan", add_help=False, allow_abbrev=False)
+    option = options.add_argument
+    option("--world", metavar="N", type=int, default=1, help="number of devices (1)")
+    option("--device", metavar="NAME", default="h100", help="a100, h100, h200 or b200 (h100)")
+    option("--node-size", metavar="N", type=int, default=8, help="devices of a node (8)")
+    limit = "what tensors may take of a device (92%% of its memory)"
+    option("--memory", metavar="GIB", type=float, help=limit)
+    option("--json", action="store_true", help="print JSON")
+    option("--sweep", action="store_true", help="rank the layouts of so many devices")
+    return options
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from forgekit.metrics.device_specs import MACHINES
+    from forgekit.plan.stand_ins import PlanError
+
+    _, options.settings = _options().parse_known_args(options.settings, options)
+    if options.device not in MACHINES:
+        raise UsageError(f"--device {options.device!r}: it is one of {quoted(MACHINES)}.")
+    for name in ("world", "node_size"):
+        if (size := getattr(options, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {size}: it must be at least 1.")
+    with _without_accelerators(), opened(script_of(options.recipe, options.recipes)) as recipe:
+        config = configured(recipe, options.settings, "plan")
+        with tempfile.TemporaryDirectory() as folder:
+            run = partial(_planned, options, recipe, Path(folder))
+            try:
+                if options.sweep:
+                    return _sweep(options, config, run)
+                _check_world(config, options.world)
+                plan = run(config)
+            except PlanError as error:
+                raise UsageError(str(error)) from None
+            except UsageError:
+                raise
+            except (Exception, SystemExit) as error:
+                reason = f"{type(error).__name__}: {error}"
+                tell(f"{options.recipe} would end with {reason}")
+                return 1
+    _show([plan], [], options)
+    return 0
+
+
+def _check_world(config: Any, world: int) -> None:
+    from forgekit.mesh import resolve_sizes
+
+    try:
+        resolve_sizes(config.mesh, world)
+    except ValueError as error:
+        raise UsageError(f"--world {world}: {error}") from None
+
+
+@contextmanager
+def _without_accelerators() -> Iterator[None]:
+    before = os.environ.copy()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, config: Any) -> Plan:
+    """Plan one configuration."""
+    from forgekit.mesh import resolve_sizes
+    from forgekit.plan.plan import Job, plan_step
+
+    pp, *_ = resolve_sizes(config.mesh, options.world)
+    here = _without_machines(config, folder)
+    job = Job(
+        setup=partial(build, recipe, here),
+        micro_batches=partial(micro_batches, config=here),
+        world=options.world,
+        pp=pp,
+        schedule=getattr(config, "pipeline_schedule", "1f1b"),
+        device=options.device,
+        node_size=options.node_size,
+        memory_limit=None if options.memory is None else options.memory * 2**30,
+    )
+    return plan_step(job)
+
+
+def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
+    """Plan the layouts of a world; 1 if none is valid."""
+    from forgekit.plan.sweep import layouts, lighter_settings, sweep
+
+    plans, left_out = sweep(
+        layouts(config, options.world, options.node_size),
+        lighter_settings(config),
+        lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
+        tell,
+    )
+    if plans:
+        _show(plans, left_out, options)
+        return 0
+    tell(f"none of {len(left_out)} layouts of {options.world} devices is valid:")
+    for reason, count in Counter(one.refused for one in left_out).most_common(3):
+        tell(f"  {count} x {reason}")
+    return 1
+
+
+def _without_machines(config: Any, folder: Path) -> Any:
+    """Change what a configuration says of devices and files, where it has such keys."""
+    changes = plain_settings(config, folder / "run")
+    data = getattr(config, "data", None)
+    path = getattr(data, "path", None)
+    vocabulary = getattr(getattr(config, "model", None), "vocab_size", 0)
+    if isinstance(path, Path) and not path.exists() and attrs.has(type(data)) and vocabulary:
+        tokens = _tokens(vocabulary, getattr(data, "seq_len", 1024), folder / "tokens")
+        changes["data"] = attrs.evolve(data, path=tokens)
+    return attrs.evolve(config, **changes)
+
+
+def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
+    """Write a small token file; what is in it changes neither memory nor time."""
+    import numpy as np
+
+    from forgekit.data.token_files import write_tokens
+
+    if not path.exists():
+        count = ROWS * positions  # and one that ends the document
+        ids = np.arange(count) % max(vocabulary - 1, 1) + 1
+        write_tokens(path, [ids % vocabulary], vocab_size=vocabulary, eos_id=0)
+    return path
+
+
+def _show(plans: list[Plan], left_out: list[LeftOut], options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from forgekit.plan.plan import show_plan
+    from forgekit.plan.sweep import show_sweep
+
+    console = Console(highlight=False, width=140)
+    if options.json:
+        trees = [*(plan.as_json() for plan in plans), *map(attrs.asdict, left_out)]
+        print(json.dumps(trees if options.sweep else trees[0], indent=1))
+    elif options.sweep:
+        show_sweep(plans, console)
+        for reason, count in Counter(one.refused for one in left_out).most_common():
+            console.print(f"{count} x {reason}", markup=False)
+    else:
+        show_plan(plans[0], console)
