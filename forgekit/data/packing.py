@@ -9,6 +9,7 @@ decisions than lengths, however many documents there are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import uuid
@@ -82,15 +83,12 @@ class Bins:
     path: Path | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        pieces = {name: getattr(self, name).shape for name in ARRAYS[1:]}
-        if len(set(pieces.values())) > 1 or self.documents.ndim != 1:
-            sizes = ", ".join(f"{name} {shape}" for name, shape in pieces.items())
-            raise ValueError(f"bins have {sizes}; all three must be [pieces], one number a piece.")
-        ends = self.offsets[[0, -1]].tolist() if len(self.offsets) else []
-        if ends != [0, len(self.documents)]:
+        pieces = self.offsets[-1:].tolist()
+        shapes = [list(getattr(self, name).shape) for name in ARRAYS[1:]]
+        if self.offsets[:1].tolist() != [0] or shapes != [pieces] * 3:
             raise ValueError(
-                f"the offsets of bins go from {ends[:1]} to {ends[1:]}; they must go from 0 to the "
-                f"number of pieces, {len(self.documents)}."
+                f"bins have documents, starts and lengths of shapes {shapes}, and offsets from "
+                f"{self.offsets[:1]} to {pieces}; they must go from 0 to the number of pieces."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -178,20 +176,22 @@ def pack(
     """
     tokens = _checked_lengths(lengths)
     _check_options(capacity, align, method, long)
-    documents, starts, pieces, dropped = _pieces(tokens, capacity, long)
+    dropped, is_long = 0, tokens > capacity
+    if long == "error" and is_long.any():
+        raise _long_error(tokens, is_long, capacity)
+    if long == "drop":
+        dropped, tokens = int(is_long.sum()), np.where(is_long, 0, tokens)
+    counts = -(-tokens // capacity)
+    documents = np.repeat(np.arange(len(tokens)), counts)
+    starts = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * capacity
+    pieces = np.minimum(tokens[documents] - starts, capacity)
     # All lengths in units of `align`: there are fewer of them, and the methods need not know it.
     units = pad_lengths(pieces, align) // align
     bin_of = (_sequential if method == "sequential" else _best_fit)(units, capacity // align)
-    order = _stable_order(bin_of)
-    return Bins(
-        np.concatenate([[0], np.cumsum(np.bincount(bin_of))]) if len(bin_of) else [0],
-        documents[order],
-        starts[order] if starts.any() else starts,
-        pieces[order],
-        capacity=capacity,
-        align=align,
-        dropped=dropped,
-    )
+    order = np.argsort(bin_of, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of))])
+    columns = (column[order] for column in (documents, starts, pieces))
+    return Bins(offsets, *columns, capacity=capacity, align=align, dropped=dropped)
 
 
 def cached_bins(
@@ -242,10 +242,9 @@ def cached_bins(
     facts = f"{PACKING} {content} {int(capacity)} {method} {int(align)} {long}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     file = path_of("folder", folder) / f"bins-{key}.npy"
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError):  # there are none, or damaged ones
         return open_bins(file)
-    except (FileNotFoundError, ValueError):  # there are none, or they are damaged
-        _save(pack(lengths, capacity, method=method, align=align, long=long), file)
+    _save(pack(lengths, capacity, method=method, align=align, long=long), file)
     return open_bins(file)
 
 
@@ -258,18 +257,16 @@ def open_bins(file: Path) -> Bins:
     """
     try:
         stored = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        capacity, align, dropped = stored[1:, -1].tolist()
-        offsets, *columns = stored[:, :-1]
+        checksum, capacity, align, dropped = stored[:, -1].tolist()
+        offsets, *pieces = stored[:, :-1]
         count = np.searchsorted(offsets, len(offsets) - 1)
-        pieces = (column[:-1] for column in columns)
         sizes = {"capacity": capacity, "align": align, "dropped": dropped}
-        bins = Bins(offsets[: count + 1], *pieces, **sizes, path=file)
-        is_whole = _number_of(bins.fingerprint) == stored[0, -1]
+        bins = Bins(offsets[: count + 1], *(column[:-1] for column in pieces), **sizes, path=file)
     except FileNotFoundError:
         raise
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{file} is damaged ({error}). Delete it, and pack again.") from None
-    if not is_whole:
+    if _number_of(bins.fingerprint) != checksum:
         raise ValueError(f"{file} has changed since it was written. Delete it, and pack again.")
     return bins
 
@@ -293,24 +290,6 @@ def _save(bins: Bins, file: Path) -> None:
 
 def _number_of(fingerprint: str) -> int:
     return int(fingerprint[:15], 16)
-
-
-def _pieces(tokens: Ints, capacity: int, long: str) -> tuple[Ints, Ints, Ints, int]:
-    """Split documents into pieces that fit: their documents, starts and lengths, in order."""
-    is_long = tokens > capacity
-    dropped = 0
-    if long == "error" and is_long.any():
-        raise _long_error(tokens, is_long, capacity)
-    if long == "drop":
-        dropped = int(is_long.sum())
-        tokens = np.where(is_long, 0, tokens)
-    if len(tokens) and 0 < tokens.min() <= tokens.max() <= capacity:  # a piece each; saves time
-        return np.arange(len(tokens)), np.zeros_like(tokens), tokens, dropped
-    counts = -(-tokens // capacity)
-    documents = np.repeat(np.arange(len(tokens)), counts)
-    firsts = np.cumsum(counts) - counts
-    starts = (np.arange(len(documents)) - firsts[documents]) * capacity
-    return documents, starts, np.minimum(tokens[documents] - starts, capacity), dropped
 
 
 def _sequential(lengths: Ints, capacity: int) -> Ints:
@@ -337,13 +316,14 @@ def _best_fit(lengths: Ints, capacity: int) -> Ints:
     no room for another piece of this length. The cost depends on the number of lengths, not of
     documents.
     """
-    order, counted = _decreasing(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    sizes, numbers = np.unique(lengths, return_counts=True)
     by_space: dict[int, array[int]] = {}
     # Bit i is set if a bin has i positions free. The smallest sufficient space is then a shift and
     # the lowest set bit of one Python integer: a fraction of a microsecond for 8,192 bits.
     spaces = opened = 0
     bins, takes = array("q"), array("q")
-    for length, number in counted:
+    for length, number in zip(sizes[::-1].tolist(), numbers[::-1].tolist(), strict=True):
         while number:
             if sufficient := spaces >> length:
                 space = length + (sufficient & -sufficient).bit_length() - 1
@@ -364,30 +344,9 @@ def _best_fit(lengths: Ints, capacity: int) -> Ints:
             bins.extend(used)
             takes.extend(repeat(each, len(used)))
             number -= each * len(used)
-    return _assign(order, np.frombuffer(bins, np.int64), np.frombuffer(takes, np.int64))
-
-
-def _decreasing(lengths: Ints) -> tuple[Ints, list[tuple[int, int]]]:
-    """Sort pieces from the longest, and count them: ``(length, number)`` of each length."""
-    counts = np.bincount(lengths)
-    there = np.flatnonzero(counts)[::-1]
-    order = _stable_order(len(counts) - lengths)
-    return order, list(zip(there.tolist(), counts[there].tolist(), strict=True))
-
-
-def _assign(order: Ints, bins: Ints, takes: Ints) -> Ints:
-    """Give bin ``bins[j]`` the next ``takes[j]`` pieces of the order."""
-    bin_of = np.empty(len(order), dtype=np.int64)
-    bin_of[order] = np.repeat(bins, takes)
+    bin_of = np.empty(len(order), dtype=np.int64)  # bin j takes the next takes[j] of the order
+    bin_of[order] = np.repeat(np.frombuffer(bins, np.int64), np.frombuffer(takes, np.int64))
     return bin_of
-
-
-def _stable_order(values: Ints) -> Ints:
-    """Sort non-negative numbers by 16 bits at a time: numpy's radix sort, in linear time."""
-    order = np.argsort(values.astype(np.uint16), kind="stable")
-    while len(values) and (values := values >> 16).any():
-        order = order[np.argsort(values[order].astype(np.uint16), kind="stable")]
-    return order
 
 
 def _checked_lengths(values: ArrayLike) -> Ints:

@@ -163,13 +163,6 @@ def test_nothing_makes_no_bins(method, lengths):
     assert (len(bins), bins.offsets.tolist(), bins.tokens, bins.fill) == (0, [0], 0, 0.0)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_more_bins_than_two_bytes_count_are_ordered(method):
-    bins = pack(np.full(70_000, 2), 3, method=method)
-    assert bins.documents.tolist() == list(range(70_000))
-    assert len(bins) == 70_000
-
-
 def test_long_documents_are_cut_at_multiples_of_the_capacity():
     bins = pack([3, 20, 2], 8, method="sequential")
     assert in_bins(bins) == [[0], [1], [1], [1, 2]]
@@ -183,8 +176,6 @@ def test_long_documents_are_refused_or_dropped_as_asked():
         match=r"document 1 has 20 tokens; a bin has 8 positions, and 1 more .*long=\"spl",
     ):
         pack([3, 20, 9], 8, long="error")
-    with pytest.raises(ValueError, match=r"document 0 has 9 tokens; a bin has 8 positions\. Pass"):
-        pack([9], 8, long="error")
     assert in_bins(pack([8, 1], 8, long="error")) == [[0], [1]]
     bins = pack([3, 20, 9], 8, long="drop")
     assert (in_bins(bins), bins.dropped) == ([[0]], 2)
@@ -192,12 +183,10 @@ def test_long_documents_are_refused_or_dropped_as_asked():
 
 BAD = {
     "capacity": ({"capacity": 0}, "capacity 0 must be at least 1"),
-    "align": ({"align": 0}, "align 0 must be at least 1"),
     "divisible": (
         {"capacity": 100, "align": 16},
         "capacity 100 must be divisible by align 16; the nearest are 96 and 112",
     ),
-    "small": ({"capacity": 8, "align": 16}, "by align 16; the nearest is 16"),
     "method": (
         {"method": "ffd"},
         'method is .ffd.; it is one of "best_fit", "sequential"',
@@ -207,10 +196,6 @@ BAD = {
     "float": (
         {"lengths": [1.5]},
         r"lengths must be integers \[documents\], not float64 of shape \(1,\)",
-    ),
-    "shape": (
-        {"lengths": [[1]]},
-        r"lengths must be integers \[documents\], not int64 of shape \(1, 1\)",
     ),
 }
 
@@ -226,9 +211,11 @@ def test_bins_may_be_ones_own():
     bins = Bins([0, 2, 3], [0, 2, 1], [0, 0, 0], [5, 2, 6], align=4)
     assert (bins.capacity, bins.tokens, len(bins)) == (12, 13, 2)
     assert bins.documents.dtype == np.int64
-    with pytest.raises(ValueError, match=r"documents \(3,\), starts \(2,\), lengths \(3,\); all"):
+    with pytest.raises(
+        ValueError, match=r"shapes \[\[3\], \[2\], \[3\]\], and offsets from \[0\] to"
+    ):
         Bins([0, 2, 3], [0, 2, 1], [0, 0], [5, 2, 6])
-    with pytest.raises(ValueError, match=r"go from \[0\] to \[2\]; they must go from 0 to .* 3"):
+    with pytest.raises(ValueError, match=r"from \[0\] to \[2\]; they must go from 0 to the number"):
         Bins([0, 1, 2], [0, 2, 1], [0, 0, 0], [5, 2, 6])
 
 

@@ -231,15 +231,9 @@ BAD_BINS = {
         Bins([0, 1], [5], [0], [1]),
         "1 tokens from token 0 of document 5, .* 5 docu",
     ),
-    "negative": (Bins([0, 1], [-1], [0], [1]), "of document -1, and of the 5 documents none has"),
     "length": (Bins([0, 2], [0, 1], [0, 0], [3, 3]), "name 3 tokens from token 0 of document 1"),
     "start": (Bins([0, 1], [1], [-1], [2]), "name 2 tokens from token -1 of document 1"),
     "nothing": (Bins([0, 1], [3], [0], [0]), "name 0 tokens from token 0 of document 3"),
-    "empty": (Bins([0, 1, 1, 2], [0, 1], [0, 0], [3, 2], capacity=4), "bin 1 holds no piece"),
-    "full": (
-        Bins([0, 1, 3], [0, 1, 2], [0, 0, 0], [3, 2, 4], align=2, capacity=5),
-        "bin 1 takes 6 positions with pieces padded to multiples of 2; the capacity is 5",
-    ),
 }
 
 
@@ -248,11 +242,6 @@ BAD_BINS = {
 def test_bins_of_other_documents_are_refused(bins, message):
     with pytest.raises(ValueError, match=message):
         packed_dataset(DOCUMENTS, bins)
-
-
-def test_documents_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"document 1 is <U1 of shape \(1,\); .* encode text"):
-        packed_dataset([[1], ["a"]], pack([1, 1], 4))
 
 
 def model():
