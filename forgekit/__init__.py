@@ -26,8 +26,11 @@ if _TYPE_CHECKING:
         packed_dataset as packed_dataset,
         token_dataset as token_dataset,
     )
-    from forgekit.data.order import Phase as Phase, make_order as make_order
-    from forgekit.data.mixture import mixture_dataset as mixture_dataset
+    from forgekit.data.order import (
+        Phase as Phase,
+        make_order as make_order,
+        mixture_dataset as mixture_dataset,
+    )
     from forgekit.data.batch import (
         check_batch as check_batch,
         shard_sequence as shard_sequence,
@@ -136,8 +139,7 @@ _NAMES = _MappingProxyType(
         "data.token_files": "write_tokens",
         "data.packing": "pack",
         "data.rows": "check_vocabulary packed_dataset token_dataset",
-        "data.order": "Phase make_order",
-        "data.mixture": "mixture_dataset",
+        "data.order": "Phase make_order mixture_dataset",
         "data.batch": "check_batch shard_sequence shift_labels unshard_sequence",
         "data.loader": "make_loader",
         "data.groups": "groups",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,7 +23,7 @@ from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import fill_rows, pieces_of
 from forgekit.data.text_files import Paths, json_objects
 from forgekit.data.tokenizer import vocabulary_size
-from forgekit.inputs import brief, check_choice, check_integers, path_of, quoted
+from forgekit.inputs import brief, check_choice, check_integers, quoted
 
 LongExamples = Literal["error", "truncate", "drop"]
 
@@ -52,16 +53,11 @@ class ChatCounts:
     shared: int
 
     def __str__(self) -> str:
-        share = self.trained / max(1, self.tokens)
-        rest = ("truncated", "dropped", "turn_by_turn", "shared")
-        counts = [f"{getattr(self, key):,} {key}" for key in rest if getattr(self, key)]
-        return ", ".join(
-            [
-                f"{self.examples:,} examples of {self.lines:,} lines",
-                f"{self.tokens:,} tokens",
-                f"{share:.1%} of them supervised",
-                *counts,
-            ]
+        others = ("truncated", "dropped", "turn_by_turn", "shared")
+        counts = [f", {getattr(self, key):,} {key}" for key in others if getattr(self, key)]
+        return (
+            f"{self.examples:,} examples of {self.lines:,} lines, {self.tokens:,} tokens, "
+            f"{self.trained / max(1, self.tokens):.1%} of them supervised{''.join(counts)}"
         )
 
 
@@ -89,7 +85,7 @@ def chat_dataset(
         seq_len: Positions in a row. An example is never split over rows.
         long: What becomes of an example of more tokens than ``seq_len``: an error, cut at the end,
             or dropped. Both are counted.
-        turn_by_turn: Where a template writes earlier turns anew (some strip the reasoning), make an
+        turn_by_turn: Where a template re-renders earlier turns (some strip the reasoning), make an
             example of each assistant's turn instead of refusing the line.
         held_out_every: One line in so many is held out, for ``dataset.held_out()``.
 
@@ -134,7 +130,7 @@ def preference_dataset(
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If a line is broken, an answer has several turns that the template writes anew,
+        ValueError: If a line is broken, an answer has several turns that the template re-renders,
             a pair is too long with ``long="error"``, or there are no pairs.
     """
     check_choice("long", long, ("error", "drop"))
@@ -175,8 +171,7 @@ class ChatDataset:
         """Identifies the rows and their masks."""
         digest = hashlib.sha256(self.bins.fingerprint.encode())
         for example in self.examples:
-            digest.update(np.ascontiguousarray(example.ids).data)
-            digest.update(np.ascontiguousarray(example.trained).data)
+            digest.update(example.ids.tobytes() + example.trained.tobytes())
         return state_facts(files=digest.hexdigest(), seq_len=self.seq_len)
 
     def held_out(self) -> ChatDataset | None:
@@ -207,33 +202,25 @@ class ChatDataset:
 
 
 def _tokenizer(tokenizer: Any) -> Any:
-    if isinstance(tokenizer, str | os.PathLike):
-        folder = path_of("the tokenizer's directory", tokenizer)
-        loaded = require("transformers", extra="hf").AutoTokenizer
-        try:
-            return loaded.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # transformers has many of its own
-            why = " ".join(str(error).split())
-            raise ValueError(
-                f"{folder} has no tokenizer that transformers can load: {why} Name a directory "
-                "with a tokenizer.json, or pass a tokenizer."
-            ) from error
-    return tokenizer
+    if not isinstance(tokenizer, str | os.PathLike):
+        return tokenizer
+    transformers = require("transformers", extra="hf")
+    return transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
 
 
 def _encode_line(
     encoder: ChatEncoder, name: str, line: dict[str, Any]
 ) -> list[tuple[Example, ...]]:
     if "messages" in line:
-        return [
-            (one,) for one in encoder.conversation(name, line["messages"], tools=line.get("tools"))
-        ]
-    if "prompt" in line and "completion" in line:
-        return [(one,) for one in _answer(encoder, name, line, "completion")]
-    raise ValueError(
-        f"{name} has the keys {quoted(line)}; a line to train on has "
-        '"messages", or "prompt" and "completion".'
-    )
+        examples = encoder.conversation(name, line["messages"], tools=line.get("tools"))
+    elif "prompt" in line and "completion" in line:
+        examples = _answer(encoder, name, line, "completion")
+    else:
+        raise ValueError(
+            f"{name} has the keys {quoted(line)}; a line to train on has "
+            '"messages", or "prompt" and "completion".'
+        )
+    return [(example,) for example in examples]
 
 
 def _encode_pair(
@@ -277,21 +264,14 @@ def _dataset(
     check_integers(
         seq_len=(seq_len, 2), held_out_every=(2 if held_out_every is None else held_out_every, 2)
     )
-    parts: tuple[_Part, _Part] = (_Part(seq_len, long), _Part(seq_len, long))
-    for number, (name, line) in enumerate(_read_lines(paths)):
-        is_held_out = held_out_every is not None and number % held_out_every == held_out_every - 1
-        parts[is_held_out].add(encode(name, line))
-    train, held_out = parts
+    named = [paths] if isinstance(paths, str | os.PathLike) else paths
+    lines = itertools.chain.from_iterable(json_objects(Path(path)) for path in named)
+    train, held_out = _Part(seq_len, long), _Part(seq_len, long)
+    for number, (name, line) in enumerate(lines, start=1):
+        is_held_out = held_out_every is not None and number % held_out_every == 0
+        (held_out if is_held_out else train).add(encode(name, line))
     rest = held_out.dataset(encoder) if held_out.kept else None
     return train.dataset(encoder, rest)
-
-
-def _read_lines(paths: Paths) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        file = path_of("a path", path)
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} does not exist; name a .jsonl file.")
-        yield from json_objects(Path(file))
 
 
 @attrs.define
@@ -306,20 +286,21 @@ class _Part:
     dropped: int = 0
     split: int = 0
 
-    def add(self, found: list[tuple[Example, ...]]) -> None:
+    def add(self, groups: list[tuple[Example, ...]]) -> None:
         self.lines += 1
-        self.split += len(found) > 1
-        for group in found:
+        self.split += len(groups) > 1
+        for group in groups:
             size = sum(len(example.ids) for example in group)
-            if size > self.seq_len and self.long == "error":
+            is_long = size > self.seq_len
+            if is_long and self.long == "error":
                 raise ValueError(
                     f"{group[0].name} has {size} tokens; a row has {self.seq_len} positions. Pass "
                     'long="truncate" or long="drop", or a larger seq_len.'
                 )
-            if size > self.seq_len and self.long == "truncate":
-                group = tuple(_truncated(example, self.seq_len) for example in group)
+            if is_long and self.long == "truncate":
+                group = tuple(example.truncated(self.seq_len) for example in group)
                 self.truncated += 1
-            if (size > self.seq_len and self.long == "drop") or not _trained(group):
+            if (is_long and self.long == "drop") or not _trained(group):
                 self.dropped += 1
             else:
                 self.kept.append(group)
@@ -342,18 +323,8 @@ class _Part:
                 f"nothing is supervised: {counts}. Pass a larger seq_len, or look at the lines."
             )
         tokenizer = encoder.tokenizer
-        return ChatDataset(
-            examples,
-            _bins(self.kept, self.seq_len),
-            vocabulary_size(tokenizer),
-            0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-            counts,
-            rest,
-        )
-
-
-def _truncated(example: Example, seq_len: int) -> Example:
-    return attrs.evolve(example, ids=example.ids[:seq_len], trained=example.trained[:seq_len])
+        bins, vocab_size = _bins(self.kept, self.seq_len), vocabulary_size(tokenizer)
+        return ChatDataset(examples, bins, vocab_size, tokenizer.eos_token_id or 0, counts, rest)
 
 
 def _trained(examples: Iterable[Example]) -> int:

@@ -1,7 +1,7 @@
 """Conversations and prompts as token ids, with a proof of which tokens are trained.
 
 A chat template is a program of its own: it may trim words, close turns with a token or with none,
-and write earlier turns anew once later ones follow. So nothing is searched for in the ids. The
+and re-render earlier turns once later ones follow. So nothing is searched for in the ids. The
 conversation is rendered up to each assistant's turn, as at generation, and with the turn; the
 second text must begin with the first, and the whole conversation with the second. Then the
 difference is what the model will have to write. It is trained up to the token that ends the turn.
@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.inputs import brief, quoted, wrong_type
+from forgekit.inputs import brief, quoted
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]
@@ -43,6 +43,10 @@ class Example:
     trained: NDArray[np.bool_]
     shared: int = 0
 
+    def truncated(self, length: int) -> Example:
+        """Return the first ``length`` tokens."""
+        return attrs.evolve(self, ids=self.ids[:length], trained=self.trained[:length])
+
 
 @attrs.define
 class ChatEncoder:
@@ -51,7 +55,7 @@ class ChatEncoder:
     Attributes:
         tokenizer: A fast tokenizer of ``transformers``; ``tokenizer.json`` and a template are what
             a model's directory holds.
-        turn_by_turn: Where a template writes earlier turns anew, make an example of each
+        turn_by_turn: Where a template re-renders earlier turns, make an example of each
             assistant's turn, as it is generated, instead of refusing the conversation.
     """
 
@@ -61,14 +65,9 @@ class ChatEncoder:
     _special: set[int] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        tokenizer = self.tokenizer
-        if not getattr(tokenizer, "is_fast", False):
-            raise TypeError(
-                f"tokenizer is a {type(tokenizer).__name__}; the characters of each token are "
-                "needed, which fast tokenizers of transformers give: AutoTokenizer.from_pretrained."
-            )
-        added = tokenizer.added_tokens_decoder
-        self._special = {*tokenizer.all_special_ids, *(id for id in added if added[id].special)}
+        added = self.tokenizer.added_tokens_decoder
+        special = (id for id in added if added[id].special)
+        self._special = {*self.tokenizer.all_special_ids, *special}
 
     def conversation(
         self, name: str, messages: Any, *, tools: Any = None, first: int = 0
@@ -112,12 +111,12 @@ class ChatEncoder:
             self._proved.add(shape)
         text = render(messages, False)
         turns = {turn: self._turn(name, messages, turn, render) for turn in numbers}
-        anew = [turn for turn, (upto, _) in turns.items() if not text.startswith(upto)]
-        if not anew:
+        changed = [turn for turn, (upto, _) in turns.items() if not text.startswith(upto)]
+        if not changed:
             return [self._example(name, text, [span for _, span in turns.values()])]
         if not self.turn_by_turn:
             raise ValueError(
-                f"{name}: the chat template writes message {anew[0]} anew once others follow, so a "
+                f"{name}: the chat template re-renders message {changed[0]} once others follow; a "
                 "model trained on the whole text learns from what it will never see. Pass "
                 "turn_by_turn=True to make an example of each turn, or mend the template."
             )
@@ -131,9 +130,6 @@ class ChatEncoder:
         Raises:
             ValueError: If the tokenizer has no token that ends a text.
         """
-        for key, text in (("prompt", prompt), ("completion", completion)):
-            if not isinstance(text, str):
-                raise wrong_type(f"{name}: {key}", text, "a text")
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError(
@@ -238,7 +234,7 @@ def common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
         >>> common_messages(["question", "good"], ["question", "bad"])
         1
     """
-    alike = (mine == theirs for mine, theirs in zip(one, other, strict=False))
+    alike = (a == b for a, b in zip(one, other, strict=False))
     return next((n for n, same in enumerate(alike) if not same), min(len(one), len(other)))
 
 
