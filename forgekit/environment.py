@@ -1,15 +1,17 @@
 """What the launcher of a process says in environment variables: read strictly, without torch.
 
 A wrong rank or world size would leave processes waiting for others that never come, so each
-variable is checked before anything starts.
+variable is checked before anything starts. Optional packages are imported here, too.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -122,3 +124,35 @@ def _refusal(name: str, environment: Mapping[str, str], rule: str) -> ValueError
 def is_library(file: str) -> bool:
     """Whether a source file is forgekit's own; recipes count as the user's, who edits them."""
     return file.startswith(PACKAGE) and not file.startswith(RECIPES)
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a module of an optional package, or say how to install it.
+
+    Args:
+        module: The module to import, for example ``"pyarrow.parquet"``.
+        extra: The extra of forgekit that installs the package.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: If the package is not installed.
+
+    Examples:
+        >>> require("json", extra="text").dumps([1])
+        '[1]'
+        >>> require("not_there", extra="text")
+        Traceback (most recent call last):
+        ImportError: not_there is not installed. Install it with: pip install "forgekit[text]"
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # it is installed, but one of its own dependencies is not
+        raise ImportError(
+            f'{package} is not installed. Install it with: pip install "forgekit[{extra}]"',
+            name=package,
+        ) from None

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from forgekit.data.optional_packages import require
 from forgekit.data.tokenizer import load_tokenizer
+from forgekit.environment import require
 from forgekit.evaluation.generate import write_sample
 from forgekit.files import is_locked, open_regular, write_atomic
 from forgekit.mesh import process_rank

@@ -18,11 +18,11 @@ from tensordict import TensorDict
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
 from forgekit.data.hashing import state_facts
-from forgekit.data.optional_packages import require
 from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import fill_rows, pieces_of
 from forgekit.data.text_files import Paths, json_objects
 from forgekit.data.tokenizer import vocabulary_size
+from forgekit.environment import require
 from forgekit.inputs import brief, check_choice, check_integers, quoted
 
 LongExamples = Literal["error", "truncate", "drop"]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.hashing import hash_integers
-from forgekit.data.optional_packages import require
+from forgekit.environment import require
 from forgekit.inputs import LARGEST, check_choice, check_integers, path_of, quoted
 
 Content: TypeAlias = "str | NDArray[np.int64]"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.data.optional_packages import require
+from forgekit.environment import require
 from forgekit.inputs import brief, check_integers, path_of, quoted
 
 if TYPE_CHECKING:

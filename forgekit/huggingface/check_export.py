@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgekit.data.optional_packages import require
+from forgekit.environment import require
 from forgekit.huggingface.load import (
     check_stored,
     huggingface_spec,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from forgekit.data.optional_packages import require
+from forgekit.environment import require
 from forgekit.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.inputs import path_of

@@ -23,7 +23,7 @@ from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, Protocol
 
-from forgekit.data.optional_packages import require
+from forgekit.environment import require
 from forgekit.files import write_atomic
 from forgekit.inputs import quoted
 from forgekit.metrics.records import finite
