@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
-from forgekit.inputs import divisors
+from forgekit.inputs import counted, divisors
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
@@ -91,8 +91,8 @@ def build_mesh(
         >>> shutdown()
     """
     spec = spec or MeshSpec()
-    found = devices_here(bindable=True)
-    kind, index = check_device(found[0] if device is None else device, found)
+    devices = devices_here(bindable=True)
+    kind, index = check_device(devices[0] if device is None else device, devices)
     rank, world, local = identity(os.environ)
     sizes = resolve_sizes(spec, dist.get_world_size() if dist.is_initialized() else world)
     if kind != "cpu":
@@ -120,19 +120,19 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
         (1, 2, 4, 1, 1)
     """
     sizes = {name: getattr(spec, name) for name in DIMENSIONS}
-    known = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     free = next((name for name, size in sizes.items() if size == -1), None)
-    shown = (
-        " * ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)) or "1"
-    )
-    if free is None and known != world:
-        ranks = f"{world} ranks" if world > 1 else "1 rank"
-        raise ValueError(f"{shown} = {known} does not fit {ranks}; {_nearest(sizes, world)}")
-    if free is not None and world % known:
-        ranks = f"{world} ranks are" if world > 1 else "1 rank is"
-        raise ValueError(f"{shown}: {ranks} not divisible by {known}; {_nearest(sizes, world)}")
+    given = [f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)]
+    shown, ranks = " * ".join(given) or "1", counted(world, "rank")
+    if free is None and product != world:
+        raise ValueError(f"{shown} = {product} does not fit {ranks}; {_nearest(sizes, world)}")
+    if world % product:
+        verb = "is" if world == 1 else "are"
+        raise ValueError(
+            f"{shown}: {ranks} {verb} not divisible by {product}; {_nearest(sizes, world)}"
+        )
     if free is not None:
-        sizes[free] = world // known
+        sizes[free] = world // product
     shared = sizes["dp_shard"] * sizes["cp"]
     if shared % spec.ep:
         raise ValueError(
@@ -255,27 +255,27 @@ def _bind(kind: str, index: int | None, world: int, local: int) -> None:
     Of the ranks that a launcher started, each has its own: one index for all of them is a mistake.
     """
     module = torch.get_device_module(kind)
-    own = local % module.device_count()
-    if world > 1 and index not in (None, own):
+    of_rank = local % module.device_count()
+    if world > 1 and index not in (None, of_rank):
         raise ValueError(
-            f"device is '{kind}:{index}' and this rank, {local} on its machine, gets {kind}:{own}. "
-            f"Use {kind!r}: each rank gets one of its own."
+            f"device is '{kind}:{index}' and this rank, {local} on its machine, gets "
+            f"{kind}:{of_rank}. Use {kind!r}: each rank gets one of its own."
         )
-    module.set_device(own if index is None else index)
+    module.set_device(of_rank if index is None else index)
 
 
 def _start(kind: str, rank: int, world: int) -> None:
     if kind == "cpu":
         _share_cores()
-    own = dist.get_default_backend_for_device(kind)
-    backend = own if kind == "cpu" else f"cpu:gloo,{kind}:{own}"
-    if world == 1:
-        dist.init_process_group(
-            backend, store=HashStore(), rank=0, world_size=1, timeout=START_TIMEOUT
-        )
-        return
-    os.environ.update(rendezvous(os.environ))
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=START_TIMEOUT)
+    default = dist.get_default_backend_for_device(kind)
+    # Small exchanges and saves go over the hosts' network, also beside an accelerator.
+    backend = default if kind == "cpu" else f"cpu:gloo,{kind}:{default}"
+    store = HashStore() if world == 1 else None  # one process needs no port
+    if world > 1:
+        os.environ.update(rendezvous(os.environ))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=START_TIMEOUT
+    )
 
 
 def mesh_of(
@@ -351,9 +351,9 @@ def _nearest(sizes: Mapping[str, int], world: int) -> str:
     """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
-        known = math.prod(size for size in sizes.values() if size != -1)
-        lower = world // known * known if -1 in sizes.values() else 0
-        return f"that takes {f'{lower} or ' if lower else ''}{lower + known} ranks."
+        product = math.prod(size for size in sizes.values() if size != -1)
+        lower = world // product * product if -1 in sizes.values() else 0
+        return f"that takes {f'{lower} or ' if lower else ''}{lower + product} ranks."
     data = world // model
     replicate = min(divisors(data), key=lambda d: abs(d - sizes["dp_replicate"]))
     return f"the nearest is dp_replicate={replicate}, dp_shard={data // replicate}."

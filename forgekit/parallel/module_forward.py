@@ -50,11 +50,12 @@ def with_local_parameters(
     """
     sharded = [(module, module._parameters) for module in modules]
     for module, parameters in sharded:
-        own: dict[str, Any] = {
+        # Replaced, not written to: the DTensors come back, whatever forward does.
+        plain: dict[str, Any] = {
             name: to_local(p, gradient(name) if callable(gradient) else gradient)
             for name, p in parameters.items()
         }
-        module._parameters = own
+        module._parameters = plain
     try:
         return forward(*args, **keywords)
     finally:  # also when recomputation stops early, by an exception
@@ -68,5 +69,5 @@ def to_local(parameter: Tensor | None, gradient: Placement | None) -> Tensor | N
         return parameter
     if gradient is not None:
         return parameter.to_local(grad_placements=(gradient,))
-    own = parameter.placements
-    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in own])
+    placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gpu
-import pytest
 from device.pretend import NAME
 from ranks import run_ranks
 
@@ -39,12 +38,3 @@ def test_flops_are_those_of_every_product_and_of_keys_that_are_seen():
     products = 10 * 4 + 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 3)
     keys = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
     assert gpu.flops(spec, [3, 5]) == 6 * products * 8 + 12 * 2 * 4 * keys
-
-
-def test_a_machine_without_an_accelerator_is_told_so(capsys, monkeypatch):
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
-    with pytest.raises(SystemExit):
-        gpu.main([])
-    assert (
-        "torch finds no accelerator. `make bench` measures on the CPU." in capsys.readouterr().err
-    )

@@ -304,27 +304,6 @@ def test_a_save_waits_for_its_copies_before_training_goes_on():
     run_ranks(copies_of, 1, group=False, setup=SETUP)
 
 
-def log_and_stop(_rank, _world, out):
-    batches = list(loader())
-    state, stop = new_state(NAME), fk.StopSignal(signals=())
-    step, heard = fk.make_step(head, schedule=SCHEDULE, stop=stop), []
-    with fk.MetricsLog(out, every=6, total=6) as log:
-        for index in range(6):
-            if index == 1:
-                stop.request("enough")
-            with watching() as ledger:
-                state, metrics = step(state, batches[index : index + 1])
-                heard.append(stop.requested)
-                row = log(state, metrics)
-            assert len(ledger.waits) == (index == 5), ledger.waits
-            assert (row is not None) == (index == 5)
-    assert heard == [False, False, False, True, True, True]
-
-
-def test_the_host_waits_once_for_a_row_and_never_for_a_stop(tmp_path):
-    run_ranks(log_and_stop, 1, tmp_path, group=False, setup=SETUP)
-
-
 def log_rows(_rank, _world, out, device, every):
     """Six steps, the fifth of them bad, and an evaluation after the fourth."""
     batches, state = list(loader()), new_state(device)

@@ -184,11 +184,6 @@ def evaluate(rank, world, device):
     return found["loss"].item()
 
 
-def test_ranks_evaluate_without_a_wait():
-    found = run_ranks(evaluate, 2, NAME, setup=SETUP)
-    assert found == pytest.approx(run_ranks(evaluate, 2, "cpu"), rel=1e-13)
-
-
 # Health
 
 

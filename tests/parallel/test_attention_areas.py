@@ -85,12 +85,6 @@ def test_documents_cut_areas_to_the_pairs_that_share_one(world, rows, data):
     assert torch.equal(seen.expand_as(wanted), wanted)
 
 
-def test_chunks_without_a_common_document_are_skipped():
-    first, second = torch.zeros(3, 8), torch.ones(3, 8)
-    for area in areas_seen(1, 0, 8):
-        assert areas_of_documents(area, first, second) == []
-
-
 @pytest.mark.parametrize("most", [1, 40, 10**9])
 @pytest.mark.parametrize(("rank", "source"), [(0, 0), (1, 0), (0, 1)])
 def test_blocks_of_queries_see_the_same(monkeypatch, most, rank, source):
@@ -101,9 +95,3 @@ def test_blocks_of_queries_see_the_same(monkeypatch, most, rank, source):
         seen = sum(pairs_of(part, None, 1, 16) for part in parts)
         assert torch.equal(seen, pairs_of(area, None, 1, 16))
         assert len(parts) > 1 or most == 10**9
-
-
-def test_a_place_sees_itself_first():
-    """Then no sum of exponentials is zero when a block without a visible key is merged."""
-    own = areas_seen(2, 2, 16)
-    assert [area.offset for area in own] == [0, 0, None]

@@ -14,11 +14,10 @@ from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 import forgekit as fk
 from forgekit.mesh import expert_ranks, expert_view
-from forgekit.model.moe import dispatch_local, sort_by_expert
+from forgekit.model.moe import dispatch_local
 from forgekit.parallel.expert import apply_experts, find_experts
 
 VOCAB, DIM, FFN, EXPERTS = 19, 8, 12, 4
@@ -206,53 +205,6 @@ def test_experts_train_as_in_one_process(layout, kind):
 # What lies where
 
 
-def _placed(rank, world, sizes, on_meta):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    with torch.device("meta" if on_meta else "cpu"):
-        model = Model()
-    if not on_meta:
-        fk.init_weights(model, 7)
-    names = [name for name, _ in model.named_parameters()]
-    _lay_out(model, mesh, seed=7)
-    up = model.layers[0].routed.experts.up
-    assert [name for name, _ in model.named_parameters()] == names
-    return (
-        up.device_mesh.mesh_dim_names,
-        up.placements,
-        tuple(up.to_local().shape),
-        full_tensors(model),
-        expert_ranks(mesh),
-    )
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize(
-    ("layout", "names", "placements", "shape"),
-    [
-        ("EP2", ("fsdp_ep", "ep"), (Shard(1), Shard(0)), (2, 8, 12)),
-        ("EP2xFSDP2", ("fsdp_ep", "ep"), (Shard(1), Shard(0)), (2, 4, 12)),
-        (
-            "EP2xHSDP2",
-            ("dp_replicate", "fsdp_ep", "ep"),
-            (Replicate(), Shard(1), Shard(0)),
-            (2, 8, 12),
-        ),
-    ],
-)
-def test_experts_lie_over_ep_and_their_rows_over_the_rest(
-    layout, names, placements, shape, on_meta
-):
-    """Bitwise the same full tensors, filled or from meta; neighbours share experts."""
-    world, sizes = LAYOUTS[layout]
-    model = Model()
-    fk.init_weights(model, 7)
-    expected = full_tensors(model)
-    for rank, found in enumerate(run_again(_placed, world, sizes, on_meta)):
-        assert found[:3] == (names, placements, shape)
-        assert all(torch.equal(found[3][name], expected[name]) for name in expected)
-        assert found[4] == (rank % 2, 2)
-
-
 def _view(rank, world, sizes):
     view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
     return dict(zip(view.mesh_dim_names, view.mesh.shape, strict=True)), view["ep"].mesh.tolist()
@@ -290,16 +242,6 @@ def test_tokens_travel_in_bfloat16():
 
 
 # The local socket
-
-
-def test_tokens_of_an_expert_stay_in_order():
-    ids = torch.tensor([3, 0, 3, 1, 0])
-    order, counts = sort_by_expert(ids, 5)
-    assert order.tolist() == [1, 4, 3, 0, 2]
-    assert counts.tolist() == [2, 1, 0, 2, 0]
-    order, counts = sort_by_expert(ids[:0], 3)
-    assert order.tolist() == []
-    assert counts.tolist() == [0, 0, 0]
 
 
 # Errors

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-from forgekit.parallel.fsdp import _groups, _modules, fsdp_modules, shard
+from forgekit.parallel.fsdp import _modules, fsdp_modules, shard
 
 LAYERS = 4
 DEEP = attrs.evolve(SPEC, layers=LAYERS, vocab_size=38)  # which tp 2 divides
@@ -133,26 +133,6 @@ def test_one_block_is_gathered_ahead():
 
 
 # Offload
-
-
-def _offloaded(rank, world, cpu_offload):
-    model, mesh = _sharded({}, cpu_offload=cpu_offload)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
-    state, metrics = step(state, [row[rank] for row in global_batch(world)])
-    held = [p for m in fsdp_modules(model) for g in _groups(m) for p in g.fsdp_params]
-    tensors = [*state.optimizer.state.values()]
-    where = {t.device.type for entry in tensors for t in entry.values()}
-    where |= {p.device.type for p in model.parameters()} | {state.targets.device.type}
-    return {p.offload_to_cpu for p in held}, {p.pin_memory for p in held}, where, metrics["loss"]
-
-
-def test_offload_keeps_shards_on_the_host_and_pins_only_beside_an_accelerator():
-    results = {offload: run_again(_offloaded, 2, offload) for offload in (False, True)}
-    for offload, ranks in results.items():
-        for on_host, pinned, where, loss in ranks:
-            assert (on_host, pinned, where) == ({offload}, {False}, {"cpu"})
-            assert torch.equal(loss, results[False][0][3])
 
 
 # Deferred all-reduce

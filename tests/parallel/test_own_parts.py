@@ -142,13 +142,6 @@ def test_a_whole_block_that_is_used_twice_is_exact():
         assert relative_error(found, expected) < 1e-12
 
 
-def test_one_process_trains_a_module_that_blocks_share():
-    """Nothing is wrapped there, so nothing has to be in one block only."""
-    (found,) = run_again(_gradient_of, 1, _SharedPart)
-    assert len(found) == 10
-    assert all(gradient.any() for gradient in found.values())
-
-
 UNTRAINABLE = {
     "complex": (
         lambda: nn.Linear(4, 4, dtype=torch.complex64),

@@ -15,7 +15,6 @@ from oracle import SPEC, full_tensors, relative_error
 from ranks import run_again
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.parallel.activation_checkpoint import compile_blocks
@@ -90,28 +89,6 @@ def test_a_foreign_model_has_the_gradient_of_one_process(layout, what):
         assert relative_error(found, expected) < 1e-6
         names = ["", "net.body.0", "net.body.1", "net.body.2"]
         assert wrapped == (names if world > 1 else [])
-
-
-def _sharded(rank, world, sizes):
-    parameters = list(_laid_out(sizes, _transformer).parameters())
-    local = sum(p.to_local().numel() for p in parameters)
-    return all(isinstance(p, DTensor) for p in parameters), local
-
-
-@pytest.mark.parametrize(
-    ("world", "sizes", "copies"),
-    [
-        (2, {}, 1),
-        (4, {}, 1),
-        (4, {"dp_replicate": 2, "dp_shard": 2}, 2),
-        (2, {"dp_replicate": 2, "dp_shard": 1}, 2),
-    ],
-)
-def test_each_parameter_is_spread_over_the_shards(world, sizes, copies):
-    total = sum(p.numel() for p in _transformer().parameters())
-    results = run_again(_sharded, world, sizes)
-    assert all(is_sharded for is_sharded, _ in results)
-    assert sum(local for _, local in results) == total * copies
 
 
 # Precision

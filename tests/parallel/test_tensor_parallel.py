@@ -5,24 +5,21 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering, first_of
+from covering import covering
 from oracle import LOSSES, SPEC, full_tensors, relative_error
 from ranks import run_again
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import forgekit as fk
-from forgekit.parallel.fsdp import shard
 from forgekit.parallel.tensor.plan import read_plan
 from forgekit.parallel.tensor.tensor_parallel import apply_plan
 
@@ -102,47 +99,6 @@ def test_gradients_are_those_of_one_process(kind, loss, how):
         assert torch.equal(found_loss, everyone[0][0])
         torch.testing.assert_close(found_loss, expected_loss, rtol=most, atol=0)
         assert relative_error(found, expected) < most
-
-
-def _with_fsdp(rank, world, shape, kind, loss, precision, recompute):
-    names = ("dp_shard", "tp") if len(shape) == 2 else ("dp_replicate", "dp_shard", "tp")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = build(kind)
-    if precision == "fp64":
-        model, precision = model.double(), "fp32"
-    apply_plan(model, mesh["tp"], read_plan(model, mesh["tp"].size()))
-    if recompute:
-        for layer in model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    data = mesh[names[:-1]] if len(names) > 2 else mesh["dp_shard"]
-    shard([model], list(model.layers), data, precision)
-    row = rank // shape[-1] * 2 // (world // shape[-1])  # of two halves of data-parallel ranks
-    return measure(model, BATCHES[row], loss)
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind", "loss", "recompute"),
-    first_of(
-        [((2, 2), "tied", "head", True), ((1, 4), "untied, norms of heads", "head", True)],
-        [
-            ((2, 2), "untied, norms of heads", "logits", False),
-            ((2, 2), "tied", "head", True),
-            ((2, 2), "dropout", "logits", True),
-            ((1, 4), "untied, norms of heads", "head", True),
-            ((2, 1, 2), "tied", "logits", False),
-            ((4, 1), "untied, norms of heads", "head", False),
-        ],
-    ),
-)
-def test_gradients_with_fsdp_on_another_dimension(shape, kind, loss, recompute):
-    batches = BATCHES if shape[0] == 2 else BATCHES[:1] if shape[0] == 1 else BATCHES[:1] * 2
-    expected_loss, expected = reference(build(kind), batches)
-    everyone = run_again(_with_fsdp, 4, shape, kind, loss, "fp64", recompute)
-    for _, found in everyone:
-        assert relative_error(found, expected) < 1e-10
-    if shape[0] == 2:
-        losses = [everyone[0][0] + everyone[2][0]]
-        torch.testing.assert_close(losses[0], expected_loss, rtol=1e-10, atol=0)
 
 
 # Placements and initial values

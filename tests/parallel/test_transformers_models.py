@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.huggingface.transformers_models import transformers_names
-from forgekit.run import layer_norms
 
 EVEN = {"vocab_size": 32}
 LAYOUTS = {
@@ -223,16 +222,6 @@ def test_the_balance_term_of_a_model_is_a_mean_over_micro_batches_by_their_targe
     expected = {name: p.grad for name, p in model.named_parameters()}
     for found in run_ranks(_balanced, 2, tmp_path):
         assert relative_error(found, expected) < 1e-6
-
-
-def test_a_model_of_transformers_has_norms_by_layer():
-    state, batches = plain_state(build("Llama", "cpu")), micro_batches(0)
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
-    norms = layer_norms(state, totals)
-    layers = {f"grad_norm/model.layers.{i}" for i in range(state.model.config.num_hidden_layers)}
-    assert layers < norms.keys()
-    whole = torch.stack([*norms.values()]).square().sum().sqrt()
-    torch.testing.assert_close(whole, fk.clip(totals).grad_norm, rtol=1e-12, atol=0)
 
 
 def _refused(rank, world):

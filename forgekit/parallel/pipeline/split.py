@@ -205,8 +205,8 @@ def _copy(
     twins = {module: _shallow(module) for module in above}
     for module, twin in twins.items():
         twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
-    own = {part.name: part.module for part in parts if part.stage == number}
-    stage = Stage(number, twins[above[0]], own, holders, last_blocks)
+    held = {part.name: part.module for part in parts if part.stage == number}
+    stage = Stage(number, twins[above[0]], held, holders, last_blocks)
     for part in parts:
         if part.stage not in (None, number):
             twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)

@@ -43,19 +43,18 @@ class SharedLogits(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole logits, gathered once; differentiable."""
-        known = self._whole
-        if known is None or known.requires_grad != (
-            self.shards.requires_grad and torch.is_grad_enabled()
-        ):
-            known = self._whole = with_plain_gradient(self.shards.full_tensor())
-            self._version_gathered = known._version
-        return known
+        whole, is_trained = self._whole, self.shards.requires_grad and torch.is_grad_enabled()
+        if whole is None or whole.requires_grad != is_trained:
+            whole = self._whole = with_plain_gradient(self.shards.full_tensor())
+            self._version_gathered = whole._version
+        return whole
 
     def current(self) -> Tensor:
         """The shards, or the whole logits if they were changed in place since."""
-        known = self._whole
-        is_changed = known is not None and known._version != self._version_gathered
-        return known if known is not None and is_changed else self.shards
+        whole = self._whole
+        if whole is not None and whole._version != self._version_gathered:
+            return whole
+        return self.shards
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -95,8 +95,8 @@ def apply_plan(
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes but its tensors and children; hooks are changed in place."""
     tensors = ("_parameters", "_buffers", "_modules")
-    own = {name: value for name, value in vars(module).items() if name not in tensors}
-    return {name: copy(value) if isinstance(value, dict) else value for name, value in own.items()}
+    kept = {name: value for name, value in vars(module).items() if name not in tensors}
+    return {name: copy(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [known for known in names.values() if len(known) > 1]
+    return [several for several in names.values() if len(several) > 1]
 
 
 def share_again(model: nn.Module, names: list[str]) -> None:
