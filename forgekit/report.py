@@ -239,6 +239,7 @@ def plot_losses(
         ValueError: If no row has a finite loss.
         ImportError: If matplotlib is missing.
     """
+    require("matplotlib.figure", extra="plot")
     run = Run.read(Path(metrics_path))
     losses = _losses(run)
     if not losses:
@@ -275,6 +276,7 @@ def plot_expert_loads(
         ValueError: If no row has loads.
         ImportError: If matplotlib is missing.
     """
+    require("matplotlib.figure", extra="plot")
     run = Run.read(Path(metrics_path))
     if not _layers(run):
         raise ValueError(
@@ -441,7 +443,6 @@ def _configuration(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _figure(title: str, width: float, height: float) -> Figure:
-    require("matplotlib.figure", extra="plot")
     # Not pyplot: it keeps figures, and a window system, in global state.
     from matplotlib.figure import Figure
 

@@ -32,7 +32,6 @@ from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number
 from forgekit.metrics.records import RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
-from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.tensors import local
 from forgekit.terminal import Steady, printable
@@ -370,7 +369,7 @@ def _over_ranks(
     times: Mapping[str, float], state: TrainState, device: torch.device
 ) -> dict[str, float]:
     """Least, mean and most of the ranks' times, in one reduction; every rank calls it."""
-    ranks = world_of(state.mesh)
+    ranks = 1 if state.mesh is None else state.mesh.size()
     if ranks == 1:
         return {}
     table = torch.zeros(ranks, len(times), dtype=torch.float64, device=device)

@@ -1,0 +1,73 @@
+"""How many files of the package one call goes through: who follows it opens as many."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import report_runs
+import torch
+from tensordict import TensorDict
+
+import forgekit as fk
+from forgekit.report import write_report
+
+PACKAGE = f"{Path(fk.__file__).parent}/"
+FLOOR = {"ranks", "files", "tensors", "inputs", "devices", "environment", "terminal"}
+"""Files that call nothing of the package; they and the optimizers' do not count."""
+
+
+@contextmanager
+def watched():
+    """The files of the package of which this thread executes a function."""
+    seen, before = set(), sys.getprofile()
+
+    def begin(frame, event, _arg):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(PACKAGE):
+            return
+        name = code.co_filename.removeprefix(PACKAGE).removesuffix(".py")
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # no module, no body of a class
+        if is_function and name not in FLOOR and not name.startswith("optim/"):
+            seen.add(name)
+
+    sys.setprofile(begin)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
+
+
+class Nothing:
+    def __call__(self, step, values):
+        """Take numbers."""
+
+    def close(self):
+        """Write what is left."""
+
+
+def test_a_row_of_metrics_goes_through_four_files(tmp_path):
+    """With a bad step in it, a line on the screen and a tracker."""
+    model = torch.nn.Linear(2, 2)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    names = ("loss", "grad_norm", "lr", "targets", "skipped")
+    metrics = TensorDict({name: torch.ones((), dtype=torch.float64) for name in names}, [])
+    with fk.MetricsLog(tmp_path, every=1, trackers=(Nothing(),)) as log:
+        state = fk.donate(state, step=1, samples=8)
+        with watched() as seen:
+            assert log(state, metrics)["train/skipped"] == 1
+    print(f"a row of metrics goes through {len(seen)} files: {', '.join(sorted(seen))}")  # noqa: T201
+    assert seen >= {"metrics/log", "metrics/records"}
+    assert len(seen) <= 4
+
+
+def test_a_report_goes_through_three_files(tmp_path):
+    run = report_runs.write_run(tmp_path / "run")
+    write_report([run])  # what is imported by now calls nothing more
+    with watched() as seen:
+        write_report([run])
+    print(f"a report goes through {len(seen)} files: {', '.join(sorted(seen))}")  # noqa: T201
+    assert len(seen) <= 3
+    assert "report" in seen
