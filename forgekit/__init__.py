@@ -117,7 +117,7 @@ if _TYPE_CHECKING:
     from forgekit.huggingface.save import save_huggingface as save_huggingface
     from forgekit.run.bad_steps import BadSteps as BadSteps, bad_step_policy as bad_step_policy
     from forgekit.run.stop_signal import StopSignal as StopSignal
-    from forgekit.run.health.health import Health as Health
+    from forgekit.run.health import Health as Health
     from forgekit.metrics.log import MetricsLog as MetricsLog
     from forgekit.metrics.trackers import TensorBoard as TensorBoard, WandB as WandB
     from forgekit.lora.adapters import (
@@ -181,7 +181,7 @@ _NAMES = _MappingProxyType(
         "huggingface.save": "save_huggingface",
         "run.bad_steps": "BadSteps bad_step_policy",
         "run.stop_signal": "StopSignal",
-        "run.health.health": "Health",
+        "run.health": "Health",
         "metrics.log": "MetricsLog",
         "metrics.trackers": "TensorBoard WandB",
         "lora.adapters": "add_lora merge_lora unmerge_lora",

@@ -5,8 +5,8 @@ from forgekit.checkpoints.save import wait_for_saves
 from forgekit.run.bad_steps import BadStepError, roll_back
 from forgekit.run.run_status import RunLockedError, is_running, lock_run, write_status
 from forgekit.run.data_end import DataEnd
-from forgekit.run.health.rendezvous import HangError, barrier
-from forgekit.run.health.memory import live_tensors, periodic_collection, report_out_of_memory
+from forgekit.run.rendezvous import HangError, barrier
+from forgekit.run.memory import live_tensors, periodic_collection, report_out_of_memory
 from forgekit.metrics.records import read_bad_steps, read_metrics
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.evaluation.generate import write_sample

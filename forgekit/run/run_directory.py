@@ -33,8 +33,8 @@ from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
-from forgekit.run.health.rendezvous import barrier
 from forgekit.run.recipe_parts import Setup
+from forgekit.run.rendezvous import barrier
 from forgekit.run.run_config import keep_config
 from forgekit.run.run_files import check_directory
 from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status

@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.run.health.rendezvous import HangError
+from forgekit.run.rendezvous import HangError
 from forgekit.tensors import HostCopy
 
 log = logging.getLogger("forgekit")

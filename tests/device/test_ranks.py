@@ -14,8 +14,8 @@ from oracle import SPEC, full_tensors, global_batch, head_loss, relative_error
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit.run.health.health import Health
-from forgekit.run.health.rendezvous import HangError
+from forgekit.run.health import Health
+from forgekit.run.rendezvous import HangError
 
 SETUP = "device.pretend:install"
 PIPELINE = Cell("pp2-gpipe", 3, "ragged", False, "none", "logits", "fp64")

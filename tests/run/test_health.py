@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import re
 import threading
@@ -17,15 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from runs import TINY, launch, status_of
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forgekit as fk
-from forgekit.run.health.health import Health
-from forgekit.run.health.rendezvous import HangError, barrier
-from forgekit.run.health.watchdog import _tell
+from forgekit.run.health import Health
+from forgekit.run.rendezvous import HangError, barrier
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
@@ -97,19 +94,14 @@ def hang(rank, world, out):
 def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path):
     (message, seconds, cause), _ = run_ranks(hang, 2, tmp_path, group=False)
     assert re.search(
-        r"^the ranks lost each other after step 1: rank 1 is at test_health.py:\d+ in wait_for, "
-        r"after step 1; rank 0 failed: RuntimeError: .*Timed out waiting 2000ms.*\. Stacks .* are "
-        r"in .*hang\.$",
+        r"^the ranks lost each other after step 1: rank 0 failed: RuntimeError: .*; rank 1 is at "
+        r"test_health.py:\d+ in wait_for, after step 1\. Stacks .* are in .*hang\.$",
         message,
     )
     assert SHORT_S <= seconds < LONG_S / 2
     assert "Timed out waiting 2000ms" in cause
     for rank, place in enumerate(["all_reduce", "wait_for"]):
         assert place in (tmp_path / "hang" / f"rank_{rank}.txt").read_text()
-        found = json.loads((tmp_path / "hang" / f"rank_{rank}.json").read_text())
-        assert (found["rank"], found["step"]) == (rank, 1)
-        if rank == 0:
-            assert found["collectives"]["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
 
 def end_alone(rank, world, out, fails):
@@ -141,42 +133,11 @@ def end_alone(rank, world, out, fails):
         pytest.param(*(None, "left the loop after step 7", "no error"), marks=pytest.mark.oracle),
     ],
 )
-def test_the_rank_that_ended_alone_is_the_first_cause_on_all_others(tmp_path, fails, reason, own):
+def test_the_rank_that_ended_alone_is_named_on_all_others(tmp_path, fails, reason, own):
     found = run_ranks(end_alone, 2, tmp_path, fails, group=False)
-    expected = f"^HangError: the ranks lost each other after step 7: rank 1 {re.escape(reason)}; "
-    assert re.match(expected + "rank 0 failed", found[0])
+    expected = "^HangError: the ranks lost each other after step 7: rank 0 failed: .*; rank 1 "
+    assert re.match(expected + re.escape(reason), found[0])
     assert found[1] == own
-
-
-def word(text, *, alarm=1, ended=0, is_lost=False):
-    return {"text": text, "alarm": alarm, "ended": ended, "is_lost": is_lost}
-
-
-def test_those_that_may_be_the_reason_come_first_and_many_at_one_line_are_one_group():
-    lost = {"is_lost": True}
-    words = {
-        0: word("failed: RuntimeError: connection 0", ended=3, **lost),
-        1: word("is at train.py:7 in step"),
-        2: word("is at train.py:7 in step"),
-        3: word("is at data.py:3 in read"),
-        4: None,
-        5: word("is at train.py:7 in step", alarm=0),  # did not answer this alarm
-        6: word("failed: RuntimeError: connection 6", ended=2, **lost),
-        7: word("failed: KeyError: 'row'", ended=1),
-    }
-    story = _tell(words, alarms=1)
-    assert story["text"] == (
-        "rank 7 failed: KeyError: 'row'; rank 3 is at data.py:3 in read; ranks 1, 2 are at "
-        "train.py:7 in step; ranks 4, 5 are silent: gone, or not running Python; "
-        "ranks 0, 6 failed after that"
-    )
-    assert (story["silent"], story["first"]) == (True, "failed: KeyError: 'row'")
-    del words[7], words[4], words[5]
-    story = _tell(words, alarms=1)
-    assert story["text"].endswith(
-        "; rank 6 failed: RuntimeError: connection 6; rank 0 failed after that"
-    )
-    assert (story["silent"], story["first"]) == (False, words[6]["text"])
 
 
 def watch_timeouts(rank, world, out):
@@ -244,8 +205,7 @@ def test_a_rank_that_does_not_come_to_a_probe_is_named_on_all(tmp_path, absent):
     found = run_ranks(miss_the_probe, 2, tmp_path, absent)
     for message, seconds in found:
         assert message.startswith(
-            f"step 4: rank {absent} did not come within 2 s; rank {absent} was last here at "
-            "'step 2' and is at test_health.py:"
+            f"probe 'step 4': rank {absent} did not come within 2 s; rank {absent} is at test_heal"
         )
         assert "in wait_for" in message
         assert seconds < LONG_S / 2
@@ -355,7 +315,7 @@ def test_steps_without_a_probe_tell_nobody_and_probes_leave_nothing(tmp_path):
     for before, after, grown, warned in run_ranks(keep_pace, 2, tmp_path):
         assert before == after
         assert warned == []  # steps of microseconds are no ground for calling a rank slow
-        assert grown <= 3 * 2 + 2  # what one meeting keeps, however many there were
+        assert grown <= 4 * 2  # what one meeting keeps, however many there were
 
 
 def meet(rank, world, tags, timeout_s):
@@ -382,7 +342,7 @@ def test_a_barrier_says_who_is_where():
 
 def test_a_barrier_tells_who_was_never_there():
     found = run_ranks(meet, 2, [["built"], []], 1.0)
-    assert "rank 1 did not come within 1 s; rank 1 was never here." in found[0]
+    assert "rank 1 did not come within 1 s; rank 1 was never here. A" in found[0]
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.oracle)])
@@ -393,7 +353,7 @@ def test_a_barrier_names_who_is_missing_and_where_it_was_last(absent):
     assert found[absent] == "fine"
     assert found[1 - absent].startswith(
         f"barrier 'loaded': rank {absent} did not come within 1 s; "
-        f"rank {absent} was last here at 'built'."
+        f"rank {absent} was last at 'built'."
     )
 
 
@@ -432,56 +392,3 @@ def test_an_error_goes_on_as_it_is(tmp_path):
     with pytest.raises(KeyError, match="mine"), Health(tmp_path, collect_every=1):
         raise KeyError("mine")
     assert gc.isenabled()
-
-
-# Real processes
-
-SCRIPT = """
-import os, sys, time
-import forgekit as fk
-from forgekit.run.health.health import Health
-from runs import load_recipe
-from forgekit.config import load_config, to_dict
-
-recipe = load_recipe("pretrain")
-
-def hang_here(model, batch):
-    while steps[0] >= 3 and os.environ["RANK"] == "1":
-        time.sleep(1)
-    return recipe_loss(model, batch)
-
-steps, recipe_loss = [0], recipe.loss_fn
-recipe.loss_fn = hang_here
-config = load_config(recipe.Config)
-with fk.open_run(config.out, to_dict(config)) as run:
-    built = recipe.setup(config)
-    state, step, loader, stop = built.state, built.step, built.loader, built.stop
-    log = run.start(state, every=1, loader=loader)
-    with log, loader, stop, Health(run.out, state.mesh, timeout_s=2, loader=loader) as health:
-        for batches in fk.groups(loader, loader.micro_batches(config.global_batch_size)):
-            state, metrics = step(state, batches)
-            log(state, metrics)
-            health(state)
-            steps[0] = state.step
-"""
-
-
-@pytest.mark.oracle
-def test_a_run_with_a_rank_that_hangs_ends_and_says_why(tmp_path, monkeypatch):
-    tests = Path(__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}")  # of this checkout
-    data = tmp_path / "data"
-    rows = [torch.randint(1, 64, (40,)).numpy() for _ in range(200)]
-    fk.write_tokens(data, rows, vocab_size=64, eos_id=0)
-    script, out = tmp_path / "script.py", tmp_path / "run"
-    script.write_text(SCRIPT)
-    settings = TINY | {"data.path": data, "out": out}
-    given = [f"{name}={value}" for name, value in settings.items()]
-    with launch(script, given, log=tmp_path / "log", ranks=2) as job:
-        job.wait_for(lambda: "HangError: the ranks lost each other after st" in job.output, "error")
-        healthy = json.loads((out / "hang" / "rank_0.json").read_text())["pid"]
-        job.wait_for(lambda: healthy not in job.members(), "end of the first rank")
-    reason = status_of(out)["reason"]
-    assert re.search(r"^HangError: the ranks .* step 3: rank 1 is at script.py:\d+ in hang", reason)
-    assert status_of(out)["step"] == 3
-    assert "hang_here" in (out / "hang" / "rank_1.txt").read_text()

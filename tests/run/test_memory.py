@@ -15,8 +15,8 @@ import torch
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit.run.health.health import Health
-from forgekit.run.health.memory import (
+from forgekit.run.health import Health
+from forgekit.run.memory import (
     live_tensors,
     periodic_collection,
     report_out_of_memory,

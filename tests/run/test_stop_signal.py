@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.files import write_atomic
-from forgekit.run.health.rendezvous import HangError
+from forgekit.run.rendezvous import HangError
 from forgekit.run.run_status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal
 

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from forgekit.checkpoints.save import GROUP_NAME
 from forgekit.inputs import check_integers
 from forgekit.metrics.log import Waits
-from forgekit.run.health.memory import periodic_collection, report_out_of_memory
-from forgekit.run.health.rendezvous import HangError, Meeting, describe_missing, find_difference
-from forgekit.run.health.watchdog import Watchdog
+from forgekit.run.memory import periodic_collection, report_out_of_memory
+from forgekit.run.rendezvous import HangError, RankStore, differences
+from forgekit.run.watchdog import Watchdog
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import check_replicas
 
@@ -50,11 +50,11 @@ class Health:
 
     Every ``every`` steps the ranks meet, and compare the parameters of which several hold a copy. A
     rank that does not come makes all others raise an error that names it. When a collective fails
-    because of another rank (it timed out, or that rank failed first or is gone), its error becomes
-    the cause of a ``HangError`` that says where each rank was. Then, and when no step has ended for
-    three quarters of the time-out (a long evaluation may be the reason; nothing is raised), each
-    rank writes into ``out/hang``: ``rank_0.txt``, the Python stacks of its threads, and
-    ``rank_0.json``, its step and the last collectives as torch's flight recorder has them.
+    (it timed out, or another rank is gone), its error becomes the cause of a ``HangError`` that
+    says where each rank was. Then, and when no step has ended for three quarters of the time-out (a
+    long evaluation may be the reason; nothing is raised), each rank writes the Python stacks of its
+    threads into ``out/hang/rank_0.txt``. What its collectives were doing torch writes itself, with
+    ``TORCH_NCCL_DUMP_ON_TIMEOUT=1``.
 
     In other steps there is no collective, no message and no host synchronisation. On one process
     only garbage and memory remain.
@@ -110,22 +110,22 @@ class Health:
         self._timeouts = (first_timeout_s, timeout_s)
         self._collect_every, self._history = collect_every, memory_history
         self._stack = ExitStack()
-        self._meeting: Meeting | None = None
+        self._ranks: RankStore | None = None
         self._watchdog: Watchdog | None = None
         self._before: dict[dist.ProcessGroup, timedelta] = {}
         self._is_first = True
 
     def __enter__(self) -> Self:
         members = [] if self._mesh is None else self._mesh.mesh.flatten().tolist()
-        self._meeting = Meeting.of(members)
-        rank = 0 if self._meeting is None else self._meeting.rank
+        self._ranks = RankStore.of(members)
+        rank = 0 if self._ranks is None else self._ranks.rank
         with ExitStack() as stack:  # closed again if something in here fails
             report = report_out_of_memory(self._out, rank=rank, history=self._history)
             stack.enter_context(report)
             self._collect = stack.enter_context(periodic_collection(self._collect_every))
-            if self._meeting is not None:
+            if self._ranks is not None:
                 stack.callback(self._restore)
-                self._watchdog = Watchdog(self._out / "hang", self._meeting, self._timeouts[0])
+                self._watchdog = Watchdog(self._out / "hang", self._ranks, self._timeouts[0])
                 stack.callback(self._watchdog.stop)
             self._stack = stack.pop_all()
         self._restart()
@@ -134,7 +134,7 @@ class Health:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if self._watchdog is not None:
-                self._watchdog.report_end(error)
+                self._watchdog.end(error)
         finally:
             self._stack.__exit__(kind, error, trace)
 
@@ -156,7 +156,7 @@ class Health:
             ValueError: If copies of one parameter differ between the ranks that hold it.
         """
         self._collect(state.step)
-        if self._meeting is None or self._watchdog is None:
+        if self._ranks is None or self._watchdog is None:
             return None
         self._watchdog.beat(state.step, self._timeouts[1])
         if self._is_first:
@@ -167,28 +167,37 @@ class Health:
             self._steps += 1
         if self._every == 0 or state.step % self._every:
             return None
-        row = self._meet(self._meeting, state.step)
+        row = self._meet(self._ranks, state.step)
         check_replicas(state)
         return row
 
-    def _meet(self, meeting: Meeting, step: int) -> dict[str, Any]:
+    def _meet(self, ranks: RankStore, step: int) -> dict[str, Any]:
         self._shorten()  # groups that were made since
-        timeout_s, note = self._timeouts[1], self._note(step)
-        verdict = meeting.hold("probe", f"step {step}", note, timeout_s, judge=_compare)
-        if verdict.missing:
+        notes = ranks.gather("probe", f"step {step}", self._note(step), self._timeouts[1])
+        # Ranks at different steps would compare different things, so this comes first.
+        if different := differences({rank: f"step {note['step']}" for rank, note in notes.items()}):
             raise HangError(
-                f"step {step}: {describe_missing(verdict, timeout_s)} Stacks and the last "
-                f"collectives of each rank are in {self._out / 'hang'}."
+                f"ranks met after different steps: {different}. Every rank must take the same "
+                "steps; look for a condition that is not the same on all of them."
             )
-        if "steps" in verdict.result:
-            raise HangError(
-                f"ranks met after different steps: {verdict.result['steps']}. Every rank must take "
-                "the same steps; look for a condition that is not the same on all of them."
+        slowest = max(notes, key=lambda rank: notes[rank]["own"])
+        slow, others = notes[slowest], [note for rank, note in notes.items() if rank != slowest]
+        median = statistics.median(note["own"] for note in others)
+        loss = slow["own"] - median
+        is_slow = loss > LEAST_SHARE * slow["seconds"] and slow["own"] > self._slow_factor * median
+        if is_slow and slow["interval"] >= LEAST_S and ranks.is_first:
+            _log.warning(
+                "step %d: rank %d (%s) is slow: %.3f s of each step are its own work, %.3f s of "
+                "them waiting for data; the median of the other ranks is %.3f s",
+                *(step, slowest, slow["host"], slow["own"], slow["data"], median),
             )
-        if meeting.is_first:
-            self._warn(verdict.result)
         self._restart()
-        return {f"health/{name}": value for name, value in verdict.result["row"].items()}
+        return {
+            "health/own_seconds_max": slow["own"],
+            "health/own_seconds_median": median,
+            "health/slowest_rank": slowest,
+            "health/data_wait_seconds_max": max(note["data"] for note in notes.values()),
+        }
 
     def _note(self, step: int) -> dict[str, Any]:
         """Describe this rank's steps since the last meeting to the others."""
@@ -206,19 +215,6 @@ class Health:
             "host": socket.gethostname(),
         }
 
-    def _warn(self, result: Mapping[str, Any]) -> None:
-        row, slow = result["row"], result["slowest"]
-        loss = row["own_seconds_max"] - row["own_seconds_median"]
-        if slow["interval"] < LEAST_S or loss <= LEAST_SHARE * slow["seconds"]:
-            return
-        if row["own_seconds_max"] > self._slow_factor * row["own_seconds_median"]:
-            _log.warning(
-                "step %d: rank %d (%s) is slow: %.3f s of each step are its own work, %.3f s of "
-                "them waiting for data; the median of the other ranks is %.3f s",
-                *(slow["step"], row["slowest_rank"], slow["host"], slow["own"], slow["data"]),
-                row["own_seconds_median"],
-            )
-
     def _shorten(self) -> None:
         now = _timeouts()
         self._before = now | self._before
@@ -232,23 +228,6 @@ class Health:
         self._steps = 0
         self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
         self._clock, self._worked = time.perf_counter(), time.thread_time()
-
-
-def _compare(notes: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the ranks' times; or say who is at which step, if that is not the same one."""
-    # Ranks at different steps would compare different things, so this comes first.
-    steps = {rank: f"step {note['step']}" for rank, note in notes.items()}
-    if differ := find_difference(steps):
-        return {"steps": differ}
-    slowest = max(notes, key=lambda rank: notes[rank]["own"])
-    others = [note["own"] for rank, note in notes.items() if rank != slowest]
-    row = {
-        "own_seconds_max": notes[slowest]["own"],
-        "own_seconds_median": statistics.median(others),
-        "slowest_rank": slowest,
-        "data_wait_seconds_max": max(note["data"] for note in notes.values()),
-    }
-    return {"row": row, "slowest": notes[slowest]}
 
 
 def _timeouts() -> dict[dist.ProcessGroup, timedelta]:

@@ -1,1 +1,0 @@
-"""Ranks that hang, stragglers and memory: found, named and written down."""
