@@ -73,10 +73,12 @@ if _TYPE_CHECKING:
     )
     from forgekit.steps.losses import (
         Loss as Loss,
-        cross_entropy as cross_entropy,
         losses_by_source as losses_by_source,
     )
-    from forgekit.steps.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from forgekit.steps.cross_entropy import (
+        cross_entropy as cross_entropy,
+        linear_cross_entropy as linear_cross_entropy,
+    )
     from forgekit.steps.dpo import (
         check_dpo as check_dpo,
         document_log_probs as document_log_probs,
@@ -161,8 +163,8 @@ _NAMES = _MappingProxyType(
         "parallel.context.context_parallel": "ContextParallel",
         "parallel.parallelize": "parallelize",
         "state": "DonatedStateError TrainState donate",
-        "steps.losses": "Loss cross_entropy losses_by_source",
-        "steps.linear_cross_entropy": "linear_cross_entropy",
+        "steps.losses": "Loss losses_by_source",
+        "steps.cross_entropy": "cross_entropy linear_cross_entropy",
         "steps.dpo": "check_dpo document_log_probs dpo_loss",
         "steps.accumulate": "accumulate count_ahead",
         "steps.totals": "Totals reduce_totals",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -145,10 +145,13 @@ class Agreement:
     Attributes:
         sums: Names of the sums that a step adds up over the ranks, in their order.
         parameters: Names of all parameters, those of other pipeline stages too.
+        waiting: Of the last steps whether a rank had a problem, and this rank's own; empty on a
+            CPU, where it is read at once.
     """
 
     sums: tuple[Any, ...]
     parameters: tuple[str, ...]
+    waiting: deque[Any] = attrs.field(factory=deque, repr=False)
 
 
 @attrs.define(eq=False)

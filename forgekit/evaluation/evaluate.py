@@ -19,8 +19,8 @@ from forgekit.data.hashing import tokenizer_of
 from forgekit.data.token_files import HELD_OUT
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.forward import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.make_step import Vote
+from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, mixing_tensors, take_part
 from forgekit.steps.pipelined import FirstLook, evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 

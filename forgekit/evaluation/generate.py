@@ -20,7 +20,7 @@ from forgekit.model.key_value_cache import CachedAttend, NewPositions, attention
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState, layout_of
-from forgekit.steps.forward import evaluating
+from forgekit.steps.micro_batch import evaluating
 
 
 class Generated(NamedTuple):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
-from forgekit.steps.forward import evaluating
+from forgekit.steps.micro_batch import evaluating
 from forgekit.steps.totals import with_gradient_square
 
 

@@ -20,9 +20,9 @@ from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import accumulate
 from forgekit.steps.experts import find_routed
-from forgekit.steps.forward import LossFn
 from forgekit.steps.gradients import grad_norms
 from forgekit.steps.make_step import GradientHook
+from forgekit.steps.micro_batch import LossFn
 from forgekit.steps.totals import Totals, reduce_totals, with_gradient_square
 
 WIDE = torch.float32
@@ -115,7 +115,7 @@ def gradient_noise(
     try:
         for batch in pulled:
             totals = accumulate(state, [batch], loss_fn, audit=False)
-            parts.append(reduce_totals(totals, state, audit=False))
+            parts.append(reduce_totals(totals, state))
             release(sharded)
             for p in state.model.parameters():
                 if p.grad is not None:

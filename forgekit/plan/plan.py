@@ -317,7 +317,7 @@ def _first_step(built: Any, state: TrainState, batches: Iterable[Any]) -> TrainS
     for name, voter in (("stop", "stop"), ("ended", "end")):
         if getattr(built, voter, None) is not None:
             totals = totals.plus(**{name: torch.zeros_like(totals["loss"])})
-    totals = reduce_totals(totals, state, audit=False)
+    totals = reduce_totals(totals, state)
     return update(state, clip(totals, max_norm=1.0), lr=0.0, totals=totals)
 
 

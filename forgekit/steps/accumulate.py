@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import get_args
 
 import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from forgekit.inputs import check_choice
 from forgekit.mesh import data_ranks
@@ -34,20 +34,19 @@ from forgekit.parallel.fsdp import (
     set_sync,
     widen_accumulators,
 )
-from forgekit.parallel.layout import size_of
+from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.first_step import Audit, auditing
 from forgekit.steps.experts import StepRouters
-from forgekit.steps.forward import (
+from forgekit.steps.micro_batch import (
     LossFn,
-    RefusingInnerGradients,
     check_loss,
-    check_output,
     compute_loss,
     explaining,
     length_of,
     mixing_tensors,
     take_part,
+    watching_outputs,
 )
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.ranges import named, ranged
@@ -83,8 +82,8 @@ def accumulate(
             every one, summed across replicas after the last. All give the same gradient. A
             pipeline always waits for the last.
         audit: Whether a run's first step proves the tensor-parallel plan, that positions under
-            context parallelism are those of whole sequences, and that ranks run the same modules.
-            Left out here, ``reduce_totals`` leaves its comparisons out too.
+            context parallelism are those of whole sequences, that ranks run the same modules, and
+            in ``reduce_totals`` that rows, settings and replicas are the same: one switch.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
@@ -98,17 +97,11 @@ def accumulate(
             one that is not sharded. Whatever is raised, no gradient is left behind and the step
             can be tried again.
     """
-    if isinstance(batches, TensorDictBase):
-        raise TypeError(
-            f"batches is one {type(batches).__name__} of batch_size {list(batches.batch_size)}; a "
-            "step takes a list of micro-batches. Pass [batch]."
-        )
     check_choice("sync", sync, get_args(Sync))
     layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
-    _check_hooks(state.model, sharded)
-    _check_added(state)
+    _check_parameters(state, sharded)
     clear_gradients(state.model, sharded)
     _seed(state)
     stages = () if layout.stages is None else layout.stages.modules
@@ -156,30 +149,25 @@ def _run_whole(
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device = state.targets.device
     sums = LossSums(device)
-    inner = RefusingInnerGradients()
-    checks = [module.register_forward_hook(check_output) for module in (state.model, *sharded)]
-    checks += [module.register_forward_hook(inner.watch) for module in sharded]
-    try:
-        for index, (batch, is_last) in enumerate(_with_last(batches)):
-            if index == 0 or is_last:
-                set_sync(sharded, sync, is_last)
-            if index == 0:
-                proofs.look(batch)
-            part = take_part(batch, state.layout, device)
-            with named("forward"), routers.noting(), proofs.running(index):
-                loss = check_loss(compute_loss(state.model, part, loss_fn))
-            _remove(checks)  # one micro-batch tells
-            inner.is_due = False
-            if index == 0:
-                gather_skipped(sharded)
-            if is_last and index:
-                widen_accumulators(sharded)
-            with named("backward"), explaining():
-                loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
-            sums.add(loss, rows=batch.batch_size[0])
-            del loss  # its metrics may hold what its graph holds
-    finally:
-        _remove(checks)
+    for index, (batch, is_last) in enumerate(_with_last(batches)):
+        if index == 0 or is_last:
+            set_sync(sharded, sync, is_last)
+        if index == 0:
+            proofs.look(batch)
+        part = take_part(batch, state.layout, device)
+        # One micro-batch shows what modules return, and which of them run.
+        watch = watching_outputs(state.model, sharded) if index == 0 else nullcontext()
+        run = proofs.running() if index == 0 else nullcontext()
+        with named("forward"), routers.noting(), watch, run:
+            loss = check_loss(compute_loss(state.model, part, loss_fn))
+        if index == 0:
+            gather_skipped(sharded)
+        if is_last and index:
+            widen_accumulators(sharded)
+        with named("backward"), explaining():
+            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
+        sums.add(loss, rows=batch.batch_size[0])
+        del loss  # its metrics may hold what its graph holds
     return sums
 
 
@@ -246,31 +234,23 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         yield previous, True
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
-
-
-def _check_hooks(model: nn.Module, sharded: FsdpModules) -> None:
-    if names := find_hooked(model, sharded):
+def _check_parameters(state: TrainState, sharded: FsdpModules) -> None:
+    """Raise if a gradient hook would never be called, or a gradient never be reduced."""
+    if names := find_hooked(state.model, sharded):
         raise ValueError(
             f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
             "shards by itself. Remove the hook, and change parameter.grad between accumulate and "
             "reduce_totals."
         )
-
-
-def _check_added(state: TrainState) -> None:
-    """Raise if the optimizer has got parameters that nothing adds up over the ranks."""
-    if state.mesh is None or state.mesh.size() == 1:
+    if world_of(state.mesh) == 1:
         return
     held = (p for group in state.optimizer.param_groups for p in group["params"])
     plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
     if plain:
         raise ValueError(
             f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not sharded "
-            f"on a mesh of {state.mesh.size()} ranks, so their gradients would not be reduced. Add "
-            "them to the model before forgekit.parallelize(model, mesh)."
+            f"on a mesh of {world_of(state.mesh)} ranks, so their gradients would not be reduced. "
+            "Add them to the model before forgekit.parallelize(model, mesh)."
         )
 
 

@@ -59,20 +59,20 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
     """
     check_max_norm(max_norm)
     targets, norm = totals["targets"], totals["grad_sq"].sqrt()
-    scale = totals["loss_scale"]
-    divisor = scaled = torch.where(targets > 0, scale * targets, scale)
+    scale, has_targets = totals["loss_scale"], targets > 0
+    divisor = scaled = torch.where(has_targets, scale * targets, scale)
     if max_norm < math.inf:  # `fmax` passes over NaN: the divisor of a bad step is a number too
         divisor = scaled.fmax(norm.add(scaled, alpha=EPS) / max_norm)
-    good = is_good(totals)
+    good = is_finite(totals) & has_targets
     return Correction(good / divisor, norm / scaled, good)
 
 
-def is_good(totals: Totals) -> Tensor:
-    """Whether a step has targets, a finite loss and a finite gradient, ``[]`` bool."""
+def is_finite(totals: Totals) -> Tensor:
+    """Whether a step has a finite loss and a finite gradient, ``[]`` bool."""
     square = totals["grad_sq"]
     if "loss" in totals.sums.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
         square = square.add(totals["loss"], alpha=0)  # 0 times what is not finite is NaN
-    return (square < math.inf) & (totals["targets"] > 0)  # False for NaN as well
+    return square < math.inf  # False for NaN as well
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -33,8 +33,9 @@ from forgekit.inputs import check_choice, check_numbers
 from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.state import Layout, layout_of
-from forgekit.steps.forward import evaluating
-from forgekit.steps.losses import Loss, position_losses
+from forgekit.steps.cross_entropy import position_losses
+from forgekit.steps.losses import Loss
+from forgekit.steps.micro_batch import evaluating
 
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 Forward = Callable[[nn.Module, TensorDictBase], Tensor]

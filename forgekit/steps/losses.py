@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from forgekit.data.batch import IGNORED
-from forgekit.steps.vocabulary_parallel import shared_losses, take_logits
 from forgekit.tensors import wide
 
 Number = Tensor | float | int
@@ -41,6 +38,7 @@ class Loss:
             step and divided then; a single number counts as one observation. Of one that is named
             ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
         rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
+            Those of this library's losses are computed when they are read.
         means: The part of the sum that ``with_mean`` added.
         is_nll: Whether the sum is the negative log-likelihood of the targets, in nats, so that its
             mean has a perplexity (``evaluate``). Set it for a cross-entropy of your own; a loss
@@ -59,7 +57,7 @@ class Loss:
     sum: Tensor
     count: Tensor | int
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
-    rows: tuple[Tensor, Tensor] | None = None
+    rows: Sequence[Tensor] | None = None
     means: Number = dataclasses.field(default=0.0, repr=False)
     is_nll: bool = False
     problem: str | None = dataclasses.field(default=None, repr=False)
@@ -135,74 +133,18 @@ class Loss:
 LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
-    """Cross-entropy of next-token logits, summed over the targets, in float32 or wider.
+class RowSums(Sequence[Tensor]):
+    """Sum and count of each row, ``([b], [b])``, computed when they are read: few losses are."""
 
-    Args:
-        logits: ``[... v]``; masked positions may hold anything, NaN included. A DTensor
-            that is sharded over the vocabulary stays so: ranks compute with their own columns.
-        labels: ``[...]`` signed int, already shifted; -100 where there is no target. Another
-            label outside the vocabulary raises (on CUDA as a device-side assertion).
-        z_loss: Weight of the squared log-partition, which keeps logits from drifting.
+    def __init__(self, losses: Tensor, is_target: Tensor) -> None:
+        self._losses, self._is_target = losses.detach(), is_target
 
-    Returns:
-        ``Loss`` with the number of labels that are not -100.
+    def __getitem__(self, index: Any) -> Any:
+        values = self._losses.view(self._is_target.shape), self._is_target
+        return [value.flatten(1).sum(1) for value in values][index]
 
-    Raises:
-        ValueError: If the shapes do not fit.
-        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
-
-    Examples:
-        >>> cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[3, -100]])).sum
-        tensor(1.3863)
-
-    References:
-        z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
-    """
-    losses = position_losses(logits, labels, z_loss)
-    return loss_of_positions(losses.sum(), losses, labels, is_nll=not z_loss)
-
-
-def position_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Cross-entropy at each position, ``[n]``, differentiable; 0 where there is no target.
-
-    Arguments and errors are those of ``cross_entropy``.
-    """
-    check_shapes("logits", logits, labels)
-    check_labels(labels, logits.shape[-1])
-    logits, columns = take_logits(logits)
-    flat, positions = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
-    if columns is not None:
-        return shared_losses(flat, positions, z_loss, columns)
-    flat = flat.to(wide(logits.dtype))
-    if flat.requires_grad:  # a hook costs a third of an autograd function in Python
-        flat.register_hook(partial(_without_masked, positions == IGNORED))
-    losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
-    if z_loss:
-        # `where`, not a product: masked values may be NaN.
-        log_z = torch.where(positions != IGNORED, flat.logsumexp(-1), 0.0)
-        losses = losses + z_loss * log_z.square()
-    return losses
-
-
-def loss_of_positions(total: Tensor, losses: Tensor, labels: Tensor, *, is_nll: bool) -> Loss:
-    """Build a loss with its rows.
-
-    Args:
-        total: ``[]`` differentiable sum of the losses.
-        losses: ``[n]``, 0 at positions without a target.
-        labels: ``[b ...]`` of ``n`` positions; rows are told apart if there are two dimensions.
-        is_nll: Whether the losses are negative log-likelihoods.
-
-    Returns:
-        ``Loss`` with the number of labels that are not -100.
-    """
-    is_target = labels != IGNORED
-    if labels.ndim < 2:
-        return Loss(total, is_target.sum(), is_nll=is_nll)
-    counts = is_target.flatten(1).sum(1)
-    sums = losses.detach().view(labels.shape).flatten(1).sum(1)
-    return Loss(total, counts.sum(), rows=(sums, counts), is_nll=is_nll)
+    def __len__(self) -> int:
+        return 2
 
 
 def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
@@ -275,22 +217,8 @@ def pair_of(metric: Metric) -> tuple[Number, Number]:
 
 
 def values_of(loss: Loss) -> list[Any]:
-    """All tensors and numbers of a loss, but for its means."""
-    pairs = itertools.chain.from_iterable(map(pair_of, loss.metrics.values()))
-    return [loss.sum, loss.count, *(loss.rows or ()), *pairs]
-
-
-def _without_masked(is_masked: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Set the gradient of masked rows to zero.
-
-    torch gives a masked row ``softmax * 0``, which is NaN if the row holds one. NaN in a row with
-    a target stays, whatever it comes from: it makes the step a bad one.
-    """
-    if gradient is None:  # of an output that nobody used
-        return None
-    # In place: nobody else holds this gradient, unless a graph of the backward is being built.
-    fill = gradient.masked_fill if torch.is_grad_enabled() else gradient.masked_fill_
-    return fill(is_masked.unsqueeze(-1), 0.0)
+    """All tensors and numbers of a loss, but for its means and rows."""
+    return [loss.sum, loss.count, *itertools.chain(*map(pair_of, loss.metrics.values()))]
 
 
 def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:

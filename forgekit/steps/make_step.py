@@ -94,7 +94,7 @@ def make_step(
             check_rates(state.optimizer, schedule, total or SEARCHED_STEPS)
         lr = _rate(schedule, state, totals.samples)
         options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
-        totals = reduce_totals(totals, state, audit=audit, settings=options)
+        totals = reduce_totals(totals, state, settings=options)
         for name, voter in voters.items():
             voter.hear(totals[name])
         looked = {} if gradient_hook is None else gradient_hook(state, totals)

@@ -31,7 +31,8 @@ from forgekit.parallel.pipeline.stage import StandIn
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
-from forgekit.steps.forward import (
+from forgekit.steps.losses import Loss, values_of
+from forgekit.steps.micro_batch import (
     LossFn,
     check_loss,
     check_output,
@@ -39,7 +40,6 @@ from forgekit.steps.forward import (
     length_of,
     take_part,
 )
-from forgekit.steps.losses import Loss, values_of
 from forgekit.steps.ranges import named
 from forgekit.steps.totals import LossSums
 

@@ -9,20 +9,19 @@ from typing import Any, Self
 import attrs
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
-from forgekit.steps.audit.agreement import (
-    Claim,
-    UnreducedError,
-    agree,
-    compare_sums,
-    difference,
-)
+from forgekit.steps.audit.agreement import Report, UnreducedError, agree, compare, difference
 from forgekit.steps.losses import Loss, pair_of
 from forgekit.steps.ranges import ranged
+
+LAG = 2
+"""Steps after which an accelerator's host reads whether a rank had a problem, as a stop request."""
 
 
 @attrs.frozen
@@ -128,12 +127,8 @@ class LossSums:
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
-        stacks = self._stacks(self.counts)
-        # The root of what is below zero is NaN, and so is 0 times infinity. No host reads a count.
-        parts = [
-            stack.sum(dtype=torch.float64).add(stack.sqrt().sum(), alpha=0) for stack in stacks
-        ]
-        return self._add(parts)
+        counts = (stack.double() for stack in self._stacks(self.counts))
+        return self._add([F.threshold(count, -math.ulp(0.0), math.nan).sum() for count in counts])
 
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
         return self._add([stack.sum(dtype=torch.float64) for stack in self._stacks(values)])
@@ -170,7 +165,6 @@ def reduce_totals(
     totals: Totals,
     state: TrainState,
     *,
-    audit: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> Totals:
     """Add a step's sums, the squared gradient norm and the votes over all ranks.
@@ -180,44 +174,87 @@ def reduce_totals(
     stage, and a parameter's shard counts as one over the number of ranks that hold it.
 
     At a run's first step the ranks compare before that what they are about to add up, in one more
-    collective, and that replicas of a parameter and of its gradient agree. Rows that differ
-    between the ranks at a later step make it a bad one, on all of them.
+    collective, and that replicas of a parameter and of its gradient agree. A problem of one rank at
+    a later step travels as a vote, so that no rank leaves alone: the step is a bad one on all
+    ranks, and all of them raise; on an accelerator, where no host waits for a step, at the end of
+    the second step after it. Rows that differ between the ranks make a step a bad one.
 
     Args:
         totals: What ``accumulate`` returned, with votes added where there are any.
         state: The state whose gradients were accumulated; not changed.
-        audit: Whether the first step compares replicas and ``settings``; it does not where
-            ``accumulate`` was told to leave its proofs out.
-        settings: Options by name that have to be the same on all ranks; compared as text.
+        settings: Options by name that have to be the same on all ranks; compared as text, as
+            replicas and rows are, unless ``accumulate`` was told ``audit=False``.
 
     Returns:
         Totals that are the same on every rank, with ``grad_sq``.
 
     Raises:
-        UnreducedError: If FSDP held gradients back. At the first step on every rank; later on the
-            ranks that see it, while the step is a bad one, which changes nothing, on all others.
-        ValueError: If a loss cannot be trained on (then as an ``UnreducedError``), ranks bring
-            different names or rows, replicas differ, or names change from one step to the next:
-            the vector would be added up across different things.
+        UnreducedError: If FSDP held gradients back.
+        ValueError: If a loss cannot be trained on, ranks bring different names or rows, replicas
+            differ, or names change from one step to the next: the vector would be added up across
+            different things. On the other ranks as ``RuntimeError``, with the rank that says so.
     """
-    totals = _with_rows(with_gradient_square(totals, state), state)
-    agreed = state.agreed
+    totals, agreed = with_gradient_square(totals, state), state.agreed
     if agreed is None:
         options = {"step": state.step, "samples": state.samples, "seed": state.seed}
         options |= settings or {}
-        agreed = agree(_claim(totals, state), state, audit=audit and totals.audit, settings=options)
+        agreed = agree(_report(totals, state), state, options, audit=totals.audit)
+        problem = None
     else:
-        _check_names(totals, state, agreed.sums)
-    if totals.unreduced:  # the others learn it from a gradient that is not a number
+        problem = _problem_of(totals, state, agreed.sums)
+    totals = attrs.evolve(totals, agreed=agreed)
+    world = world_of(state.mesh)
+    if world == 1:
+        if problem is not None:
+            raise problem
+        return totals
+    if problem is not None:
         totals = totals.plus(grad_sq=torch.full_like(totals["grad_sq"], torch.nan))
-    if not state.layout.has_last:  # the sums that only a pipeline's last stage has
-        totals = _with_zeros(totals, agreed.sums)
-    reduced = _sum_over_ranks(attrs.evolve(totals, agreed=agreed), state)
+    # All ranks bring as many rows if their sum squared is their number times the sum of squares.
+    rows = torch.full_like(totals["loss"], totals.rows)
+    failed = torch.full_like(rows, problem is not None)
+    totals = totals.plus(rows=rows, rows_squared=rows.square(), failed=failed)
+    totals = _sum_over_ranks(totals, state, (*agreed.sums, "rows", "rows_squared", "failed"))
+    _raise_together(agreed, totals["failed"], problem)
+    is_even = world * totals["rows_squared"] == totals["rows"].square()
+    return totals.plus(grad_sq=torch.where(is_even, totals["grad_sq"], torch.nan))
+
+
+def _problem_of(totals: Totals, state: TrainState, known: tuple[Any, ...]) -> Exception | None:
+    """Why this rank cannot take a step after the first."""
     if totals.unreduced:
-        raise UnreducedError(totals.unreduced)
+        return UnreducedError(totals.unreduced)
     if totals.problem is not None:
-        raise ValueError(totals.problem)
-    return _check_rows(reduced, state)
+        return ValueError(totals.problem)
+    keys = _summed_keys(totals)
+    if not state.layout.has_last or list(known) == keys:
+        return None
+    return ValueError(
+        f"the names of a step's sums changed: {difference(known, keys)}. Report the same "
+        "metrics in every step; use (0.0, 0) for a metric without observations."
+    )
+
+
+def _raise_together(agreed: Agreement, failed: Tensor, problem: Exception | None) -> None:
+    """Raise on all ranks if one of them had a problem; on an accelerator that of two steps ago."""
+    event = None
+    if failed.device.type != "cpu":
+        failed = failed.to("cpu", non_blocking=True)
+        event = torch.get_device_module().Event()
+        event.record()
+    agreed.waiting.append((failed, event, problem))
+    if len(agreed.waiting) <= (0 if event is None else LAG):
+        return
+    failed, event, problem = agreed.waiting.popleft()
+    if event is not None:
+        event.synchronize()
+    if failed.numpy() == 0:
+        return
+    told = exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    rank = next(rank for rank, one in enumerate(told) if one is not None)
+    raise RuntimeError(f"rank {rank} could not take a step, which changed nothing: {told[rank]}")
 
 
 def with_gradient_square(totals: Totals, state: TrainState) -> Totals:
@@ -231,8 +268,8 @@ def reduce_losses(totals: Totals, state: TrainState) -> Totals:
     Raises:
         ValueError: On every rank, if names or numbers of rows differ.
     """
-    sums = compare_sums(_claim(totals, state), state)
-    return _sum_over_ranks(_with_zeros(totals, sums), state)
+    sums = compare(exchange(_report(totals, state), world_of(state.mesh)))
+    return totals if world_of(state.mesh) == 1 else _sum_over_ranks(totals, state, sums)
 
 
 def mean_metrics(totals: Totals) -> dict[str, Tensor]:
@@ -252,57 +289,30 @@ def mean_metrics(totals: Totals) -> dict[str, Tensor]:
     return means
 
 
-def _sum_over_ranks(totals: Totals, state: TrainState) -> Totals:
-    """All-reduce one vector of everything but the loss scale, which all ranks share already."""
-    if world_of(state.mesh) == 1:
-        return totals
-    sums = totals.sums.copy()
-    keys = _summed_keys(totals)
-    owns_loss = state.layout.owns_loss
+def _sum_over_ranks(totals: Totals, state: TrainState, keys: Iterable[Any]) -> Totals:
+    """All-reduce one vector; sums that this rank lacks, as stages before the last do, are zeros."""
+    sums, zero = totals.sums.copy(), torch.zeros_like(totals["loss"])
+    owned = {key: sums.get(key, zero) for key in keys}
+    if not state.layout.owns_loss:
+        owned = {key: value * 0.0 if _is_loss(key) else value for key, value in owned.items()}
     # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
-    owned = [sums[key] if owns_loss or not _is_loss(key) else sums[key] * 0.0 for key in keys]
-    vector = torch.cat([value.reshape(-1) for value in owned])
+    vector = torch.cat([value.reshape(-1) for value in owned.values()])
     dist.all_reduce(vector)
-    parts = vector.split([value.numel() for value in owned])
-    for key, value, part in zip(keys, owned, parts, strict=True):
+    parts = vector.split([value.numel() for value in owned.values()])
+    for (key, value), part in zip(owned.items(), parts, strict=True):
         sums[key] = part.view(value.shape)
     return attrs.evolve(totals, sums=sums)
 
 
-def _with_rows(totals: Totals, state: TrainState) -> Totals:
-    """Add this rank's rows and their square, from whose sums every rank sees whether all agree."""
-    if world_of(state.mesh) == 1:
-        return totals
-    rows = torch.full_like(totals["loss"], totals.rows)
-    return totals.plus(rows=rows, rows_squared=rows.square())
-
-
-def _check_rows(totals: Totals, state: TrainState) -> Totals:
-    """Make a step bad, on every rank alike, if the ranks brought different numbers of rows."""
-    world = world_of(state.mesh)
-    if world == 1:
-        return totals
-    is_even = world * totals["rows_squared"] == totals["rows"].square()
-    return totals.plus(grad_sq=torch.where(is_even, totals["grad_sq"], torch.nan))
-
-
-def _claim(totals: Totals, state: TrainState) -> Claim:
-    return Claim(
-        sums=_summed_keys(totals),
-        samples=totals.samples,
-        knows_names=state.layout.has_last,
+def _report(totals: Totals, state: TrainState) -> Report:
+    return Report.of(
+        state,
+        _summed_keys(totals),
+        totals.samples,
+        totals.digest,
         unreduced=totals.unreduced,
         problem=totals.problem,
-        rows=totals.digest,
     )
-
-
-def _with_zeros(totals: Totals, keys: Iterable[Any]) -> Totals:
-    missing = set(keys) - set(_summed_keys(totals))
-    sums = totals.sums.clone() if missing else totals.sums
-    for key in missing:
-        sums[key] = torch.zeros_like(totals["loss"])
-    return attrs.evolve(totals, sums=sums)
 
 
 def _is_loss(key: str | tuple[str, ...]) -> bool:
@@ -333,21 +343,3 @@ def _gradient_square(state: TrainState) -> Tensor:
     if not parts or parts[0].device != device:  # of shards on the host: added as a number
         parts.insert(0, torch.zeros((), dtype=torch.float64, device=device))
     return sum(parts[1:], parts[0])
-
-
-def _check_names(totals: Totals, state: TrainState, known: tuple[Any, ...]) -> None:
-    """Raise if this step's names are not those that the ranks agreed on."""
-    keys = _summed_keys(totals)
-    if not state.layout.has_last or list(known) == keys:
-        return
-    if world_of(state.mesh) > 1:
-        # The others are on their way into the collective: meet them there, with NaN, so that
-        # they end with a bad step instead of waiting for this rank.
-        more = sum(
-            totals.sums[key].numel() - 1 for key in keys
-        )  # those of experts keep their shapes
-        dist.all_reduce(totals["targets"].new_full((len(known) + more,), torch.nan))
-    raise ValueError(
-        f"the names of a step's sums changed: {difference(known, keys)}. Report the same "
-        "metrics in every step; use (0.0, 0) for a metric without observations."
-    )

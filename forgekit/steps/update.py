@@ -14,7 +14,7 @@ from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.state import TrainState, donate
-from forgekit.steps.clip import Correction, is_good
+from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.experts import rebalance
 from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals
@@ -104,7 +104,7 @@ def _rescale(
         return {}
     scale, finite = state.loss_scale, correction.finite
     has_targets = totals["targets"] > 0
-    overflow = has_targets & ~is_good(totals)
+    overflow = has_targets & ~is_finite(totals)
     good = state.good_steps + finite.to(torch.int64)
     grows = good >= growth_interval
     # A scale that was chosen beyond the bounds stays there.

@@ -36,8 +36,8 @@ from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
 from forgekit.steps.experts import StepRouters, rebalance
-from forgekit.steps.forward import check_loss, compute_loss
 from forgekit.steps.gradients import gradients
+from forgekit.steps.micro_batch import check_loss, compute_loss
 from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
 

@@ -158,7 +158,7 @@ def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
     for step in range(cell.steps):
         mine = own_batches(cell, state.mesh, step)
         totals = fk.accumulate(state, mine, LOSSES[cell.loss], audit=False)
-        totals = fk.reduce_totals(totals, state, audit=False)
+        totals = fk.reduce_totals(totals, state)
         if step == 0:
             factor = fk.clip(totals).factor
             raw: Any = {name: p.grad for name, p in state.model.named_parameters()}

@@ -174,7 +174,7 @@ def _started(
 def _gradients(rank, world, layout, kind, plan, options, audit=True):
     state, batches = _started(layout, kind, plan, **options)
     totals = fk.accumulate(state, batches, loss_fn, audit=audit)
-    totals = fk.reduce_totals(totals, state, audit=audit)
+    totals = fk.reduce_totals(totals, state)
     factor = fk.clip(totals).factor
     return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
 

@@ -53,7 +53,7 @@ from forgekit.plan.stand_ins import PlanError, pretending
 from forgekit.plan.sweep import BEHIND, layouts, lighter_settings, sweep
 from forgekit.plan.sweep import LONG as LONG_ROWS
 from forgekit.plan.watch import Call, StepWatch, Work, dimension_of
-from forgekit.steps.linear_cross_entropy import LOGITS, LOGITS_ON_CPU
+from forgekit.steps.cross_entropy import LOGITS, LOGITS_ON_CPU
 
 CHECKED = [
     Cell(

@@ -13,9 +13,9 @@ import forgekit as fk
 
 EXACT = 1e-12
 UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
-COPIES = ("forgekit.steps.audit.agreement:_check_replicas", None)
+COPIES = ("forgekit.steps.audit.agreement:_replicas", {})
 NO_MESH = ("forgekit.state:_check_parameters", None)
-GATHERED = ("forgekit.steps.vocabulary_parallel:TENSOR", "dp_shard")
+GATHERED = ("forgekit.steps.cross_entropy:TENSOR", "dp_shard")
 WATCHED = ("forgekit.steps.audit.first_step:watching_shards", verified.no_shards)
 FIRST = ("forgekit.parallel.pipeline.stage:Stage._sent", verified.first_alone)
 TERM = ("forgekit.steps.pipelined:PARAMETERS", ())

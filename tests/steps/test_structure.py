@@ -7,11 +7,11 @@ import pytest
 from bare import Size, bare_step, our_step
 from structure import Counted
 
-MOST_KERNELS = {1: 26, 2: 28, 4: 28}
+MOST_KERNELS = {1: 22, 2: 22, 4: 18}
 """More than the loop by hand, for each number of micro-batches.
 
-Two guards cost the last of them: a mask for each micro-batch, so that NaN which a finite loss sends
-back is seen, and the root of the counts, so that one below zero is.
+They pay for what the loop does not have: masked rows may hold NaN, a count below zero and a step
+that is not finite change nothing, and metrics, counters and the learning rate stay on the device.
 """
 
 SIZE = Size(dim=16, layers=1, seq_len=8, vocab_size=32, rows=2)

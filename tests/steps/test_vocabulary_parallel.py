@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.steps import linear_cross_entropy
+from forgekit.steps import cross_entropy as cross_entropy_file
 
 ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
 
@@ -144,9 +144,9 @@ def test_large_logits_do_not_overflow():
 
 def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
     mesh = mesh_of(world)
-    linear_cross_entropy._chunk_rows, chunk_rows = (
+    cross_entropy_file._chunk_rows, chunk_rows = (
         lambda weight: chunk,
-        linear_cross_entropy._chunk_rows,
+        cross_entropy_file._chunk_rows,
     )
     weight = spread(WEIGHT, mesh, {"shard": Shard(0), "replicate": Replicate()}[kinds[1]])
     if kinds[0] == "plain":
@@ -156,7 +156,7 @@ def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
     try:
         loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
     finally:
-        linear_cross_entropy._chunk_rows = chunk_rows
+        cross_entropy_file._chunk_rows = chunk_rows
     assert int(loss.count) == int((labels != -100).sum())
     (0.125 * loss.sum).backward()
     full = [g.full_tensor() if isinstance(g, DTensor) else g for g in (hidden.grad, weight.grad)]
@@ -252,16 +252,16 @@ def _seen(rank, world, rows, vocab, chunk):
     mesh = mesh_of(world)
     hidden = spread(torch.ones(rows, 1), mesh, Replicate())
     weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
-    linear_cross_entropy._chunk_rows, chunk_rows = (
+    cross_entropy_file._chunk_rows, chunk_rows = (
         lambda weight: chunk,
-        linear_cross_entropy._chunk_rows,
+        cross_entropy_file._chunk_rows,
     )
     try:
         with Seen() as linear:
             loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
             loss.sum.backward()
     finally:
-        linear_cross_entropy._chunk_rows = chunk_rows
+        cross_entropy_file._chunk_rows = chunk_rows
     logits = spread(torch.ones(rows, vocab), mesh, Shard(1))
     with Seen() as full:
         fk.cross_entropy(logits, torch.arange(rows) % vocab, 0.1).sum.backward()

@@ -13,16 +13,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DATA_DIMENSIONS
-from forgekit.parallel.agreement import Difference, check_same, exchange, find_difference
+from forgekit.parallel.agreement import check_same, exchange, find_difference
 from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 
@@ -44,6 +44,26 @@ BUFFER = (
     "GroupNorm), one that adds them up (torch.nn.SyncBatchNorm, on accelerators), or keep the "
     "module in evaluation mode"
 )
+REPLICA = (
+    "ranks {x} and {y} hold the same part of {name!r}, but its {part} differ ({a:.6g} and {b:.6g}) "
+    "along {along}. Likely cause: {cause}. Nothing was updated."
+)
+SENTENCES = MappingProxyType(
+    {
+        "sums": "rank {y} reports other sums than rank {x}: {difference}. Report the same metrics "
+        "on every rank; use (0.0, 0) without observations.",
+        "samples": "rank {y} counts {b} samples in a step and rank {x} {a}; every rank must bring "
+        "as many rows. Fill up with rows whose labels are -100.",
+        "rows": "ranks {x} and {y} differ along {along} only, so they share rows, and they brought "
+        "different ones. Choose rows by data-parallel rank: rank, world = "
+        "forgekit.data_ranks(mesh).",
+        "values": REPLICA,
+        "buffer": REPLICA,
+        "gradients": REPLICA,
+    }
+)
+"""What ranks compare, and what is said of a difference. A key is ``(kind, name, shard)``."""
+
 SHOWN = 4
 """Names that an error lists."""
 
@@ -65,52 +85,48 @@ class UnreducedError(RuntimeError):
 
 
 @attrs.frozen(kw_only=True)
-class Claim:
+class Report:
     """What one rank is about to do.
 
     Attributes:
-        sums: Names of the sums that it adds up.
-        samples: Rows that it counts globally.
-        knows_names: Whether it computes losses; stages of a pipeline before the last do not.
+        stated: Values by ``(kind, name, shard)``; a kind of ``SENTENCES``.
+        position: Its coordinate on each dimension of the mesh.
         settings: What has to be the same everywhere, as text.
         unreduced: Parameters whose gradients FSDP holds back.
         problem: Why a loss of its cannot be trained on.
         parameters: Names of its parameters; empty where another rank has the same.
-        position: Its coordinate on each dimension of the mesh.
-        rows: Digest of the first micro-batch; ranks that share rows must bring the same.
-        replicas: Norm and sum of the values and gradients of shards that other ranks hold too.
     """
 
-    sums: list[Any]
-    samples: int
-    knows_names: bool
+    stated: Mapping[Any, Any]
+    position: Mapping[str, int]
     settings: Mapping[str, str] = attrs.field(factory=dict)
     unreduced: tuple[str, ...] = ()
     problem: str | None = None
     parameters: tuple[str, ...] = ()
-    position: Mapping[str, int] = attrs.field(factory=dict)
-    rows: str = ""
-    replicas: Mapping[Replica, tuple[float, float]] = attrs.field(factory=dict)
 
-
-class Replica(NamedTuple):
-    """A shard of which several ranks hold the same: its values, its gradient, or a buffer."""
-
-    name: str
-    part: str
-    shard: tuple[Any, ...]
+    @classmethod
+    def of(
+        cls, state: TrainState, sums: list[Any], samples: int, digest: str = "", **more: Any
+    ) -> Report:
+        """Report names of sums, which the last stage of a pipeline alone knows, and rows."""
+        position = position_of(state)
+        data = tuple(position.get(name, 0) for name in DATA_DIMENSIONS)
+        stated: dict[Any, Any] = {("samples", "", ()): samples, ("rows", "", data): digest}
+        if state.layout.has_last:
+            stated["sums", "", ()] = sums
+        return cls(stated=stated, position=position, **more)
 
 
 def agree(
-    claim: Claim, state: TrainState, *, audit: bool, settings: Mapping[str, Any]
+    report: Report, state: TrainState, settings: Mapping[str, Any], *, audit: bool
 ) -> Agreement:
     """Exchange what the ranks are about to do and refuse it together; a collective of objects.
 
     Args:
-        claim: This rank's sums and samples.
+        report: This rank's sums and samples.
         state: The state, its gradients as ``accumulate`` left them.
-        audit: Whether replicas, rows and settings are compared too.
         settings: What has to be the same on all ranks.
+        audit: Whether settings and replicas are compared too.
 
     Returns:
         What all ranks add up from here on.
@@ -119,33 +135,21 @@ def agree(
         UnreducedError: On every rank, if FSDP held gradients back on one of them.
         ValueError: On every rank, if they differ.
     """
-    world = world_of(state.mesh)
-    position = _position(state)
-    is_first = not any(at for name, at in position.items() if name != "pp")
-    names = tuple(name for name, _ in state.model.named_parameters()) if is_first else ()
-    claim = attrs.evolve(claim, position=position, parameters=names)
+    world, stated = world_of(state.mesh), dict(report.stated)
     if audit and world > 1:
+        stated |= _replicas(state, gradients=True)
         shown = {name: repr(value) for name, value in settings.items()}
-        claim = attrs.evolve(claim, settings=shown, replicas=_replicas(state, gradients=True))
-    claims = exchange(claim, world)
-    for rank, one in enumerate(claims):
+        report = attrs.evolve(report, settings=shown)
+    is_first = not any(at for name, at in report.position.items() if name != "pp")
+    names = tuple(name for name, _ in state.model.named_parameters()) if is_first else ()
+    reports = exchange(attrs.evolve(report, stated=stated, parameters=names), world)
+    for rank, one in enumerate(reports):
         if one.unreduced:
             raise UnreducedError(one.unreduced, where=f" on rank {rank}" if world > 1 else "")
-    _check_losses(claims)
-    check_same([one.settings for one in claims])
-    if audit:
-        _check_rows(claims)
-    sums = _check_sums(claims)
-    _check_replicas(claims)
-    every_name = dict.fromkeys(name for one in claims for name in one.parameters)
+    check_same([one.settings for one in reports])
+    sums = compare(reports)
+    every_name = dict.fromkeys(name for one in reports for name in one.parameters)
     return Agreement(tuple(sums), tuple(every_name))
-
-
-def compare_sums(claim: Claim, state: TrainState) -> list[Any]:
-    """Exchange the names and rows of an evaluation; return the names that all ranks add up."""
-    claims = exchange(claim, world_of(state.mesh))
-    _check_losses(claims)
-    return _check_sums(claims)
 
 
 def check_replicas(state: TrainState) -> None:
@@ -159,9 +163,33 @@ def check_replicas(state: TrainState) -> None:
     Raises:
         ValueError: On every rank, with the parameter, the mesh dimension and the likely cause.
     """
-    replicas, position = _replicas(state, gradients=False), _position(state)
-    claim = Claim(sums=[], samples=0, knows_names=False, position=position, replicas=replicas)
-    _check_replicas(exchange(claim, world_of(state.mesh)))
+    report = Report(stated=_replicas(state, gradients=False), position=position_of(state))
+    compare(exchange(report, world_of(state.mesh)))
+
+
+def compare(reports: Sequence[Report]) -> list[Any]:
+    """Raise unless ranks that state the same key state the same value; return the names of sums."""
+    for rank, one in enumerate(reports):
+        if one.problem is not None:
+            raise ValueError(f"rank {rank} {one.problem}")
+    norms = [v[0] for one in reports for k, v in one.stated.items() if k[0] == "gradients"]
+    largest = max(norms, default=0.0)
+    for kind, sentence in SENTENCES.items():
+        stated = [{k: v for k, v in one.stated.items() if k[0] == kind} for one in reports]
+        if apart := find_difference(stated, partial(_is_same, kind, largest)):
+            x, y, name = apart.first, apart.other, apart.key[1]
+            a, b = stated[x][apart.key], stated[y][apart.key]
+            here, there = reports[x].position, reports[y].position
+            along = [dim for dim in here if here[dim] != there[dim]]
+            causes = [BUFFER] if kind == "buffer" else [CAUSES[d] for d in along if d in CAUSES]
+            changed = difference(a, b) if kind == "sums" else ""
+            if sentence == REPLICA:
+                a, b = next((m, n) for m, n in zip(a, b, strict=True) if m != n)
+            told = {"x": x, "y": y, "a": a, "b": b, "name": name, "difference": changed}
+            told["part"] = "gradients" if kind == "gradients" else "values"
+            told["cause"] = "; ".join(causes) or "an update outside of the step"
+            raise ValueError(sentence.format(along=" and ".join(along), **told))
+    return next((r.stated["sums", "", ()] for r in reports if ("sums", "", ()) in r.stated), [])
 
 
 def difference(known: Iterable[Any], new: Iterable[Any]) -> str:
@@ -184,127 +212,53 @@ def digest_rows(batch: TensorDictBase) -> str:
     return digest.hexdigest()
 
 
-def _check_losses(claims: Sequence[Claim]) -> None:
-    for rank, one in enumerate(claims):
-        if one.problem is not None:
-            raise ValueError(f"rank {rank} {one.problem}")
-
-
-def _check_sums(claims: Sequence[Claim]) -> list[Any]:
-    """Raise if names of sums or numbers of samples differ; return the names."""
-    if apart := find_difference([{"": one.sums} if one.knows_names else {} for one in claims]):
-        first, other = claims[apart.first], claims[apart.other]
-        raise ValueError(
-            f"rank {apart.other} reports other sums than rank {apart.first}: "
-            f"{difference(first.sums, other.sums)}. "
-            "Report the same metrics on every rank; use (0.0, 0) without observations."
-        )
-    if apart := find_difference([{"": one.samples} for one in claims]):
-        first, other = claims[apart.first], claims[apart.other]
-        raise ValueError(
-            f"rank {apart.other} counts {other.samples} samples in a step and rank {apart.first} "
-            f"{first.samples}; every rank must bring as many rows. Fill up with rows whose labels "
-            "are -100."
-        )
-    return next(one.sums for one in claims if one.knows_names)
-
-
-def _check_rows(claims: Sequence[Claim]) -> None:
-    """Raise if ranks that share rows, by their data-parallel rank, brought different ones."""
-    shared = [tuple(one.position.get(name, 0) for name in DATA_DIMENSIONS) for one in claims]
-    stated = [{data: one.rows} for data, one in zip(shared, claims, strict=True)]
-    if apart := find_difference(stated):
-        raise ValueError(
-            f"ranks {apart.first} and {apart.other} differ along {_along(claims, apart)} only, so "
-            "they share rows, and they brought different ones. Choose rows by data-parallel rank: "
-            "rank, world = forgekit.data_ranks(mesh)."
-        )
-
-
-def _check_replicas(claims: Sequence[Claim]) -> None:
-    """Raise if ranks hold different values of one parameter or buffer, or different gradients."""
-    norms = [v[0] for one in claims for k, v in one.replicas.items() if k.part == "gradients"]
-    bounds = {
-        "values": (DRIFT, 0.0),
-        "buffer": (DRIFT, 0.0),
-        "gradients": (NOISE, DRIFT * max(norms, default=0.0)),
-    }
-    for part, bound in bounds.items():
-        stated = [{k: v for k, v in one.replicas.items() if k.part == part} for one in claims]
-        if apart := find_difference(stated, partial(_is_close, *bound)):
-            raise ValueError(_describe(claims, apart, part))
-
-
-def _describe(claims: Sequence[Claim], apart: Difference, part: str) -> str:
-    along = _along(claims, apart)
-    first, other = (claims[rank].replicas[apart.key] for rank in (apart.first, apart.other))
-    a, b = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
-    of = "values" if part == "buffer" else part
-    causes = [CAUSES[name] for name in along.split(" and ") if name in CAUSES]
-    cause = "; ".join(causes) or "an update outside of the step"
-    return (
-        f"ranks {apart.first} and {apart.other} hold the same part of {apart.key.name!r}, but its "
-        f"{of} differ ({a:.6g} and {b:.6g}) along {along}. Likely cause: "
-        f"{BUFFER if part == 'buffer' else cause}. Nothing was updated."
-    )
-
-
-def _is_close(share: float, rest: float, a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    # A step that is not finite is a bad one on all ranks, whatever the replicas hold.
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    return not any(abs(x - y) > share * a[0] + rest for x, y in pairs)
-
-
-def _along(claims: Sequence[Claim], apart: Difference) -> str:
-    """The dimensions of the mesh on which two ranks differ."""
-    here, there = claims[apart.first].position, claims[apart.other].position
-    return " and ".join(name for name in here if here[name] != there[name])
-
-
-def _position(state: TrainState) -> dict[str, int]:
+def position_of(state: TrainState) -> dict[str, int]:
+    """This rank's coordinate on each dimension of the mesh that has several."""
     mesh = state.mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
     return {name: mesh.get_local_rank(name) for name in names if mesh and size_of(mesh, name) > 1}
 
 
-def _replicas(state: TrainState, *, gradients: bool) -> dict[Replica, tuple[float, float]]:
-    """Measure each shard that other ranks hold too, and the buffers that a checkpoint keeps."""
+def _is_same(kind: str, largest: float, a: Any, b: Any) -> bool:
+    if SENTENCES[kind] != REPLICA:
+        return a == b
+    # Softmax makes some gradients zero but for rounding: those are held to the largest norm.
+    bound = NOISE * a[0] + DRIFT * largest if kind == "gradients" else DRIFT * a[0]
+    # A step that is not finite is a bad one on all ranks, whatever the replicas hold.
+    pairs = [(m, n) for m, n in zip(a, b, strict=True) if math.isfinite(m) and math.isfinite(n)]
+    return not any(abs(m - n) > bound for m, n in pairs)
+
+
+def _replicas(state: TrainState, *, gradients: bool) -> dict[Any, tuple[float, float]]:
+    """Measure each shard that other ranks hold too, and the buffers that a checkpoint keeps.
+
+    By norm and by the sum of every other number, in float64: no two agree in both by chance. Of
+    every other one, as all together are 0 where softmax made the gradient, whatever its sign.
+    """
     # The ranks of other pipeline stages hold other parameters, never the same shard.
     world = world_of(state.mesh) // size_of(state.mesh, "pp")
-    tensors = {Replica(name, "buffer", ()): buffer for name, buffer in _buffers(state.model)}
+    held: dict[Any, Tensor] = {
+        ("buffer", f"{name}.{leaf}".lstrip("."), ()): full(buffer)
+        for name, module in state.model.named_modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        # Others, such as tables of angles, follow from the model.
+        if leaf not in module._non_persistent_buffers_set
+    }
     for name, parameter in state.model.named_parameters():
         shard, owners = shard_and_owners(parameter.detach(), world)
         if owners > 1:
             at = _shard_of(parameter)
-            tensors[Replica(name, "values", at)] = shard
+            held["values", name, at] = shard
             if gradients and parameter.grad is not None:
-                tensors[Replica(name, "gradients", at)] = shard_and_owners(parameter.grad, world)[0]
-    return dict(zip(tensors, _measure([*tensors.values()]), strict=True))
-
-
-def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that a checkpoint keeps; others, such as tables of angles, follow from it."""
-    return [
-        (f"{name}.{leaf}".lstrip("."), full(buffer))
-        for name, module in model.named_modules()
-        for leaf, buffer in module.named_buffers(recurse=False)
-        if leaf not in module._non_persistent_buffers_set
-    ]
-
-
-def _measure(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Norm of each and sum of every other number, in float64: no two agree in both by chance.
-
-    Of every other one, as all together are 0 where softmax made the gradient, whatever its sign.
-    """
-    if not tensors:
-        return []
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+                held["gradients", name, at] = shard_and_owners(parameter.grad, world)[0]
+    if not held:
+        return {}
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in held.values()]
     # Of whole numbers, such as a packed weight's, the sum stands for the norm.
     real = [t if t.is_floating_point() else t.sum(dtype=torch.float64) for t in tensors]
-    norms = torch._foreach_norm(real, 2, dtype=torch.float64)
-    halves = [t.reshape(-1)[::2].sum(dtype=torch.float64) for t in tensors]
-    return [*zip(torch.stack(norms).tolist(), torch.stack(halves).tolist(), strict=True)]
+    norms = torch.stack(torch._foreach_norm(real, 2, dtype=torch.float64))
+    halves = torch.stack([t.reshape(-1)[::2].sum(dtype=torch.float64) for t in tensors])
+    return dict(zip(held, zip(norms.tolist(), halves.tolist(), strict=True), strict=True))
 
 
 def _shard_of(parameter: Tensor) -> tuple[Any, ...]:

@@ -9,20 +9,24 @@ that were never reduced, changed names and numbers of rows) is not here: no swit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import attrs
 from tensordict import TensorDictBase
 
 from forgekit.mesh import data_ranks
+from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import FsdpModules, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.audit.running_alike import running_alike, runs_compiled
-from forgekit.steps.forward import LossFn
+from forgekit.steps.micro_batch import LossFn
+
+END = "the end of loss_fn"
 
 
 @attrs.define
@@ -47,21 +51,43 @@ class Audit:
         Raises:
             ValueError: On every rank, if ranks together would train another model than one.
         """
-        if not self._is_due or world_of(self._state.mesh) == 1:
+        if not self._is_due:
             return
-        layout = self._state.layout
         self.digest = digest_rows(batch)
-        if layout.context > 1:
+        if self._state.layout.context > 1:
             check_positions(self._state, batch, self._loss_fn)
-        if layout.tensor > 1:
+        if self._state.layout.tensor > 1:
             check_plan(self._state, batch, self._loss_fn)
 
-    def running(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Compare over the ranks which modules run in the first micro-batch."""
-        model, is_first = self._state.model, self._is_due and micro_batch == 0
-        if not is_first or world_of(self._state.mesh) == 1 or runs_compiled(model):
-            return nullcontext()
-        return running_alike(model, self._sharded, is_due=True)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Compare over the ranks which modules run in the first micro-batch.
+
+        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
+        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
+        module is compared before FSDP gathers it: a small collective of objects, which pairs with
+        that of another rank whatever that one runs.
+
+        Raises:
+            ValueError: On every rank, with what the ranks are about to run, if they differ.
+        """
+        model, gathered = self._state.model, set(self._sharded)
+        # Compiled code runs in place of hooks.
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        if not self._is_due or is_compiled:
+            yield
+            return
+        here = {name: module for name, module in model.named_modules() if module in gathered}
+        # Ranks without experts have no module to gather there.
+        everywhere = set(here).intersection(*exchange(list(here)))
+        with ExitStack() as hooks:
+            for name in everywhere:
+                compare = partial(_compare, name or type(model).__name__)
+                # In front of FSDP's own hook.
+                hook = here[name].register_forward_pre_hook(compare, prepend=True)
+                hooks.callback(hook.remove)
+            yield
+        _compare(END)
 
 
 @contextmanager
@@ -76,7 +102,18 @@ def auditing(
         sharded: The model's FSDP modules.
         is_due: Whether it is a first step whose audit is not switched off.
     """
-    layout, audit = state.layout, Audit(state, loss_fn, sharded, is_due)
-    rows_differ = data_ranks(state.mesh)[1] * layout.context > 1
+    audit = Audit(state, loss_fn, sharded, is_due and world_of(state.mesh) > 1)
+    rows_differ = data_ranks(state.mesh)[1] * state.layout.context > 1
     with watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read:
         yield audit
+
+
+def _compare(name: str, *_: Any) -> None:
+    names = exchange(name)
+    if other := next((rank for rank, one in enumerate(names) if one != names[0]), 0):
+        raise ValueError(
+            f"ranks run different modules: rank 0 is at {names[0]} and rank {other} at "
+            f"{names[other]}. FSDP pairs the collectives of ranks by their order, so that "
+            "gradients would be wrong, or ranks wait for each other. Run the same modules on all "
+            "ranks: draw blocks to skip from a torch.Generator with one seed for all of them."
+        )

@@ -44,7 +44,7 @@ from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.plan import ROUTED
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.state import Layout, TrainState
-from forgekit.steps.forward import LossFn, compute_loss, evaluating, take_part
+from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, take_part
 from forgekit.steps.pipelined import evaluate_staged
 from forgekit.tensors import wide
 

@@ -29,8 +29,8 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.context.context_parallel import locate_slice, with_sockets
 from forgekit.parallel.layout import world_of
 from forgekit.state import Layout, TrainState, layout_of
-from forgekit.steps.forward import LossFn, compute_loss, evaluating, take_part
 from forgekit.steps.losses import Loss
+from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, take_part
 from forgekit.steps.pipelined import evaluate_staged
 
 CLOSE = 1e-2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -34,8 +34,8 @@ OUTSIDE = (
     "has a part of them. Call the model itself, not a module inside of it; give it head= to use "
     "the output weight; and for an L2 term use the optimizer's weight decay."
 )
-LET_GO = (
-    "the backward pass came to a module whose parameters FSDP has let go, because it saw no tensor "
+FREED = (
+    "the backward pass came to a module whose parameters FSDP has freed, because it saw no tensor "
     "in what the module returned: FSDP sees tensors, tuples, lists, dicts and dataclasses of them. "
     "Return those from every block, not a namespace or an attribute that is read later."
 )
@@ -43,10 +43,9 @@ EXPLAINED = MappingProxyType(
     {
         "got mixed torch.Tensor and DTensor": OUTSIDE,
         "on inputs with different meshes": OUTSIDE,
-        "in-place operations that require placement changes": OUTSIDE,
         "'FSDPCommContext' object has no attribute": OUTSIDE,
         "has already been lazily initialized": OUTSIDE,
-        "out of bounds for storage of size 0": LET_GO,
+        "out of bounds for storage of size 0": FREED,
     }
 )
 """What torch says, and what it means in a step."""
@@ -67,7 +66,15 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    first, given = _first_tensor(batch), batch.get("doc_ids", None)
+    tensors = chain(batch.values(), batch.values(True, True)) if _has_rows(batch) else ()
+    first = next((value for value in tensors if isinstance(value, Tensor)), None)
+    if first is None:
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__} with batch_size "
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
+            "batch_size [b], in a list. Use TensorDict(tensors, batch_size=[b])."
+        )
+    given = batch.get("doc_ids", None)
     _check_positions(batch, layout)
     if first.device != device:  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
@@ -96,7 +103,12 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
             f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
             "the summed loss and the number of its targets."
         )
-    return _plain(loss) if _is_sharded(loss) else loss
+    if not any([isinstance(value, DTensor) for value in values_of(loss)]):  # noqa: C419 (faster as a list)
+        return loss
+    metrics = {name: tuple(map(full, pair_of(metric))) for name, metric in loss.metrics.items()}
+    rows = loss.rows and (full(loss.rows[0]), full(loss.rows[1]))
+    numbers = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
+    return dataclasses.replace(loss, metrics=metrics, rows=rows, **numbers)
 
 
 class explaining:
@@ -130,11 +142,6 @@ def check_loss(loss: Loss) -> Loss:
     """
     if loss.metrics and (taken := RESERVED & loss.metrics.keys()):
         raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
-    if loss.sum.ndim:
-        raise ValueError(
-            f"the loss that loss_fn returned has a sum of shape {tuple(loss.sum.shape)}; it must "
-            "be one number. Sum it: Loss(losses.sum(), count)."
-        )
     if isinstance(loss.count, Tensor) and loss.count.requires_grad:
         raise ValueError(
             "the loss that loss_fn returned has a count that carries a gradient; the step divides "
@@ -161,30 +168,43 @@ def check_output(module: nn.Module, _args: Any, output: Any) -> None:
         )
 
 
-class RefusingInnerGradients:
-    """Raise where a loss function differentiates through FSDP's modules by itself.
+@contextmanager
+def watching_outputs(model: nn.Module, sharded: Iterable[nn.Module]) -> Iterator[None]:
+    """Refuse outputs that FSDP does not see, and a second pass through them, inside the block.
 
     FSDP frees gathered parameters, and reduces gradients, in the first backward pass through a
-    module, so the one over the loss would meet parameters without values.
+    module. A loss function that differentiates through one by itself has its own pass in here, and
+    the one over the loss would meet parameters without values.
+
+    Args:
+        model: The model.
+        sharded: Its FSDP modules.
     """
+    is_inside = True
 
-    def __init__(self) -> None:
-        self.is_due = True
-
-    def watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Watch what a module returns, as a forward hook."""
-        for leaf in tree_leaves(output):
-            if type(leaf) is Tensor and leaf.requires_grad:
-                leaf.register_hook(self._refuse)
-
-    def _refuse(self, _gradient: Tensor) -> None:
-        if self.is_due:
+    def refuse(_gradient: Tensor) -> None:
+        if is_inside:
             raise ValueError(
                 "loss_fn differentiates through the model itself (torch.autograd.grad, as for a "
                 "gradient penalty), and FSDP frees a module's parameters in its first backward "
                 "pass, so that there is no second one through the loss. Penalise finite "
                 "differences, two calls of the model, or train on one rank in fp32."
             )
+
+    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if type(leaf) is Tensor and leaf.requires_grad:
+                leaf.register_hook(refuse)
+
+    with ExitStack() as hooks:
+        for module in (model, *sharded):
+            hooks.callback(module.register_forward_hook(check_output).remove)
+        for module in sharded:
+            hooks.callback(module.register_forward_hook(watch).remove)
+        try:
+            yield
+        finally:
+            is_inside = False
 
 
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:
@@ -223,27 +243,8 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         release(fsdp_modules(*layout.roots(model)))
 
 
-def _is_sharded(loss: Loss) -> bool:
-    return any([isinstance(value, DTensor) for value in values_of(loss)])  # noqa: C419 (faster as a list)
-
-
-def _plain(loss: Loss) -> Loss:
-    metrics = {name: tuple(map(full, pair_of(metric))) for name, metric in loss.metrics.items()}
-    rows = loss.rows and (full(loss.rows[0]), full(loss.rows[1]))
-    own = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
-    return dataclasses.replace(loss, metrics=metrics, rows=rows, **own)
-
-
-def _first_tensor(batch: Any) -> Tensor:
-    if isinstance(batch, TensorDictBase) and batch.batch_size:
-        for value in chain(batch.values(), batch.values(True, True)):  # then the nested ones
-            if isinstance(value, Tensor):
-                return value
-    raise TypeError(
-        f"a micro-batch is a {type(batch).__name__} with batch_size "
-        f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-        "batch_size [b]. Use TensorDict(tensors, batch_size=[b])."
-    )
+def _has_rows(batch: Any) -> bool:
+    return isinstance(batch, TensorDictBase) and len(batch.batch_size) > 0
 
 
 def _check_positions(batch: TensorDictBase, layout: Layout) -> None:

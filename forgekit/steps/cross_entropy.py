@@ -1,0 +1,470 @@
+"""Cross-entropy: of logits, and of hidden states without ever holding all logits.
+
+The chunked one computes the same numbers. Its gradient has a closed form, so that the forward pass
+finds it while a chunk's logits are there, and masked positions contribute exactly nothing.
+
+Where ranks share the vocabulary each computes with its own columns. A row's softmax needs three
+numbers of every rank: its largest logit, the sum of its exponentials relative to that, and the
+label's logit where it has it. One all-gather brings them together; no rank ever sees another's
+logits. All ranks add up in the same order, so they find the same loss.
+
+References:
+    Megatron-LM, section 3, https://arxiv.org/abs/1909.08053;
+    online softmax, https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from forgekit.data.batch import IGNORED
+from forgekit.inputs import nearest_multiples
+from forgekit.parallel.layout import full
+from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
+from forgekit.parallel.tensor.styles import take_whole
+from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes
+from forgekit.tensors import wide
+
+LOGITS, LOGITS_ON_CPU = 2**27, 2**21
+"""Numbers of logits in a chunk, on an accelerator and on a CPU.
+
+Tensors without values, as in ``forgekit plan``, stand for those of an accelerator.
+"""
+
+TENSOR = "tp"
+"""The mesh dimension whose ranks share the vocabulary."""
+
+# The newer name since torch 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
+    """Cross-entropy of next-token logits, summed over the targets, in float32 or wider.
+
+    Args:
+        logits: ``[... v]``; masked positions may hold anything, NaN included. A DTensor
+            that is sharded over the vocabulary stays so: ranks compute with their own columns.
+        labels: ``[...]`` signed int, already shifted; -100 where there is no target. Another
+            label outside the vocabulary raises (on CUDA as a device-side assertion).
+        z_loss: Weight of the squared log-partition, which keeps logits from drifting.
+
+    Returns:
+        ``Loss`` with the number of labels that are not -100.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
+
+    Examples:
+        >>> cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[3, -100]])).sum
+        tensor(1.3863)
+
+    References:
+        z-loss: PaLM, section 5, https://arxiv.org/abs/2204.02311
+    """
+    is_target = labels != IGNORED
+    losses = position_losses(logits, labels, z_loss, is_target=is_target)
+    return _loss_of(losses.sum(), losses, is_target, is_nll=not z_loss)
+
+
+def position_losses(
+    logits: Tensor, labels: Tensor, z_loss: float = 0.0, *, is_target: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy at each position, ``[n]``, differentiable; 0 where there is no target.
+
+    Arguments and errors are those of ``cross_entropy``; ``is_target`` is ``labels != -100``.
+    """
+    check_shapes("logits", logits, labels)
+    check_labels(labels, logits.shape[-1])
+    is_target = (labels != IGNORED if is_target is None else is_target).reshape(-1)
+    logits, columns = take_logits(logits)
+    flat, positions = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    if columns is not None:
+        found: Any = _SharedCrossEntropy.apply(flat, positions, is_target, z_loss, columns)
+        return with_plain_gradient(found)
+    flat = flat.to(wide(logits.dtype))
+    if flat.requires_grad:  # a hook costs a third of an autograd function in Python
+        flat.register_hook(partial(_without_masked, is_target))
+    losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
+    if z_loss:
+        # `where`, not a product: masked values may be NaN.
+        log_z = torch.where(is_target, flat.logsumexp(-1), 0.0)
+        losses = losses + z_loss * log_z.square()
+    return losses
+
+
+def _loss_of(total: Tensor, losses: Tensor, is_target: Tensor, *, is_nll: bool) -> Loss:
+    """Build a loss of positions, with its rows if they are told apart by a dimension."""
+    rows = RowSums(losses, is_target) if is_target.ndim > 1 else None
+    return Loss(total, is_target.sum(), rows=rows, is_nll=is_nll)
+
+
+def _without_masked(is_target: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Set the gradient of masked rows to zero.
+
+    torch gives a masked row ``softmax * 0``, which is NaN if the row holds one. NaN in a row with
+    a target stays, whatever it comes from: it makes the step a bad one.
+    """
+    if gradient is None:  # of an output that nobody used
+        return None
+    # In place: nobody else holds this gradient, unless a graph of the backward is being built.
+    fill = gradient.masked_fill if torch.is_grad_enabled() else gradient.masked_fill_
+    return fill(~is_target.unsqueeze(-1), 0.0)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
+) -> Loss:
+    """Cross-entropy of ``hidden @ weight.T`` without ever holding all logits.
+
+    Rows are taken in chunks; each chunk's logits become a loss and a gradient at once and are
+    dropped, so the backward pass only scales what the forward pass has found. Memory beyond the
+    inputs is one gradient of each that is trained and two chunks of logits.
+
+    Args:
+        hidden: ``[... d]``.
+        weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
+            ranks compute with their own rows of it.
+        labels: ``[...]`` signed int, already shifted; -100 where there is no target.
+        z_loss: Weight of the squared log-partition.
+
+    Returns:
+        ``Loss``, as ``cross_entropy(hidden @ weight.T, labels, z_loss)``.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
+    """
+    check_shapes("hidden", hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
+            "weight must be [v d] with the width d of hidden."
+        )
+    check_labels(labels, weight.shape[0])
+    backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden, weight, columns = take_projection(hidden, weight)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
+    kind = hidden.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
+    total, losses = found
+    return _loss_of(with_plain_gradient(total), losses, labels != IGNORED, is_nll=not z_loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        backward: bool,
+        columns: Columns | None,
+    ) -> tuple[Tensor, Tensor]:
+        losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if backward and needs_hidden else None
+        grad_weight = _empty_sum(weight, hidden) if backward and needs_weight else None
+        is_masked = (labels == IGNORED)[:, None]
+        take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
+        size = _chunk_rows(weight)
+        for start in range(0, hidden.shape[0], size):
+            rows = slice(start, start + size)
+            part = hidden[rows]
+            # Not bound to a name here: the chunk's logits are to be gone before its gradient.
+            found, gradient = take(part @ weight.T, labels[rows], z_loss, backward)
+            losses[rows] = found
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                part = part.masked_fill(is_masked[rows], 0.0)
+                _add_product(grad_weight, gradient, part, is_first=start == 0)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor, _losses: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * upstream).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _take_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
+    dtype = logits.dtype
+    log_p = F.log_softmax(logits, -1, dtype=wide(dtype))
+    # A label outside the vocabulary fails here, instead of training class 0.
+    losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
+    log_z = _log_partition(logits, losses, labels) if z_loss else None
+    if log_z is not None:
+        losses = losses + z_loss * log_z.square()
+    if not backward:
+        return losses, log_p
+    del logits
+    return losses, _gradient(log_p, log_z, labels, z_loss).to(dtype)
+
+
+def _take_shared_chunk(
+    logits: Tensor, labels: Tensor, z_loss: float, backward: bool, *, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """The same of a rank's part of the vocabulary; all ranks find the same losses."""
+    dtype = logits.dtype
+    found = share_softmax(logits.to(wide(dtype)), labels, labels != IGNORED, z_loss, columns)
+    if not backward:
+        return found.losses, found.exponentials
+    del logits
+    return found.losses, found.gradient_().to(dtype)
+
+
+def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
+    """Logarithm of each position's sum of exponentials, ``[n]``; 0 without a target."""
+    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    # `where`, not a product: masked values may be NaN.
+    return torch.where(labels != IGNORED, chosen.to(losses.dtype) + losses, 0.0)
+
+
+def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
+    """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``log_p``.
+
+    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, and zero
+    in rows without a target, whatever they hold.
+    """
+    is_masked = (labels == IGNORED)[:, None]
+    gradient = log_p.exp_()
+    if log_z is not None:
+        gradient *= (1 + 2 * z_loss * log_z)[:, None]
+    gradient.masked_fill_(is_masked, 0.0)
+    at_label = is_masked.to(gradient.dtype).sub_(1)
+    return gradient.scatter_add_(1, labels.clamp(min=0)[:, None], at_label)
+
+
+def _empty_sum(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Memory for the gradient of the projection, which the first chunk fills."""
+    make = torch.empty_like if hidden.shape[0] else torch.zeros_like
+    return make(weight, dtype=wide(weight.dtype))
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, hidden, beta=0 if is_first else 1)  # 0: what it holds is not read
+    elif is_first:
+        total.copy_(gradient.T @ hidden)
+    else:
+        total += gradient.T @ hidden
+
+
+def _chunk_rows(weight: Tensor) -> int:
+    """Rows whose logits are large enough to fill the device and small beside the weight."""
+    is_on_cpu = weight.device.type == "cpu" and not isinstance(weight, FakeTensor)
+    return max(16, (LOGITS_ON_CPU if is_on_cpu else LOGITS) // weight.shape[0])
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """The part of the vocabulary whose logits this rank computes.
+
+    Attributes:
+        mesh: The ranks that share the vocabulary, a mesh of one dimension.
+        first: Token id of the first column here.
+        vocab_size: Columns on all ranks, ``v``.
+    """
+
+    mesh: DeviceMesh
+    first: int
+    vocab_size: int
+
+
+def take_logits(logits: Tensor) -> tuple[Tensor, Columns | None]:
+    """Take this rank's logits, a plain tensor, and which columns they are.
+
+    Args:
+        logits: ``[... v]``, a plain tensor, a DTensor, or what a sharded model returned.
+
+    Returns:
+        ``[... v/tp]`` and their columns where the vocabulary is shared; else ``[... v]`` and None.
+
+    Raises:
+        ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
+    """
+    if isinstance(logits, SharedLogits):
+        logits = logits.current()
+    columns = _columns("logits", logits, logits.ndim - 1)
+    if columns is not None and isinstance(logits, DTensor):
+        return logits.to_local(), columns
+    return full(logits), None
+
+
+def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Columns | None]:
+    """Take hidden states and this rank's rows of the projection, plain tensors.
+
+    Gradients find their way back by placements: each rank's columns give a part of the gradient
+    of ``hidden``, and those parts are summed.
+
+    Args:
+        hidden: ``[... d]``; if it is plain, the same on all ranks.
+        weight: ``[v d]``.
+
+    Returns:
+        ``[... d]``, and ``[v/tp d]`` with its columns where the vocabulary is shared; else
+        ``[v d]`` and None.
+
+    Raises:
+        ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
+    """
+    columns = _columns("weight", weight, 0)
+    if columns is None or not isinstance(weight, DTensor):
+        return full(hidden), full(weight), None
+    return take_whole(hidden, columns.mesh), weight.to_local(), columns
+
+
+@attrs.frozen(eq=False)
+class Softmax:
+    """What the ranks found together about the rows of their logits.
+
+    Attributes:
+        losses: ``[n]``, the same on all ranks; 0 in rows without a target.
+        exponentials: ``[n v/tp]``; with ``slope`` the gradient of the losses but for the labels.
+        slope: ``[n]``.
+        column: ``[n 1]`` column of the label.
+        is_here: ``[n 1]`` whether the label is one of this rank's columns.
+    """
+
+    losses: Tensor
+    exponentials: Tensor
+    slope: Tensor
+    column: Tensor
+    is_here: Tensor
+
+    def gradient_(self) -> Tensor:
+        """Gradient of the summed losses by this rank's logits, in place of the exponentials."""
+        gradient = self.exponentials.mul_(self.slope[:, None])
+        # Rows without a target may hold NaN, which their zero slope has not removed.
+        gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return gradient.scatter_add_(1, self.column, -self.is_here.to(gradient.dtype))
+
+
+def share_softmax(
+    logits: Tensor, labels: Tensor, is_target: Tensor, z_loss: float, columns: Columns
+) -> Softmax:
+    """Find each row's loss together with the other ranks, in one collective.
+
+    Args:
+        logits: ``[n v/tp]`` float32 or wider; consumed: its memory is used again.
+        labels: ``[n]`` int; anything where there is no target.
+        is_target: ``[n]`` bool.
+        z_loss: Weight of the squared log-partition.
+        columns: Which columns the logits are.
+
+    Returns:
+        The losses, and what their gradient is made of.
+    """
+    column, is_here = _find(labels, is_target, logits.shape[1], columns)
+    picked = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
+    largest = logits.amax(1)
+    # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
+    base = torch.where(largest == -math.inf, 0.0, largest)
+    exponentials = logits.sub_(base[:, None]).exp_()
+    own = torch.stack([largest, exponentials.sum(1), picked])
+    everyone = own.new_empty(columns.mesh.size() * own.shape[0], own.shape[1])
+    all_gather(everyone, own, group=columns.mesh.get_group())
+    everyone = everyone.unflatten(0, (-1, own.shape[0]))  # [tp 3 n]
+    top = everyone[:, 0].amax(0)
+    scales = (everyone[:, 0] - top).exp()
+    total = (scales * everyone[:, 1]).sum(0)
+    log_total, slope = total.log(), scales[columns.mesh.get_local_rank()] / total
+    losses = log_total - (everyone[:, 2].sum(0) - top)
+    if z_loss:
+        log_z = top + log_total
+        losses = losses + z_loss * log_z.square()
+        slope = slope * (1 + 2 * z_loss * log_z)
+    # `where`, not a product: masked values may be NaN.
+    losses, slope = torch.where(is_target, losses, 0.0), torch.where(is_target, slope, 0.0)
+    return Softmax(losses, exponentials, slope, column, is_here[:, None])
+
+
+class _SharedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        is_target: Tensor,
+        z_loss: float,
+        columns: Columns,
+    ) -> Tensor:
+        copied = logits.to(wide(logits.dtype), copy=True)
+        found = share_softmax(copied, labels, is_target, z_loss, columns)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(found.gradient_())
+        ctx.dtype = logits.dtype
+        return found.losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream[:, None]).to(ctx.dtype), None, None, None, None
+
+
+def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tuple[Tensor, Tensor]:
+    """Column of each row's label, ``[n 1]``, and whether it is this rank's, ``[n]``."""
+    token = torch.where(is_target, labels, 0)
+    column = token - columns.first
+    is_here = is_target & (column >= 0) & (column < width)
+    # A label outside the vocabulary must fail in gather, on all ranks alike.
+    is_known = (token >= 0) & (token < columns.vocab_size)
+    return torch.where(is_known & ~is_here, 0, column)[:, None], is_here
+
+
+def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
+    """This rank's part of the vocabulary, if ``values`` is a DTensor that is sharded over it."""
+    if not isinstance(values, DTensor):
+        return None
+    mesh, size = values.device_mesh, values.shape[dim]
+    # By name: over FSDP's dimensions each rank has another gradient for the same rows.
+    if mesh.mesh_dim_names != (TENSOR,):
+        shown = ", ".join(map(repr, mesh.mesh_dim_names or ("unnamed",)))
+        raise ValueError(
+            f"{name} is a DTensor over the mesh dimensions {shown}; a loss takes shards over "
+            f"{TENSOR!r} alone. A parameter looks like that while FSDP has not gathered it: read "
+            "it inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
+            "labels=labels))."
+        )
+    if not values.placements[0].is_shard(dim):
+        return None
+    if size % mesh.size():
+        nearest = nearest_multiples(size, mesh.size())
+        raise ValueError(
+            f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
+            f"must divide it; {nearest}."
+        )
+    return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)
