@@ -36,15 +36,10 @@ def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """
     for names in (TORCHRUN, SLURM) if "SLURM_STEP_ID" in environment else (TORCHRUN,):
         rank, world, local = (_number(environment, name) for name in names)
-        if world == 0:
-            raise _refusal(names[1], environment, "a job has at least 1 process")
         if rank is not None and world is not None:
             if rank >= world:
                 rule = f"ranks of {names[1]}={world} processes are 0 to {world - 1}"
                 raise _refusal(names[0], environment, rule)
-            if local is not None and local >= world:
-                rule = f"a machine has no more than {names[1]}={world} processes"
-                raise _refusal(names[2], environment, rule)
             return rank, world, rank if local is None else local
     return 0, 1, 0
 
@@ -53,14 +48,11 @@ def local_world(environment: Mapping[str, str]) -> int | None:
     """Processes of this job on this machine, if the launcher says so.
 
     Raises:
-        ValueError: If it is not a whole number of at least 1.
+        ValueError: If it is not a whole number.
     """
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         if environment.get(name):
-            number = _number(environment, name)
-            if not number:
-                raise _refusal(name, environment, "a machine of a job has at least 1 process")
-            return number
+            return _number(environment, name)
     return None
 
 
@@ -68,21 +60,17 @@ def rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     """``MASTER_ADDR`` and ``MASTER_PORT``: as given, else from the SLURM job, else this machine.
 
     Raises:
-        ValueError: If the address is empty or has a space, the port is not one, or the SLURM job
-            from which they would follow has no number or no node.
+        ValueError: If the address is empty, as after a command that failed: ranks on several
+            machines would wait for each other; or if the SLURM job has no number or no node.
     """
     address = environment.get("MASTER_ADDR")
     if address is None:
         address = first_host(environment.get("SLURM_JOB_NODELIST", ""))
-    elif not re.fullmatch(r"\S+", address):
+    elif not address.strip():
         raise _refusal("MASTER_ADDR", environment, "it names the machine of rank 0")
-    if "MASTER_PORT" not in environment:
-        job = _number(environment, "SLURM_JOB_ID") or 0
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(20_000 + job % 20_000)}
-    port = _number(environment, "MASTER_PORT") or 0
-    if not 1 <= port <= 65_535:
-        raise _refusal("MASTER_PORT", environment, "a port is a number from 1 to 65535")
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    job = _number(environment, "SLURM_JOB_ID") or 0
+    port = environment.get("MASTER_PORT") or str(20_000 + job % 20_000)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def first_host(nodes: str) -> str:

@@ -281,9 +281,6 @@ def _clear_leftovers(path: Path, *, but: Path) -> None:
 def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
     if not path.is_dir():
         raise FileExistsError(f"{path} is a file; name a directory that does not exist yet.")
-    if os.path.ismount(path) or Path.cwd().is_relative_to(path):
-        what = "a mount point" if os.path.ismount(path) else "the folder that this runs in"
-        raise FileExistsError(f"{path} is {what} and cannot be replaced; name a folder inside it.")
     if any(path.iterdir()) and not is_replaceable(path):
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
         raise FileExistsError(

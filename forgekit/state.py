@@ -9,10 +9,10 @@ an error that names the line that consumed it. Normal reads pay nothing for this
 
 from __future__ import annotations
 
-import inspect
+import math
 import os
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -20,8 +20,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import ones as distributed_ones
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.environment import is_library
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
-
-CONTAINERS = (list, tuple, dict)
 
 _ATTRIBUTE = "_forgekit_layout"
 """Where ``parallelize`` leaves a layout on a model, the only mark that forgekit makes."""
@@ -279,19 +276,18 @@ class TrainState:
             A state at step 0, its counters on the model's device.
 
         Raises:
-            TypeError: If ``optimizer`` is not an optimizer, such as a list of several, or its
-                ``step`` needs a closure; if ``average`` is no rule of an average.
+            TypeError: If ``optimizer`` is not an optimizer, such as a list of several; if
+                ``average`` is no rule of an average.
             ValueError: If ``loss_scale`` is not a power of two, the optimizer holds a parameter
-                that the model does not or cannot step what is sharded, parameters are complex or
-                sparse, there are several ranks and no mesh, or parameters are not sharded on a
-                mesh of several ranks (their gradients would never be reduced).
+                that the model does not, parameters are complex or sparse, there are several ranks
+                and no mesh, or parameters are not sharded on a mesh of several ranks (their
+                gradients would never be reduced).
         """
         check_optimizer(optimizer)
         layout = _read_layout(model, mesh)
         if loss_scale is None:
             loss_scale = layout.loss_scale
-        mantissa = torch.tensor(loss_scale, dtype=torch.float64).frexp().mantissa.item()
-        if mantissa != 0.5:
+        if math.frexp(loss_scale)[0] != 0.5:
             raise ValueError(
                 f"loss_scale {loss_scale} is not a positive power of two; "
                 "others round the gradients that they scale. Use for example 2.0**-12."
@@ -299,7 +295,6 @@ class TrainState:
         check_dense(model)
         _check_blocks(optimizer)
         _check_parameters(model, optimizer, mesh)
-        _check_sharded_step(optimizer)
         device = _device_of(model, mesh)
         return cls(
             model=model,
@@ -358,95 +353,37 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuse what a step cannot use as its one optimizer.
 
     Raises:
-        TypeError: If it is several optimizers or none, or its ``step`` needs a closure.
+        TypeError: If it is several optimizers, or none.
     """
-    kind = type(optimizer)
-    inside = [*(optimizer.values() if kind is dict else optimizer)] if kind in CONTAINERS else []
-    if any(isinstance(one, Optimizer) for one in inside):
-        raise TypeError(
-            f"optimizer is a {kind.__name__} of {len(inside)} optimizers; a state has one. "
-            "forgekit.chain_optimizers(first, second) makes one of them."
-        )
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(
-            f"optimizer is a {kind.__name__}; pass a torch.optim.Optimizer over the "
-            "model's parameters, such as forgekit.adamw(model)."
+            f"optimizer is a {type(optimizer).__name__}; a state has one torch.optim.Optimizer "
+            "over the model's parameters, such as forgekit.adamw(model). "
+            "forgekit.chain_optimizers(first, second) makes one of several."
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{kind.__name__}.step needs a closure that computes the loss again, and a "
-            "step computes it once per micro-batch. Use an optimizer whose step() needs none, such "
-            "as forgekit.adamw(model)."
-        )
-
-
-def _check_sharded_step(optimizer: Optimizer) -> None:
-    """Step tiny sharded parameters in the optimizer's place, and raise if it cannot.
-
-    Whether an optimizer's operations exist for DTensors shows only in a step, and one that fails in
-    a run has moved half of the parameters.
-    """
-    for member in getattr(optimizer, "members", (optimizer,)):
-        is_ours = type(member).__module__.startswith(
-            "forgekit."
-        )  # their steps may need more groups
-        if is_ours or not isinstance(member, Optimizer):
-            continue
-        groups = []
-        for group in member.param_groups:
-            by_ndim = {p.ndim: p for p in group["params"] if isinstance(p, DTensor) and p.ndim > 0}
-            groups.append({**group, "params": [_tiny(p) for p in by_ndim.values()]})
-        trial = object.__new__(type(member))
-        trial.__dict__.update(vars(member))
-        trial.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-        try:
-            type(member).step(trial)  # torch's schedulers bind an instance's `step` to it
-        except (KeyError, AttributeError, TypeError):
-            continue  # state that begins in a constructor is not here
-        except RuntimeError as error:
-            raise ValueError(
-                f"{type(member).__name__} cannot step sharded parameters ("
-                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}). On several ranks "
-                "use one that can, such as forgekit.adamw(model), or leave fused=True out."
-            ) from error
-
-
-def _tiny(parameter: DTensor) -> nn.Parameter:
-    """Two values along each dimension for each rank, sharded, with a gradient of ones."""
-    mesh = parameter.device_mesh
-    shape = (2 * mesh.size(), *[2] * (parameter.ndim - 1))
-    options = {"dtype": parameter.dtype, "device_mesh": mesh, "placements": [Shard(0)] * mesh.ndim}
-    tiny = nn.Parameter(distributed_ones(shape, **options))
-    tiny.grad = distributed_ones(shape, **options)
-    return tiny
 
 
 def _begin_average(
     cls: type[TrainState], average: Any, model: nn.Module, device: torch.device
 ) -> Any:
     """Make what a rule asks for; a subclass's own field of that name gets what was passed."""
-    if average is not None and hasattr(average, "begin"):
+    if hasattr(average, "begin"):
         return average.begin(model, device)
-    is_own = attrs.fields(cls).average != attrs.fields(TrainState).average
-    if average is not None and not is_own:
-        raise TypeError(
-            f"average is a {type(average).__name__}; pass a rule such as forgekit.EMA(0.999) "
-            "or forgekit.UniformAverage(start_step=1000)."
-        )
-    return average
+    if average is None or attrs.fields(cls).average != attrs.fields(TrainState).average:
+        return average
+    raise TypeError(
+        f"average is a {type(average).__name__}; pass a rule such as forgekit.EMA(0.999) "
+        "or forgekit.UniformAverage(start_step=1000)."
+    )
 
 
 def _caller() -> str:
     """File and line of the innermost frame outside the library; recipes count as outside."""
-    frame = sys._getframe(1)
-    innermost = frame
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not is_library(path):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
+    frame = innermost = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
+    frame = frame or innermost
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

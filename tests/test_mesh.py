@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ from ranks import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.environment import first_host, identity, local_world, rendezvous
+from forgekit.environment import first_host, identity, rendezvous
 from forgekit.mesh import resolve_sizes
 
 STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -177,10 +176,6 @@ def test_the_meeting_point_is_what_was_given_else_the_job_s_else_this_machine(st
 IDENTITIES = {
     "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it is a whole number"),
     "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; ranks of WORLD_SIZE=2 proce"),
-    "a local rank beyond": (
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
-        "LOCAL_RANK is '2'; a machine has no more than WORLD_SIZE=2 processes",
-    ),
     "tasks as a list": (
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2(x2)"},
         r"SLURM_NTASKS is '2\(x2\)'; it is a whole number",
@@ -202,11 +197,9 @@ def test_a_process_that_cannot_be_is_refused_before_it_waits_for_others(
 
 
 MEETINGS = {
-    "a port in letters": ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it is a whole number"),
-    "a port beyond": ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'; a port is a number from"),
     "no address": ({"MASTER_ADDR": ""}, "MASTER_ADDR is ''; it names the machine of rank 0"),
-    "a job in letters": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'; it is a whole number"),
-    "nodes without a name": ({"SLURM_JOB_NODELIST": "[1-3]"}, r"NODELIST is '\[1-3\]'; it names h"),
+    "a job in an array": ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it is a whole"),
+    "nodes cut off": ({"SLURM_JOB_NODELIST": "gpu[1-"}, r"NODELIST is 'gpu\[1-'; it names hosts"),
 }
 
 
@@ -230,14 +223,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(environment, 
     with pytest.raises(ValueError, match=f"^{message} of them, or leave it out to get cpu.$"):
         fk.build_mesh(device=device)
     assert not dist.is_initialized()
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"])
-@pytest.mark.parametrize("text", ["x", "0", "-1", "2(x3)"])
-def test_a_machine_s_number_of_processes_that_cannot_be_is_refused(name, text):
-    with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(text))}; (it is|a machine)"):
-        local_world({name: text})
 
 
 def _free_port():

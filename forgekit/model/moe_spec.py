@@ -8,12 +8,20 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, lt, optional
 
 from forgekit.inputs import check_choice, check_numbers
 
 Rate = Callable[[int, int | None], float]
 """``rate(step, total)``: a pure function of the step, from 0, and the number of steps."""
+
+
+def _check_rate(_spec: MoESpec, _field: Any, rate: float | Rate | None) -> None:
+    if rate is not None and not callable(rate):
+        check_numbers(bias_rate=(rate, 0))
+
+
+WEIGHT = (ge(0.0), lt(math.inf))
 
 
 def _check_router(_spec: MoESpec, _field: Any, router: str) -> None:
@@ -70,14 +78,14 @@ class MoESpec:
     every: int = field(default=1, validator=ge(1))
     router: Literal["softmax", "sigmoid"] = field(default="softmax", validator=_check_router)
     renormalize: bool = True
-    scale: float = field(default=1.0, validator=ge(0))
+    scale: float = field(default=1.0, validator=WEIGHT)
     groups: int | None = field(default=None, validator=optional(ge(1)))
     top_groups: int | None = field(default=None, validator=(optional(ge(1)), _check_groups))
-    capacity: float | None = field(default=None, validator=optional(gt(0)))
-    aux_loss: float = field(default=0.0, validator=ge(0))
-    sequence_aux_loss: float = field(default=0.0, validator=ge(0))
-    z_loss: float = field(default=0.0, validator=ge(0))
-    bias_rate: float | Rate | None = None
+    capacity: float | None = field(default=None, validator=optional((gt(0.0), lt(math.inf))))
+    aux_loss: float = field(default=0.0, validator=WEIGHT)
+    sequence_aux_loss: float = field(default=0.0, validator=WEIGHT)
+    z_loss: float = field(default=0.0, validator=WEIGHT)
+    bias_rate: float | Rate | None = field(default=None, validator=_check_rate)
     centered: bool = True
     selection_bias: bool | None = None
     force_balance: bool = False

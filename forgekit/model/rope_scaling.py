@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 import torch
 from attrs import field
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, lt, optional
 from torch import Tensor
 
 from forgekit.inputs import check_choice
@@ -29,7 +29,7 @@ def _check_original(scaling: RopeScaling, _field: Any, positions: int | None) ->
 
 def _above(lower: str) -> Callable[[RopeScaling, Any, float], None]:
     def check(scaling: RopeScaling, bound: Any, value: float) -> None:
-        if value <= getattr(scaling, lower):
+        if not value > getattr(scaling, lower):
             raise ValueError(
                 f"rope_scaling.{bound.name} {value} must be above {lower} "
                 f"{getattr(scaling, lower)}."
@@ -62,13 +62,19 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn"] = field(validator=_check_kind)
-    factor: float = field(validator=ge(1))
-    original_max_seq_len: int | None = field(default=None, validator=_check_original)
-    low_freq_factor: float = field(default=1.0, validator=gt(0))
-    high_freq_factor: float = field(default=4.0, validator=_above("low_freq_factor"))
-    beta_fast: float = field(default=32.0, validator=_above("beta_slow"))
-    beta_slow: float = field(default=1.0, validator=gt(0))
-    attention_factor: float | None = field(default=None, validator=optional(ge(0)))
+    factor: float = field(validator=(ge(1), lt(math.inf)))
+    original_max_seq_len: int | None = field(
+        default=None, validator=(optional(ge(1)), _check_original)
+    )
+    low_freq_factor: float = field(default=1.0, validator=(gt(0), lt(math.inf)))
+    high_freq_factor: float = field(
+        default=4.0, validator=(_above("low_freq_factor"), lt(math.inf))
+    )
+    beta_fast: float = field(default=32.0, validator=(_above("beta_slow"), lt(math.inf)))
+    beta_slow: float = field(default=1.0, validator=(gt(0), lt(math.inf)))
+    attention_factor: float | None = field(
+        default=None, validator=optional((ge(0.0), lt(math.inf)))
+    )
     truncate: bool = True
 
     @property

@@ -101,8 +101,8 @@ class TransformerSpec:
     dropout: float = field(default=0.0, validator=(ge(0), lt(1)))
     qk_norm: bool = False
     tied: bool = False
-    rope_theta: float = field(default=10_000.0, validator=gt(0))
-    norm_eps: float = field(default=1e-5, validator=ge(0))
+    rope_theta: float = field(default=10_000.0, validator=(gt(0), lt(math.inf)))
+    norm_eps: float = field(default=1e-5, validator=(ge(0), lt(math.inf)))
     moe: MoESpec | None = field(default=None, validator=_check_moe)
     head_dim: int | None = field(default=None, validator=(optional(ge(1)), _check_channels))
     rope_scaling: RopeScaling | None = None

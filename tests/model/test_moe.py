@@ -515,7 +515,7 @@ def test_what_experts_take_is_refused_where_it_does_not_fit():
 
 REFUSED = {
     r"^'every' must be >= 1: 0$": lambda: attrs.evolve(SPEC, every=0),
-    r"^'capacity' must be > 0: 0$": lambda: attrs.evolve(SPEC, capacity=0),
+    r"^'capacity' must be > 0\.0: 0$": lambda: attrs.evolve(SPEC, capacity=0),
     r"^router is 'tanh'; it is one of": lambda: attrs.evolve(SPEC, router="tanh"),
     r"^groups is 3 and top_groups None; give both or neither": lambda: attrs.evolve(SPEC, groups=3),
     r"^top_k 3 is above the 2 experts of the chosen groups: top_groups 1 \* experts": (

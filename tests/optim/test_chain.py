@@ -151,7 +151,7 @@ def test_a_chain_with_another_split_does_not_load(tmp_path):
     muon, adamw = PAIRS["muon and adamw"]
     matrices, biases = split(other)
     moved = fk.chain_optimizers(muon(matrices[:1]), adamw([*matrices[1:], *biases]))
-    message = r"has the state of another split: '2.weight' is stepped by Muon there and AdamW here"
+    message = "is of another optimizer: '2.weight' is Muon there and AdamW here"
     with pytest.raises(CheckpointError, match=message):
         fk.checkpoint_load(fk.TrainState.create(other, moved), tmp_path)
 
@@ -245,24 +245,12 @@ def test_a_chain_takes_no_further_group():
         optimizer.add_param_group({"params": [model[0].bias]})
 
 
-NOT_ONE = {
-    "a list": (
-        lambda model: members_of(model, "two fused"),
-        r"^optimizer is a list of 2 optimizers; a state has one. forgekit.chain_optimizers\(fir",
-    ),
-    "parameters": (lambda model: model.parameters(), "^optimizer is a generator; pass a torch.op"),
-    "LBFGS": (
-        lambda model: torch.optim.LBFGS(model.parameters()),
-        r"^LBFGS.step needs a closure that computes the loss again, .* Use an optimizer whose step",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "message"), NOT_ONE.values(), ids=NOT_ONE)
-def test_a_state_takes_one_optimizer_that_needs_no_closure(make, message):
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_a_state_takes_one_optimizer(kind):
     model = build_model()
+    message = "^optimizer is a .*; a state has one .* forgekit.chain_optimizers"
     with pytest.raises(TypeError, match=message):
-        fk.TrainState.create(model, make(model))
+        fk.TrainState.create(model, kind(members_of(model, "two fused")))
 
 
 # Rates that were given
