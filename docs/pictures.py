@@ -27,8 +27,7 @@ from forgekit.model.attention import document_mask
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing
 from forgekit.parallel.context.attention_areas import areas_seen
-from forgekit.parallel.pipeline.schedule import PipelineSchedule
-from forgekit.parallel.pipeline.timeline import timeline
+from forgekit.parallel.pipeline.schedule import PipelineSchedule, timeline
 
 HERE = Path(__file__).parent
 RANKS = ("#4878b8", "#e0893b", "#5a9e6f", "#b05a8f")

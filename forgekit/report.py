@@ -563,7 +563,7 @@ def _loads_figure(run: Run, title: str) -> Figure:
 
 def _pipeline(run: Run) -> str:
     """Who works on what in a step, on a simulated clock: stages cost the same, messages nothing."""
-    from forgekit.parallel.pipeline.timeline import timeline
+    from forgekit.parallel.pipeline.schedule import timeline
 
     stages, schedule = run.setting("mesh.pp"), run.setting("pipeline_schedule") or "1f1b"
     ranks = [event["ranks"] for event in run.events("started") if "ranks" in event] or [stages]

@@ -31,7 +31,7 @@ from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
 from forgekit.model.routing import Router
 from forgekit.parallel.layout import size_of
-from forgekit.parallel.pipeline.timeline import timeline
+from forgekit.parallel.pipeline.schedule import timeline
 from forgekit.plan.estimate import USABLE, estimate, peak_of
 from forgekit.plan.stand_ins import Broadcasts, MissingBroadcastError, PlanError, pretending
 from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of

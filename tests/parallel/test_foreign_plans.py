@@ -173,57 +173,6 @@ def test_a_foreign_model_has_the_gradients_of_one_process(case, with_fsdp):
             assert relative_error(found, expected) < 1e-10
 
 
-def build_llama() -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).double()
-
-
-LLAMA = {
-    "model.embed_tokens": "embedding",
-    "model.layers.*.self_attn.[qkv]_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-    "*norm": "replicate",
-    "lm_head": "colwise",
-}
-
-
-def _llama(rank, world):
-    results = []
-    for loss in (by_forgekit, by_torch):
-        model = build_llama()
-        apply_plan(model, tensor_mesh(world), read_plan(model, world, LLAMA))
-        with implicit_replication():
-            results.append(gradients(model, loss))
-    results.append(model(IDS).logits.full_tensor().detach())
-    return results
-
-
-def test_a_hugging_face_llama_has_the_gradients_of_one_process():
-    model = build_llama()
-    expected_loss, expected = gradients(model, by_torch)
-    logits = model(IDS).logits.detach()
-    for *results, found_logits in run_again(_llama, 2):
-        torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-12)
-        for loss, found in results:
-            torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
-            assert relative_error(found, expected) < 1e-10
-
-
 # Refusals: nothing is sent, so one process finds them
 
 

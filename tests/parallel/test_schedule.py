@@ -13,8 +13,9 @@ from forgekit.parallel.pipeline.schedule import (
     schedule_class,
     stages_of,
     stages_per_rank,
+    timeline,
+    work_order,
 )
-from forgekit.parallel.pipeline.timeline import timeline, work_order
 
 SCHEDULES = get_args(PipelineSchedule)
 

@@ -1,12 +1,14 @@
 """Pipeline schedules by name: which stages a rank has, and in which order it works on them.
 
-A step's order is that of torch's schedule class.
+A step's order is that of torch's schedule class. ``timeline`` runs it on a simulated clock, for
+pictures and for the textbooks' bubbles: it is read without any process, so that what is drawn is
+what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import attrs
@@ -99,3 +101,161 @@ def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: i
         f"{micro_batches} micro-batches do not fit the pipeline schedule {schedule!r} on {ranks} "
         f"ranks; it needs {needs}. Use {' or '.join(map(str, nearest))}."
     )
+
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward, whole backward, backward to the inputs only, backward to the weights only."""
+
+COSTS: Mapping[Kind, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+
+
+@attrs.frozen
+class Work:
+    """One pass of a micro-batch through a stage, of a ``Kind``."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+@attrs.frozen
+class Interval:
+    """A piece of work on the clock; ``start`` and ``end`` in units of the costs."""
+
+    rank: int
+    start: float
+    end: float
+    work: Work
+
+
+@attrs.frozen
+class Timeline:
+    """A schedule on a simulated clock.
+
+    Attributes:
+        intervals: All work, by rank and start.
+        span: Time from the first start to the last end.
+        bubble: Share of the ranks' time in which they wait.
+    """
+
+    intervals: list[Interval]
+    span: float
+    bubble: float
+
+
+def work_order(
+    schedule: PipelineSchedule, ranks: int, micro_batches: int
+) -> list[list[tuple[Work, ...]]]:
+    """What each rank does, in order.
+
+    Work that is grouped in one tuple starts when the inputs of all of it are there, and sends its
+    outputs when all of it is done (DualPipeV pairs a forward with a backward).
+
+    Args:
+        schedule: The schedule.
+        ranks: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        By rank, the groups of work in order.
+
+    Raises:
+        ValueError: If the schedule cannot run so many micro-batches.
+    """
+    check_micro_batches(schedule, ranks, micro_batches)
+    if schedule == "gpipe":
+        return [_warm_up(rank, micro_batches, micro_batches) for rank in range(ranks)]
+    if schedule == "1f1b":
+        # Torch's own listing of this order is off by one for the last rank; this is what it runs.
+        return [_warm_up(rank, ranks - rank, micro_batches) for rank in range(ranks)]
+    per_rank = stages_per_rank(schedule)
+    stage = SimpleNamespace(num_stages=per_rank * ranks, group_size=ranks, group_rank=0)
+    stage.submod = None
+    built = schedule_class(schedule)([stage] * per_rank, micro_batches)
+    order = built.pipeline_order
+    return [[_group(action) for action in order[rank] if action] for rank in range(ranks)]
+
+
+def timeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> Timeline:
+    """Run a schedule on a simulated clock on which all stages cost the same.
+
+    With equal costs (forward 1, each half of a backward 1) the bubble, as a share, is
+    ``w / (work + w)`` with, for ``p`` ranks, ``m`` micro-batches and ``v`` stages per rank, ``work
+    = 3 * v * m`` and a wait ``w`` of ``3 * (p - 1)`` for ``gpipe``, ``1f1b`` and
+    ``interleaved_1f1b``, ``p - 1`` for ``interleaved_zero_bubble`` and ``zbv`` (whose ranks only
+    wait for the first input and after their last work), and ``2 * (p - 1)`` for ``dualpipev``. The
+    interleaved ones reach it from ``p`` micro-batches on, ``zbv`` from ``2 * p - 1``.
+
+    Args:
+        schedule: The schedule.
+        ranks: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        The timeline; communication costs nothing.
+
+    Raises:
+        ValueError: If the schedule cannot run so many micro-batches.
+
+    References:
+        GPipe, https://arxiv.org/abs/1811.06965; interleaved 1F1B,
+        https://arxiv.org/abs/2104.04473; zero bubble and ZB-V, https://arxiv.org/abs/2401.10241
+        and https://arxiv.org/abs/2405.15362; DualPipe, https://arxiv.org/abs/2412.19437, and its
+        V form, https://github.com/deepseek-ai/DualPipe: ``(p - 1) * (F&B + B - 3 W)``.
+    """
+    orders = [iter(order) for order in work_order(schedule, ranks, micro_batches)]
+    waiting = [next(order, None) for order in orders]
+    last = ranks * stages_per_rank(schedule) - 1
+    done: dict[Work, float] = {}
+    free = [0.0] * ranks
+    intervals: list[Interval] = []
+    while any(waiting):
+        for rank, group in enumerate(waiting):
+            needed = _needs(group or (), last)
+            if group is None or not needed <= done.keys():
+                continue
+            clock = max([free[rank], *(done[work] for work in needed)])
+            for work in group:
+                intervals.append(Interval(rank, clock, clock + COSTS[work.kind], work))
+                clock += COSTS[work.kind]
+            done.update(dict.fromkeys(map(_result, group), clock))
+            free[rank], waiting[rank] = clock, next(orders[rank], None)
+    intervals.sort(key=lambda interval: (interval.rank, interval.start))
+    span = max(free)
+    busy = sum(interval.end - interval.start for interval in intervals)
+    return Timeline(intervals, span, (ranks * span - busy) / (ranks * span))
+
+
+def _warm_up(rank: int, forwards: int, micro_batches: int) -> list[tuple[Work, ...]]:
+    """Some forwards, then backwards and forwards in turn while there are any."""
+    ahead: Iterator[int] = iter(range(micro_batches))
+    order = [(Work("F", rank, next(ahead)),) for _ in range(min(forwards, micro_batches))]
+    for micro_batch in range(micro_batches):
+        order.append((Work("B", rank, micro_batch),))
+        order += [(Work("F", rank, m),) for m in [next(ahead, None)] if m is not None]
+    return order
+
+
+def _group(action: Any) -> tuple[Work, ...]:
+    parts = action.sub_actions or (action,)
+    return tuple(Work(a.computation_type.value, a.stage_index, a.microbatch_index) for a in parts)
+
+
+def _result(work: Work) -> Work:
+    """What others wait for: a whole backward gives what a backward to the inputs gives."""
+    return attrs.evolve(work, kind="I") if work.kind == "B" else work
+
+
+def _needs(group: tuple[Work, ...], last: int) -> set[Work]:
+    """Results that must be there before a group of work starts."""
+    needed: set[Work] = set()
+    for work in group:
+        if work.kind == "W":
+            needed.add(attrs.evolve(work, kind="I"))
+        elif work.kind == "F" and work.stage > 0:
+            needed.add(attrs.evolve(work, stage=work.stage - 1))
+        elif work.kind in ("B", "I"):
+            needed.add(attrs.evolve(work, kind="F"))
+            if work.stage < last:
+                needed.add(Work("I", work.stage + 1, work.micro_batch))
+    return needed - set(map(_result, group))
