@@ -26,7 +26,7 @@ class Machine:
     """A device, and how devices of its kind are connected.
 
     Attributes:
-        names: What the driver calls it; a device is of this kind if its name contains one of them.
+        name: What the driver calls it, or a part of that.
         peaks: Floating-point operations per second of dense products, by dtype: ``"bf16"``,
             ``"fp16"``, ``"tf32"``, ``"fp32"``.
         memory_bytes: Of one device.
@@ -40,7 +40,7 @@ class Machine:
         network_latency_s: Of each of its steps to another node.
     """
 
-    names: tuple[str, ...]
+    name: str
     peaks: Mapping[str, float]
     memory_bytes: float
     memory_bandwidth: float
@@ -51,47 +51,29 @@ class Machine:
     network_latency_s: float = 4e-6
 
 
-def _peaks(bf16: float, tf32: float, fp32: float) -> Mapping[str, float]:
-    """Of TFLOP/s; tensor cores treat both 16-bit formats alike."""
-    return MappingProxyType(
-        {"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}
+def _machine(
+    name: str, memory_gb: float, bandwidths: tuple[float, float, float], *tflops: float
+) -> Machine:
+    """A machine from GB and GB/s of memory, link and network, and TFLOP/s of bf16, tf32, fp32."""
+    memory, link, network = (bandwidth * 1e9 for bandwidth in bandwidths)
+    bf16, tf32, fp32 = (peak * 1e12 for peak in tflops)
+    return Machine(
+        name=name,
+        peaks={"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32},
+        memory_bytes=memory_gb * 1e9,
+        memory_bandwidth=memory,
+        link_bandwidth=link,
+        network_bandwidth=network,
     )
 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "a100": Machine(
-            names=("A100-SXM4-80GB",),
-            peaks=_peaks(312, 156, 19.5),
-            memory_bytes=80e9,
-            memory_bandwidth=2.039e12,
-            link_bandwidth=300e9,
-            network_bandwidth=25e9,
-        ),
-        "h100": Machine(
-            names=("H100 80GB HBM3",),  # the SXM form; PCIe and NVL have lower peaks
-            peaks=_peaks(989.4, 494.7, 66.9),
-            memory_bytes=80e9,
-            memory_bandwidth=3.35e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        "h200": Machine(
-            names=("H200",),
-            peaks=_peaks(989.4, 494.7, 66.9),
-            memory_bytes=141e9,
-            memory_bandwidth=4.8e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        "b200": Machine(
-            names=("B200",),
-            peaks=_peaks(2250, 1100, 75),
-            memory_bytes=180e9,
-            memory_bandwidth=7.7e12,
-            link_bandwidth=900e9,
-            network_bandwidth=50e9,
-        ),
+        "a100": _machine("A100-SXM4-80GB", 80, (2039, 300, 25), 312, 156, 19.5),
+        # The SXM form; PCIe and NVL have lower peaks.
+        "h100": _machine("H100 80GB HBM3", 80, (3350, 450, 50), 989.4, 494.7, 66.9),
+        "h200": _machine("H200", 141, (4800, 450, 50), 989.4, 494.7, 66.9),
+        "b200": _machine("B200", 180, (7700, 900, 50), 2250, 1100, 75),
     }
 )
 """By the names that ``forgekit plan --device`` takes."""
@@ -107,8 +89,7 @@ def machine_named(name: str) -> Machine | None:
         True
     """
     words = f" {name.removeprefix('NVIDIA').strip()} "
-    found = (one for one in MACHINES.values() if any(f" {own} " in words for own in one.names))
-    return next(found, None)
+    return next((one for one in MACHINES.values() if f" {one.name} " in words), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

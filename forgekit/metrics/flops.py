@@ -106,14 +106,13 @@ class Flops:
             return self
         sums = torch.tensor(attrs.astuple(self), dtype=torch.float64, device=state.targets.device)
         dist.all_reduce(sums)
-        per_token, per_pair, *sizes = (sums * size_of(state.mesh, "pp")).tolist()
-        world = world_of(state.mesh)
-        parameters, active = (round(size / world) for size in sizes)
+        copies = world_of(state.mesh) / size_of(state.mesh, "pp")  # of each stage
+        per_token, per_pair, parameters, active = (sums / copies).tolist()
         return Flops(
-            per_token=per_token / world,
-            per_pair=per_pair / world,
-            parameters=parameters,
-            active_parameters=active,
+            per_token=per_token,
+            per_pair=per_pair,
+            parameters=round(parameters),
+            active_parameters=round(active),
         )
 
 

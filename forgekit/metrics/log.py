@@ -28,6 +28,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from forgekit.inputs import check_integers, counted
+from forgekit.mesh import process_rank
 from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number
 from forgekit.metrics.records import RowFile, Step, append_bad_steps
@@ -277,6 +278,12 @@ class MetricsLog:
         times = {"step_seconds": seconds / count}
         if self._loader is not None:
             times["data_wait_seconds"] = (self._wait_seconds() - window.waited) / count
+        spread = {}
+        if state.mesh is not None and state.mesh.size() > 1:
+            for kind, each in zip(
+                ("min", "mean", "max"), over_ranks([*times.values()], state), strict=True
+            ):
+                spread |= {f"perf/{n}_{kind}": s for n, s in zip(times, each, strict=True)}
         ideal = {}
         if self._utilization is not None and window.first is not None:
             ideal = self._utilization.ideal(window.first, state.samples)
@@ -286,7 +293,7 @@ class MetricsLog:
             **{name: int(n) if _is_count(name, n) else n for name, n in numbers.items()},
             "perf/tokens_per_second": float(by_name["targets"].sum()) / seconds,
             **{f"perf/{name}": value for name, value in times.items()},
-            **_over_ranks(times, state, device),
+            **spread,
             **memory_of(state, device),
             **{name: best / seconds for name, best in ideal.items()},
         }
@@ -365,23 +372,14 @@ def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def _over_ranks(
-    times: Mapping[str, float], state: TrainState, device: torch.device
-) -> dict[str, float]:
-    """Least, mean and most of the ranks' times, in one reduction; every rank calls it."""
+def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]:
+    """Least, mean and most of each number over the ranks, in one reduction; every rank calls it."""
     ranks = 1 if state.mesh is None else state.mesh.size()
-    if ranks == 1:
-        return {}
-    table = torch.zeros(ranks, len(times), dtype=torch.float64, device=device)
-    table[dist.get_rank()] = torch.tensor([*times.values()], dtype=torch.float64)
-    dist.all_reduce(table)
-    least, mean, most = table.amin(0), table.mean(0), table.amax(0)
-    columns = {"min": least.tolist(), "mean": mean.tolist(), "max": most.tolist()}
-    return {
-        f"perf/{name}_{kind}": seconds
-        for kind, column in columns.items()
-        for name, seconds in zip(times, column, strict=True)
-    }
+    table = torch.zeros(ranks, len(numbers), dtype=torch.float64, device=state.targets.device)
+    table[process_rank() if ranks > 1 else 0] = torch.tensor(numbers, dtype=torch.float64)
+    if ranks > 1:
+        dist.all_reduce(table)
+    return torch.stack([table.amin(0), table.mean(0), table.amax(0)]).tolist()
 
 
 def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:

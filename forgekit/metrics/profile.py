@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import attrs
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch.profiler import profile
 
 from forgekit.files import write_atomic
 from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, rank_name
-from forgekit.metrics.log import Waits
-from forgekit.parallel.layout import world_of
+from forgekit.metrics.log import Waits, over_ranks
 from forgekit.state import TrainState
 from forgekit.steps.ranges import PREFIX
 
@@ -113,14 +110,15 @@ class Profile:
         last = self._first + self._steps - 1
         if state.step < last:
             return None
-        _wait_for_device()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # kernels that still run belong to the last step
         whole = time.perf_counter() - self._clock
         waited = self._wait_seconds() - self._waited
         folder = self._out / "profile" / f"steps_{self._first:08d}_{last:08d}"
         profiler = self._end(folder, rank_name(state.mesh))
         events = profiler.events() or ()
         times = [seconds / self._steps for seconds in _times(events, whole, waited)]
-        table = _table(_over_ranks(times, state), f"steps {self._first} to {last}")
+        table = _table(over_ranks(times, state), f"steps {self._first} to {last}")
         text = "\n".join([table, "", *_ranges(events, self._steps), ""])
         if process_rank() == 0:
             write_atomic(folder / "table.txt", text.encode())
@@ -165,44 +163,13 @@ def _dump(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-def _wait_for_device() -> None:
-    """Kernels that still run belong to the last step."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-@attrs.frozen
-class _Spans:
-    """When something of one kind was going on, as rows of begin and end in microseconds."""
-
-    rows: np.ndarray
-
-    @classmethod
-    def of(cls, events: Iterable[Any]) -> _Spans:
-        """Merge the times of events: what overlaps counts once."""
-        rows = sorted((e.time_range.start, e.time_range.end) for e in events)
-        merged: list[list[float]] = []
-        for begin, end in rows:
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([begin, end])
-        return cls(np.array(merged, dtype=np.float64).reshape(-1, 2))
-
-    @property
-    def seconds(self) -> float:
-        """Their length."""
-        return float((self.rows[:, 1] - self.rows[:, 0]).sum()) * 1e-6
-
-    def with_also(self, other: _Spans) -> _Spans:
-        """When either was going on."""
-        rows = np.concatenate([self.rows, other.rows])
-        rows = rows[rows[:, 0].argsort(kind="stable")]
-        if not len(rows):
-            return _Spans(rows)
-        ends = np.maximum.accumulate(rows[:, 1])
-        is_first = np.r_[True, rows[1:, 0] > ends[:-1]]
-        return _Spans(np.stack([rows[is_first, 0], ends[np.r_[is_first[1:], True]]], axis=1))
+def _seconds(events: Iterable[Any]) -> float:
+    """Time in which any of some events was going on: what overlaps counts once."""
+    total, last = 0.0, -math.inf
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(end - max(begin, last), 0.0)
+        last = max(end, last)
+    return total * 1e-6
 
 
 def _times(events: Sequence[Any], whole: float, waited: float) -> list[float]:
@@ -213,32 +180,17 @@ def _times(events: Sequence[Any], whole: float, waited: float) -> list[float]:
     sends = [e for e in work if e.name.lower().startswith(COMMUNICATION)]
     if not on_device:
         sends += [e for e in events if e.name.startswith("gloo:")]
-    compute = _Spans.of(e for e in work if not e.name.lower().startswith(COMMUNICATION))
-    communication = _Spans.of(sends)
-    both = compute.with_also(communication).seconds
-    exposed = both - compute.seconds
-    host = max(whole - both - waited, 0.0)
-    hidden = communication.seconds - exposed
-    return [whole, waited, exposed, compute.seconds, host, hidden]
+    kernels = [e for e in work if not e.name.lower().startswith(COMMUNICATION)]
+    compute, both = _seconds(kernels), _seconds([*kernels, *sends])
+    exposed, host = both - compute, max(whole - both - waited, 0.0)
+    return [whole, waited, exposed, compute, host, _seconds(sends) - exposed]
 
 
-def _over_ranks(times: list[float], state: TrainState) -> np.ndarray:
-    """Least, mean and most over the ranks, ``[parts, 3]``; every rank calls it."""
-    world = world_of(state.mesh)
-    own = torch.zeros(world, len(times), dtype=torch.float64, device=state.targets.device)
-    own[process_rank() if world > 1 else 0] = torch.tensor(times, dtype=torch.float64)
-    if world > 1:
-        dist.all_reduce(own)
-    rows = own.cpu().numpy()
-    return np.stack([rows.min(0), rows.mean(0), rows.max(0)], axis=1)
-
-
-def _table(times: np.ndarray, title: str) -> str:
+def _table(times: Sequence[Sequence[float]], title: str) -> str:
     lines = [f"{title}: milliseconds per step      least      mean      most   share"]
-    whole = times[0, 1]
-    for (name, note), (least, mean, most) in zip(PARTS, times.tolist(), strict=True):
+    for (name, note), least, mean, most in zip(PARTS, *times, strict=True):
         numbers = "".join(f"{1e3 * number:10.2f}" for number in (least, mean, most))
-        lines.append(f"{name:<35}{numbers} {mean / whole:7.1%}   {note}")
+        lines.append(f"{name:<35}{numbers} {mean / times[1][0]:7.1%}   {note}")
     return "\n".join(lines)
 
 
