@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -101,10 +100,10 @@ def evaluate(
     results = {}
     for key, each in sets.items():
         size = bytes_per_token.get(key) if isinstance(bytes_per_token, Mapping) else bytes_per_token
-        found = _evaluate_one(state, each, loss_fn, size, stop, key, audit=audit)
-        if not found:
+        result = _evaluate_one(state, each, loss_fn, size, stop, key, audit=audit)
+        if not result:
             return TensorDict({}, [])
-        results |= {f"eval/{key}/{metric}" if key else metric: v for metric, v in found.items()}
+        results |= {f"eval/{key}/{metric}" if key else metric: v for metric, v in result.items()}
     return TensorDict(results, [])
 
 
@@ -123,10 +122,12 @@ def _evaluate_one(
     known_bytes = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     if stop is not None and layout.stages is None:
         batches = _until_stopped(batches, state, stop)
-    look = partial(_look, state, loss_fn) if audit and layout.context > 1 else None
+    look = None
+    if audit and layout.context > 1:
+        look = lambda batch: check_positions(state, batch, loss_fn)  # noqa: E731
     with evaluating(state.model, layout), mixing_tensors(layout):
         if layout.stages is None:
-            sums = _run_whole(state, batches, loss_fn, name, look)
+            sums = _run_whole(state, batches, loss_fn, look)
         else:
             sums = evaluate_staged(state, batches, loss_fn, first=look)
     if stop is not None and stop.requested:
@@ -151,45 +152,30 @@ def _evaluate_one(
 
 def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: Any) -> None:
     """Refuse sets whose ids mean something else than the model's, as far as they say so."""
-    vocabulary = _vocabulary_of(state.model)
-    known: dict[str, str] = {}  # checksum of each tokenizer -> what it was used for
+    # Of our own models and of those of transformers; others may not say it.
+    sizes = getattr(state.model, "spec", None) or getattr(state.model, "config", None)
+    vocabulary = getattr(sizes, "vocab_size", None)
+    used: dict[str, str] = {}  # checksum of each tokenizer -> what it was used for
     datasets = {f"set {name!r}" if name else "the set": one for name, one in sets.items()}
-    for what, one in {"the training data": trained_on, **datasets}.items():
+    for where, one in {"the training data": trained_on, **datasets}.items():
         dataset = getattr(one, "dataset", one)
+        path = getattr(getattr(dataset, "file", dataset), "path", None)
         size = getattr(dataset, "vocab_size", None)
-        where = f"{what}{_at(dataset)}"
+        where = where if path is None else f"{where} ({path})"
         if vocabulary is not None and size is not None and size > vocabulary:
             raise ValueError(
                 f"{where} has a vocabulary of {size} and the model one of {vocabulary}: it was "
                 f"tokenized with another tokenizer. Tokenize its text with the model's: {PREPARE}."
             )
-        if (tokenizer := _tokenizer_of(dataset)) is not None:
-            known.setdefault(tokenizer, where)
-    if len(known) > 1:
-        (first, one), (second, other) = [*known.items()][:2]
+        folder = path.parent if path is not None and path.name == HELD_OUT else path
+        if folder is not None and (tokenizer := tokenizer_of(folder)) is not None:
+            used.setdefault(tokenizer, where)
+    if len(used) > 1:
+        (first, one), (second, other) = [*used.items()][:2]
         raise ValueError(
             f"{one} and {other} were tokenized with different tokenizers (checksums {first} and "
             f"{second}), and a model reads the ids of one. Tokenize them alike: {PREPARE}."
         )
-
-
-def _vocabulary_of(model: Any) -> int | None:
-    """Number of token ids of our own models and of those of transformers; None of others."""
-    sizes = getattr(model, "spec", None) or getattr(model, "config", None)
-    return getattr(sizes, "vocab_size", None)
-
-
-def _tokenizer_of(dataset: Any) -> str | None:
-    """Checksum of the tokenizer beside a dataset's token file; None if there is none."""
-    path = getattr(getattr(dataset, "file", dataset), "path", None)
-    if path is None:
-        return None
-    return tokenizer_of(path.parent if path.name == HELD_OUT else path)
-
-
-def _at(dataset: Any) -> str:
-    path = getattr(getattr(dataset, "file", dataset), "path", None)
-    return "" if path is None else f" ({path})"
 
 
 def _until_stopped(
@@ -209,7 +195,6 @@ def _run_whole(
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
-    name: str,
     look: FirstLook,
 ) -> LossSums:
     device = state.targets.device
@@ -217,27 +202,6 @@ def _run_whole(
     for batch in batches:
         if look is not None and not sums.rows:
             look(batch)
-        part = take_part(batch, state.layout, device)
-        try:
-            loss = compute_loss(state.model, part, loss_fn)
-        except IndexError as error:
-            _explain(error, state, batch, name)
-            raise
+        loss = compute_loss(state.model, take_part(batch, state.layout, device), loss_fn)
         sums.add(loss, rows=batch.batch_size[0])
     return sums
-
-
-def _look(state: TrainState, loss_fn: LossFn, batch: TensorDictBase) -> None:
-    check_positions(state, batch, loss_fn)
-
-
-def _explain(error: IndexError, state: TrainState, batch: TensorDictBase, name: str) -> None:
-    """Raise with what an index out of range means, if it is an id that the model does not have."""
-    vocabulary = _vocabulary_of(state.model)
-    largest = max(int(batch[key].max()) for key in ("input_ids", "labels") if key in batch)
-    if vocabulary is not None and largest >= vocabulary:
-        of = f"set {name!r}" if name else "the set"
-        raise ValueError(
-            f"{of} holds the token id {largest}, and the model has ids below {vocabulary}: it was "
-            f"tokenized with another tokenizer. Tokenize its text with the model's: {PREPARE}."
-        ) from error

@@ -40,7 +40,7 @@ class Generated(NamedTuple):
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompts: Tensor | Sequence[Any] | None = None,
+    prompts: Tensor | Sequence[Any],
     *,
     max_new_tokens: int = 100,
     temperature: float = 1.0,
@@ -50,7 +50,6 @@ def generate(
     eos_id: int | None = None,
     seed: int = 0,
     log_probs: bool = False,
-    input_ids: Tensor | None = None,
 ) -> Any:
     """Continue prompts, token by token.
 
@@ -74,7 +73,6 @@ def generate(
         eos_id: The id that ends a row.
         seed: Seed of the samples.
         log_probs: Return ``Generated``, with the log-probability of each token.
-        input_ids: The earlier name of ``prompts``.
 
     Returns:
         ``[b s+n]`` prompts and what follows, ``n <= max_new_tokens``; rows that ended earlier are
@@ -82,13 +80,12 @@ def generate(
         1-D tensors, each up to its end.
 
     Raises:
-        TypeError: If ``max_new_tokens`` is no integer, or the model returns no logits.
+        TypeError: If ``max_new_tokens`` is no integer.
         ValueError: If a prompt or a sequence of ``stop`` is empty, ``temperature``, ``top_k`` or
             ``top_p`` is out of range, or the model is split into pipeline stages.
     """
     check_integers(max_new_tokens=(max_new_tokens, 0))
     draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
-    prompts = input_ids if prompts is None else prompts
     rows = _rows(prompts)
     endings = [_ending(ids, rows[0].device) for ids in stop]
     layout = layout_of(model)
@@ -144,7 +141,6 @@ class _Text:
         ids: ``[b s+n]``, each row from its first position on.
         lengths: ``[b]`` tokens of each prompt.
         longest: The largest of them, as a number.
-        is_ragged: Whether they differ.
         log_probs: ``[b n]`` of the new tokens.
         ends: ``[b]`` new tokens up to the end of a row; n for a row that has not ended.
         made: New tokens so far.
@@ -153,36 +149,26 @@ class _Text:
     ids: Tensor
     lengths: Tensor
     longest: int
-    is_ragged: bool
     log_probs: Tensor
     ends: Tensor
     made: int = 0
 
     @classmethod
     def of(cls, rows: list[Tensor], room: int) -> _Text:
-        sizes = [len(row) for row in rows]
-        longest, like = max(sizes), rows[0]
+        sizes, device = [len(row) for row in rows], rows[0].device
+        longest, lengths = max(sizes), torch.tensor(sizes, device=device)
         ids = torch.stack([F.pad(row, (0, longest - len(row) + room)) for row in rows])
-        lengths = torch.tensor(sizes, device=like.device)
-        likely = torch.zeros(len(rows), room, device=like.device)
-        return cls(
-            ids, lengths, longest, min(sizes) < longest, likely, torch.full_like(lengths, room)
-        )
+        likely = torch.zeros(len(rows), room, device=device)
+        return cls(ids, lengths, longest, likely, torch.full_like(lengths, room))
 
     def last(self, count: int = 1) -> Tensor:
         """The last tokens of each row, ``[b count]``."""
-        if not self.is_ragged:
-            end = self.longest + self.made
-            return self.ids[:, end - count : end]
         first = self.lengths[:, None] + (self.made - count)
         return self.ids.gather(1, first + torch.arange(count, device=self.ids.device))
 
     def append(self, chosen: Tensor) -> None:
         """Add one token, ``[b]``, to each row."""
-        if self.is_ragged:
-            self.ids.scatter_(1, self.lengths[:, None] + self.made, chosen[:, None])
-        else:
-            self.ids[:, self.longest + self.made] = chosen
+        self.ids.scatter_(1, self.lengths[:, None] + self.made, chosen[:, None])
         self.made += 1
 
     def result(self, *, is_list: bool) -> tuple[Any, Any]:
@@ -252,11 +238,11 @@ class _Reader:
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> _Reader:
         window = (layout.longest or 2**31) // layout.sequence * layout.sequence
-        found = attentions(model) if text.longest <= window else {}
-        new = NewPositions(min(window, text.ids.shape[1])) if found else None
+        layers = attentions(model) if text.longest <= window else {}
+        new = NewPositions(min(window, text.ids.shape[1])) if layers else None
         if new is not None:
-            own = {name: {"attend": CachedAttend(one.attend, new)} for name, one in found.items()}
-            caches.enter_context(with_sockets(model, own))
+            sockets = {n: {"attend": CachedAttend(one.attend, new)} for n, one in layers.items()}
+            caches.enter_context(with_sockets(model, sockets))
         return cls(model, layout, text, caches, new, window)
 
     def __call__(self) -> Tensor:
@@ -275,58 +261,38 @@ class _Reader:
         width = min(text.longest + text.made, self.window)
         firsts = (ends - width).clamp(min=0)
         columns = firsts[:, None] + torch.arange(width, device=firsts.device)
-        ids = text.ids.gather(1, columns) if text.is_ragged else text.last(width)
-        return self._logits(ids, ends - firsts - 1 if text.is_ragged else width - 1)
+        return self._logits(text.ids.gather(1, columns), ends - firsts - 1)
 
     def _prompts(self, new: NewPositions) -> Tensor:
         text = self.text
         new.count, new.at = text.longest, None
-        last = text.lengths - 1 if text.is_ragged else text.longest - 1
-        return self._logits(text.ids[:, : text.longest], last, has_head=True)
+        return self._logits(text.ids[:, : text.longest], text.lengths - 1, has_head=True)
 
     def _one(self, new: NewPositions) -> Tensor:
         text = self.text
         new.end = text.longest + text.made
-        new.at = text.lengths + (text.made - 1) if text.is_ragged else new.end - 1
-        at = torch.as_tensor(new.at, device=text.ids.device)[..., None]  # [b 1] or [1]
-        if text.is_ragged:
-            new.mask = (torch.arange(new.end, device=at.device) <= at)[:, None, None]
-        return self._logits(text.last(), 0, position_ids=at.expand(*at.shape[:-1], self._padded(1)))
+        new.at = text.lengths + (text.made - 1)
+        at = new.at[:, None]
+        new.mask = (torch.arange(new.end, device=at.device) <= at)[:, None, None]
+        positions = at.expand(-1, self._padded(1))
+        return self._logits(text.last(), torch.zeros_like(new.at), position_ids=positions)
 
     def _padded(self, positions: int) -> int:
         return -(-positions // self.layout.sequence) * self.layout.sequence
 
     def _logits(
-        self, ids: Tensor, last: Tensor | int, *, has_head: bool = False, **options: Any
+        self, ids: Tensor, last: Tensor, *, has_head: bool = False, **options: Any
     ) -> Tensor:
-        """Logits at one position of each row."""
-        each: Any = (
-            slice(None) if isinstance(last, int) else torch.arange(len(ids), device=ids.device)
-        )
+        """Logits at one position of each row, ``[b]``."""
+        each = torch.arange(len(ids), device=ids.device)
         if has_head and self.layout.tensor == 1:  # logits of all positions may not fit
             options["head"] = lambda hidden, weight: F.linear(hidden[each, last], weight)
         ids = F.pad(ids, (0, self._padded(ids.shape[1]) - ids.shape[1]))
-        logits = _logits_in(self.model(ids, **options))
-        if "head" in options:
-            return _wide(logits)
-        if not isinstance(last, int):
-            logits = full(logits)
-        return _wide(full(logits[each, last]))
-
-
-def _logits_in(output: Any) -> Tensor:
-    """What a model returns, or its ``logits``."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TypeError(
-            f"the model returned a {type(output).__name__} without logits; generate needs [b s v], "
-            "or an object with them as .logits. Wrap the model in one that returns them."
-        )
-    return logits
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        output = self.model(ids, **options)
+        logits = output if isinstance(output, Tensor) else output.logits
+        if "head" not in options:
+            logits = full(logits)[each, last]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], seed: int) -> None:
@@ -361,28 +327,19 @@ def _is_end(text: _Text, chosen: Tensor, eos_id: int | None, endings: list[Tenso
 
 def _rows(prompts: Any) -> list[Tensor]:
     """The prompts as 1-D tensors of ids."""
-    if isinstance(prompts, Tensor):
-        if prompts.ndim != 2 or not prompts.numel():
-            raise ValueError(
-                f"prompts has shape {tuple(prompts.shape)}; it must be [b s], s >= 1, or a list of "
-                "1-D tensors."
-            )
-        return list(prompts)
-    rows = [torch.as_tensor(row) for row in prompts or ()]
-    for number, row in enumerate(rows):
-        if row.ndim != 1 or not len(row):
-            raise ValueError(
-                f"prompt {number} has shape {tuple(row.shape)}; it must be [s], s >= 1."
-            )
-    if not rows:
-        raise ValueError(f"prompts is {brief(prompts)}; it must hold at least one prompt.")
+    rows = [torch.as_tensor(row) for row in prompts]
+    if not rows or any(row.ndim != 1 or not len(row) for row in rows):
+        shapes = brief([tuple(row.shape) for row in rows])
+        raise ValueError(
+            f"prompts have shapes {shapes}; they must be [b s] or a list of [s], s >= 1."
+        )
     return rows
 
 
 def _ending(ids: Sequence[int], device: torch.device) -> Tensor:
     """A sequence that ends a row."""
     ending = torch.as_tensor(ids, device=device)
-    if ending.ndim != 1 or not len(ending) or ending.is_floating_point():
+    if ending.ndim != 1 or not len(ending):
         raise ValueError(
             f"stop holds {brief(ids)}; it must hold sequences of at least one token id, such as "
             "[[13, 13]]. Encode a text with the tokenizer first."

@@ -23,15 +23,14 @@ class NewPositions:
     Attributes:
         room: Positions that a cache holds.
         count: Positions of each row under way, from the first on; more are padding.
-        at: ``[b]`` position of the new one in each row, or one number for all rows; unused while
-            the prompts run.
+        at: ``[b]`` position of the new one in each row; None while the prompts run.
         end: One more than the last position of any row.
-        mask: ``[b 1 1 end]`` bool, which positions a row has; None if all rows have all.
+        mask: ``[b 1 1 end]`` bool, which positions a row has.
     """
 
     room: int
     count: int = 0
-    at: Tensor | int | None = None
+    at: Tensor | None = None
     end: int = 0
     mask: Tensor | None = None
 
@@ -72,8 +71,6 @@ class CachedAttend:
         new = self.new
         if new.at is None:
             kept[:, :, : new.count] = x[:, : new.count].transpose(1, 2)
-        elif isinstance(new.at, int):
-            kept[:, :, new.at] = x[:, 0]
         else:
             kept[torch.arange(len(x), device=x.device), :, new.at] = x[:, 0]
 

@@ -41,7 +41,7 @@ def step(**options):
 
 
 def generate(**options):
-    return fk.generate(fk.Transformer(SPEC), **{"input_ids": IDS, "max_new_tokens": 1, **options})
+    return fk.generate(fk.Transformer(SPEC), **{"prompts": IDS, "max_new_tokens": 1, **options})
 
 
 CASES = {
@@ -101,9 +101,9 @@ CASES = {
         r"totals have no 'grad_sq'; they have \['loss', .*forgekit\.reduce_totals\(totals, state\)",
     ),
     "a prompt without tokens": (
-        partial(generate, input_ids=[[1], []]),
+        partial(generate, prompts=[[1], []]),
         ValueError,
-        r"^prompt 1 has shape \(0,\); it must be \[s\], s >= 1\.",
+        r"^prompts have shapes \[\(1,\), \(0,\)\]; they must be \[b s\] or a list",
     ),
     "an end without tokens": (
         partial(generate, stop=[[]]),
