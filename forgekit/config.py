@@ -21,7 +21,6 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import repeat
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -295,7 +294,7 @@ def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems
     section = _section(kind)
     if section is not None and not (isinstance(tree, Mapping) or tree in (None, "none")):
         above = ".".join(path.split(".")[: -len(parts)])
-        problems.append((path, f"{above} was set to {_shown(tree)}, which has no keys"))
+        problems.append((path, f"{above} was set to {_typed(tree)}, which has no keys"))
         return tree
     first, *rest = parts
     base = tree if isinstance(tree, Mapping) else _defaults(section) if section else {}
@@ -348,27 +347,22 @@ def _read_section(value: Any, cls: Any) -> Any:
             if alias in value:
                 read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
                 values[alias] = read
-                _validate(field, values)
+                if field.validator and not field.converter:  # now: no refusal hides the next
+                    with suppress(AttributeError):  # it compares with a field not yet read
+                        _refusing(field.validator, SimpleNamespace(**values), field, read)
             elif field.default is attrs.NOTHING:
                 raise _refusal(f"{REQUIRED}; expected {name_of(field.type)}")
     if problems:
         raise ConfigError(problems)
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise _refusal(str(error.args[0]) if error.args else repr(error)) from None
+    return _refusing(cls, **values)
 
 
-def _validate(field: Any, values: Mapping[str, Any]) -> None:
-    """Run a field's validator before its class is built, so that no refusal hides the next."""
-    if field.validator is None or field.converter is not None:
-        return
+def _refusing(call: Callable[..., Any], *args: Any, **values: Any) -> Any:
+    """Call what a class checks itself with; its refusals are mistakes of the configuration."""
     try:
-        field.validator(SimpleNamespace(**values), field, values[field.alias])
-    except AttributeError:
-        return  # it compares with a field that has no value yet; building the class runs it again
+        return call(*args, **values)
     except (TypeError, ValueError) as error:
-        raise _refusal(str(error.args[0])) from None
+        raise _refusal(str(error.args[0]) if error.args else repr(error)) from None
 
 
 def _read_union(value: Any, kind: Any) -> Any:
@@ -400,27 +394,28 @@ def _read_sequence(value: Any, kind: Any) -> Any:
     container, kinds = get_origin(kind) or kind, get_args(kind) or (Any, ...)
     kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
     if len(kinds) != len(value):
-        raise _refusal(f"expected {len(kinds)} values for {name_of(kind)}, read {_shown(value)}")
-    labels = [f"[{index}]" for index in range(len(value))]
-    return container(_read_items(labels, value, kinds))
+        raise _refusal(f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}")
+    labels = (f"[{index}]" for index in range(len(value)))
+    return container(_read_items(zip(labels, value, kinds, strict=True)).values())
 
 
 def _read_table(value: Any, kind: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _mismatch(value, kind)
     inner = get_args(kind)[1] if get_args(kind) else Any
-    return dict(zip(value, _read_items(value, value.values(), repeat(inner)), strict=True))
+    return _read_items((name, item, inner) for name, item in value.items())
 
 
-def _read_items(labels: Iterable[str], values: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Read labelled values of some type each; all mistakes are named."""
     problems: Problems = []
-    items = []
-    for label, value, kind in zip(labels, values, kinds, strict=False):
+    read = {}
+    for label, value, kind in items:
         with _collecting(problems, label):
-            items.append(_CONVERTER.structure(value, kind))
+            read[label] = _CONVERTER.structure(value, kind)
     if problems:
         raise ConfigError(problems)
-    return items
+    return read
 
 
 def _read_scalar(value: Any, kind: Any) -> Any:
@@ -452,11 +447,11 @@ def _refusal(text: str) -> ConfigError:
 
 def _mismatch(value: Any, kind: Any) -> ConfigError:
     hint = ""
-    if kind is bool and isinstance(value, str):
+    if kind is bool:
         hint = "; write true or false"
-    elif kind in (str, Path) and isinstance(value, bool | int | float):
-        hint = f"; quotes make it text: '{_show(_shown(value))}'"
-    elif (get_origin(kind) or kind) in (list, tuple) and isinstance(value, str):
+    elif kind in (str, Path) and not isinstance(value, Mapping | list):
+        hint = f"; quotes make it text: '\"{value}\"'"
+    elif (get_origin(kind) or kind) in (list, tuple):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
     return _refusal(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
 
@@ -483,26 +478,14 @@ _CONVERTER = _strict_converter()
 
 
 def _typed(value: Any) -> str:
-    kind = "table" if isinstance(value, Mapping) else type(value).__name__
-    return f"{_shown(value)} ({kind})"
-
-
-def _shown(value: Any) -> str:
     text = _show(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    kind = "table" if isinstance(value, Mapping) else type(value).__name__
+    return f"{text if len(text) <= LONGEST else f'{text[: LONGEST - 3]}...'} ({kind})"
 
 
 def _show(value: Any) -> str:
-    """Write a value as a user would in TOML."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_show, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {_show(item)}' for name, item in value.items())}}}"
-    return str(value)
+    """Write a value as a user would in TOML; tables as JSON, which reads alike."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], Problems]:
@@ -512,28 +495,17 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], 
     while rest:
         token = rest.pop(0)
         name, equals, value = token.removeprefix("--").partition("=")
-        if token.startswith("--") and not equals and rest and _is_value(rest[0]):
+        # What follows --KEY is its value unless it can only be the next override.
+        is_flag = token.startswith("--") and not equals
+        if is_flag and rest and not re.match(r"--|[A-Za-z_][\w.\-]*=", rest[0]):
             equals, value = "=", rest.pop(0)
         if not equals or not re.fullmatch(r"[^\s.\-][^\s.]*(\.[^\s.]+)*", name):
-            problems.append((token, _why_refused(token)))
+            problems.append((token, "write KEY=VALUE, --KEY=VALUE or --config FILE.toml"))
         elif token.startswith("--") and name == "config":
             files.append(value)
         else:
             overrides.append((name, value))
     return files, overrides, problems
-
-
-def _is_value(token: str) -> bool:
-    """Whether the token after ``--KEY`` can only be its value, not the next override."""
-    return not token.startswith("--") and not re.match(r"[A-Za-z_][\w.\-]*=", token)
-
-
-def _why_refused(token: str) -> str:
-    if token.endswith(".toml"):
-        return f"unknown argument; a file is given as --config {token}"
-    if re.fullmatch(r"(--)?[A-Za-z_][\w.]*", token):
-        return f"no value; write {token}=VALUE"
-    return "unknown argument; write KEY=VALUE, --KEY=VALUE or --config FILE.toml"
 
 
 def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import forgekit as fk
 from forgekit.model.moe_spec import cosine_rate
 
-VOCAB, WIDTH, PLACES, ROWS = 36, 12, 8, 2
+VOCAB, WIDTH, SEQ, ROWS = 36, 12, 8, 2
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 MOE = fk.MoESpec(
     experts=4, top_k=2, ffn_dim=8, first=1, aux_loss=3.0, z_loss=0.5, bias_rate=cosine_rate(0.2)
@@ -84,16 +84,16 @@ class OwnPositions(fk.Transformer):
     """Counts the positions of what it is given, which is a slice under context parallelism."""
 
     def forward(self, input_ids: Tensor, **keywords: Any) -> Tensor:
-        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        return super().forward(input_ids, position_ids=places, **keywords)
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return super().forward(input_ids, position_ids=positions, **keywords)
 
 
-def batches(mesh: Any, places: int = PLACES) -> Any:
+def batches(mesh: Any) -> Any:
     """Random rows without end, others on each data-parallel rank."""
     rank, world = fk.data_ranks(mesh)
     for number in count(rank, world):
         generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(0, VOCAB, (ROWS, places + 1), generator=generator)
+        ids = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=generator)
         yield TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [ROWS])
 
 
@@ -197,8 +197,7 @@ def first_alone(send: Any) -> Any:
 def other_rows(mesh: Any) -> Any:
     """Rows by the process's rank, on ranks that share a model."""
     record = build("right", (), mesh)
-    number = fk.process_rank()
-    record.loader = batches(None, PLACES + 2 * number)
+    record.loader = islice(batches(None), fk.process_rank(), None)
     return record
 
 
@@ -221,12 +220,6 @@ def dies(mesh: Any) -> Any:
     if fk.process_rank() == 1:
         os._exit(7)
     return build("right", (), mesh)
-
-
-def no_loader(mesh: Any) -> Any:
-    """A record without data."""
-    record = build("right", (), mesh)
-    return SimpleNamespace(state=record.state, loss_fn=record.loss_fn)
 
 
 def another_mesh(mesh: Any) -> Any:

@@ -50,13 +50,12 @@ def _verify(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgekit.config import to_dict
-    from forgekit.verification.result import show_report
     from forgekit.verification.verify import VerifyOptions, verify_setup
 
     script = script_of(options.recipe, options.recipes)
     with opened(script) as recipe:
         config = configured(recipe, options.settings, "verify")
-    console, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    progress = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory() as out:
         settings = {**_sizes(config, options.settings), **plain_settings(config, out)}
         if hasattr(config, "precision"):
@@ -75,7 +74,7 @@ def _verify(options: argparse.Namespace) -> int:
             report = verify_setup(setup, config.mesh, chosen)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    show_report(report, console)
+    print(report)
     return 0 if report.equal else 1
 
 

@@ -115,8 +115,6 @@ def _work(rank: int, job: bytes, world: int, port: int, folder: Path, deadline: 
             (folder / f"rank{rank}.result").write_bytes(pickle.dumps(function(*args)))
         except BaseException as error:  # a SystemExit of a script is a failure here
             sentence = traceback.format_exception_only(error)[-1].strip()
-            if isinstance(error, AttributeError) and "Can't get attribute" in sentence:
-                sentence += ": a process cannot import it; define it at the top level of a file"
             text = f"{sentence}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
             (folder / f"rank{rank}.error").write_text(text)
             time.sleep(GRACE_S)

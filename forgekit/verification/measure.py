@@ -20,7 +20,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -29,7 +28,6 @@ from forgekit.data.batch import IGNORED
 from forgekit.data.groups import groups
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
 from forgekit.model.lora import LoraLinear
-from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
 from forgekit.state import TrainState
@@ -50,39 +48,30 @@ Names = dict[str, str]
 
 
 @attrs.frozen(kw_only=True)
-class Given:
-    """What all layouts start from and see.
-
-    Attributes:
-        start: Parameters before the first step.
-        batches: Digests of the micro-batches of each step, over all data-parallel ranks: number
-            ``m * R + r`` is micro-batch ``m`` of rank ``r`` of ``R``.
-    """
-
-    start: Names
-    batches: list[list[str]]
-
-
-@attrs.frozen(kw_only=True)
-class Task:
-    """What a rank is asked for.
+class RankJob:
+    """What a rank computes.
 
     Attributes:
         setup: Builds a recipe's record for a layout.
         spec: The layout; each size is given.
         folder: Where tensors are kept.
         mask: Whether labels are masked, so that micro-batches differ in their targets.
+        start: Parameters before the first step; None in the first layout, whose own all start from.
+        batches: Digests of the micro-batches of each step, over all data-parallel ranks: number
+            ``m * R + r`` is micro-batch ``m`` of rank ``r`` of ``R``. None as for ``start``.
     """
 
     setup: Setup
     spec: MeshSpec
     folder: Path
     mask: bool
+    start: Names | None = None
+    batches: list[list[str]] | None = None
 
 
 @attrs.define(kw_only=True)
-class Found:
-    """What a rank found.
+class RankResult:
+    """What a rank has computed.
 
     Attributes:
         start: Parameters that setup made.
@@ -106,103 +95,83 @@ class Found:
     is_random: bool = False
 
 
-class Tensors:
-    """Tensors and micro-batches in a folder, each under a digest of its content."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def save(self, value: Tensor | TensorDictBase) -> str:
-        """Write a tensor unless it is there, and return its digest."""
-        content = _content(value)
-        name = _digest(content)
-        path = self._folder / name
-        if not path.exists():
-            # Ranks write the same tensor at the same time; the rename makes it appear whole.
-            part = path.with_name(f"{name}.{os.getpid()}")
-            part.write_bytes(content)
-            part.rename(path)
-        return name
-
-    def load(self, digest: str) -> Any:
-        """Read what was saved."""
-        return torch.load(self._folder / digest, weights_only=False)
-
-
-def _content(value: Tensor | TensorDictBase) -> bytes:
-    """Bytes that are the same for equal values, whatever their strides and storages were."""
-    buffer = io.BytesIO()
+def keep(folder: Path, value: Tensor | TensorDictBase) -> str:
+    """Write a tensor or a batch into a folder unless it is there, and return its digest."""
+    buffer = io.BytesIO()  # of a clone: equal values give equal bytes whatever their strides were
     torch.save(value.detach().cpu().contiguous().clone(), buffer)
-    return buffer.getvalue()
+    digest = hashlib.blake2b(buffer.getvalue(), digest_size=16).hexdigest()
+    if not (folder / digest).exists():
+        # Ranks write the same tensor at the same time; the rename makes it appear whole.
+        part = folder / f"{digest}.{os.getpid()}"
+        part.write_bytes(buffer.getvalue())
+        part.rename(folder / digest)
+    return digest
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def kept(folder: Path, digest: str) -> Any:
+    """Read what was kept."""
+    return torch.load(folder / digest, weights_only=False)
 
 
-def measure_layout(task: Task, given: Given | None) -> Found:
+def measure_layout(job: RankJob) -> RankResult:
     """Take three SGD steps in a layout as a run takes its own.
 
     Args:
-        task: What to do.
-        given: What to start from; None for the first layout, whose start and batches all take.
+        job: What to do.
 
     Returns:
-        What this rank found; gradients and parameters are full tensors.
+        What this rank computed; gradients and parameters are full tensors.
     """
-    kept = Tensors(task.folder)
-    record, state, start = _build(task, given)
-    batches = _pull(record, task) if given is None else _share(task, given, kept)
-    digests = [[kept.save(batch) for batch in step] for step in batches]
-    found = Found(start=start, batches=digests)
+    record, state, start = _build(job)
+    batches = _pull(record, job) if job.batches is None else _share(job, job.batches)
+    digests = [[keep(job.folder, batch) for batch in step] for step in batches]
+    result = RankResult(start=start, batches=digests)
     for number, micro_batches in enumerate(batches):
         totals = reduce_totals(accumulate(state, micro_batches, record.loss_fn), state)
         correction = clip(totals, max_norm=math.inf)
         if number == 0:
             means = gradients(state, totals)
-            found.gradients = {n: kept.save(full(means[n])) for n in _trained(state.model)}
-            found.loss = float(totals["loss"] / totals["targets"])
-            found.norm = float(correction.grad_norm)
+            result.gradients = {n: keep(job.folder, full(means[n])) for n in _trained(state.model)}
+            result.loss = float(totals["loss"] / totals["targets"])
+            result.norm = float(correction.grad_norm)
         state = update(state, correction, lr=LEARNING_RATE, totals=totals, total=STEPS)
-    found.after = _full_parameters(state.model, kept)
-    return found
+    result.after = _full_parameters(state.model, job.folder)
+    return result
 
 
-def measure_plainly(task: Task, given: Given, merge: bool) -> Found:
+def measure_plainly(job: RankJob, merge: bool) -> RankResult:
     """Do the same in one process with plain autograd.
 
     Args:
-        task: What to do; its layout is one rank.
-        given: What to start from.
+        job: What to do; its layout is one rank.
         merge: Whether the first step is done once more with its micro-batches joined.
 
     Returns:
-        What was found.
+        What was computed.
     """
-    kept = Tensors(task.folder)
-    record, state, start = _build(task, given)
+    record, state, start = _build(job)
     trained, random = _trained(state.model), torch.get_rng_state()
-    found = Found(start=start, batches=given.batches)
-    for number, digests in enumerate(given.batches):
-        batches = [kept.load(digest) for digest in digests]
+    result = RankResult(start=start, batches=[])
+    for number, digests in enumerate(job.batches or ()):
+        batches = [kept(job.folder, digest) for digest in digests]
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
             _backward(state.model, joined, record.loss_fn)
-            found.merged = {name: kept.save(full(p.grad)) for name, p in trained.items()}
+            result.merged = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
         routers = StepRouters(state.model, torch.ones(()), state.targets.device)
         with routers.noting():
             loss = _backward(state.model, batches, record.loss_fn)
         if number == 0:
-            found.loss = loss
-            found.gradients = {name: kept.save(full(p.grad)) for name, p in trained.items()}
+            result.loss = loss
+            result.gradients = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
             squares = (float(full(p.grad).square().sum()) for p in trained.values())
-            found.norm = math.sqrt(sum(squares))
+            result.norm = math.sqrt(sum(squares))
         with torch.no_grad():
             for parameter in trained.values():
                 parameter.sub_(parameter.grad, alpha=LEARNING_RATE)  # pyright: ignore[reportArgumentType]
         rebalance(state.model, routers.sums(), torch.ones((), dtype=torch.bool), number, STEPS)
-    found.after = _full_parameters(state.model, kept)
-    found.is_random = not torch.equal(random, torch.get_rng_state())
-    return found
+    result.after = _full_parameters(state.model, job.folder)
+    result.is_random = not torch.equal(random, torch.get_rng_state())
+    return result
 
 
 def _backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> float:
@@ -221,7 +190,7 @@ def _backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: Loss
     return total / targets
 
 
-def _build(task: Task, given: Given | None) -> tuple[Any, TrainState, Names]:
+def _build(job: RankJob) -> tuple[Any, TrainState, Names]:
     """Run the setup; its state gets float64, plain SGD, no dropout, and the given parameters.
 
     Returns:
@@ -229,28 +198,22 @@ def _build(task: Task, given: Given | None) -> tuple[Any, TrainState, Names]:
     """
     # Before the setup: what it makes without a dtype (buffers, rotary tables) is float64 at once.
     torch.set_default_dtype(torch.float64)
-    record = task.setup(task.spec)
-    for name in ("state", "loss_fn", "loader"):
-        if not hasattr(record, name):
-            raise TypeError(
-                f"setup returned a {type(record).__name__} without {name!r}; verify needs a record "
-                "with state, loss_fn and loader, such as recipes/pretrain.py returns."
-            )
+    record = job.setup(job.spec)
     state: TrainState = record.state
-    _check_mesh(state, task.spec)
+    _check_mesh(state, job.spec)
     _check_precision(state.model)
     state.model.double()
     _stop_dropout(state.model)
-    kept = Tensors(task.folder)
-    start = _full_parameters(state.model, kept)
-    if given is not None:
-        _copy_start(state.model, kept, given.start)
+    start = _full_parameters(state.model, job.folder)
+    for name, parameter in state.model.named_parameters():
+        if job.start is not None and name in job.start:  # else the difference shows
+            _copy(parameter, kept(job.folder, job.start[name]))
     optimizer = torch.optim.SGD(list(_trained(state.model).values()), lr=LEARNING_RATE)
     return record, attrs.evolve(state, optimizer=optimizer), start
 
 
 def _check_mesh(state: TrainState, spec: MeshSpec) -> None:
-    if state.mesh is None:  # a mesh that was forgotten shows in what is found
+    if state.mesh is None:  # a mesh that was forgotten shows in the gradients
         return
     names = state.mesh.mesh_dim_names or ()
     built = dict(zip(names, state.mesh.shape, strict=True))
@@ -289,57 +252,33 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _full_parameters(model: nn.Module, kept: Tensors) -> Names:
-    return {name: kept.save(full(p)) for name, p in model.named_parameters()}
+def _full_parameters(model: nn.Module, folder: Path) -> Names:
+    return {name: keep(folder, full(p)) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
-def _copy_start(model: nn.Module, kept: Tensors, start: Names) -> None:
-    """Give each parameter the value that all layouts start from."""
-    for name, parameter in model.named_parameters():
-        if name not in start:
-            continue  # it shows as a parameter that the other layout does not have
-        full = kept.load(start[name])
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            # None: every rank has the full tensor and takes its shard without a broadcast.
-            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        parameter.copy_(full)
+def _copy(parameter: nn.Parameter, value: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        # None: every rank has the full tensor and takes its shard without a broadcast.
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    parameter.copy_(value)
 
 
-def _pull(record: Any, task: Task) -> list[list[TensorDictBase]]:
+def _pull(record: Any, job: RankJob) -> list[list[TensorDictBase]]:
     """This rank's micro-batches of three steps from the recipe's loader, masked if asked for."""
-    count = getattr(record, "micro_batches", 1)
-    rank, world = data_rank(task.spec, int(os.environ["RANK"]))
-    due = itertools.islice(groups(record.loader, count), STEPS)
+    rank, world = data_rank(job.spec, int(os.environ["RANK"]))
+    due = itertools.islice(groups(record.loader, getattr(record, "micro_batches", 1)), STEPS)
     steps = [[batch.clone() for batch in group] for group in due]
     if len(steps) < STEPS:
         raise ValueError(
             f"the loader has micro-batches for {len(steps)} steps and verify takes {STEPS}; use "
             "a smaller global_batch_size, or more data."
         )
-    for batches in steps if task.mask else []:
+    for batches in steps if job.mask else []:
         for number, batch in enumerate(batches):
             _mask(batch, number * world + rank)
-    _check_shared(steps, task.spec)
     return steps
-
-
-def _check_shared(steps: list[list[TensorDictBase]], spec: MeshSpec) -> None:
-    """Raise, on every rank, if ranks that hold parts of one model have read different rows."""
-    if not dist.is_initialized():
-        return
-    # Compared on every rank, so that all raise and none waits in a collective of the step.
-    everyone = exchange([[_digest(_content(batch)) for batch in step] for step in steps])
-    readers: dict[int, int] = {}
-    for rank, digests in enumerate(everyone):
-        first = readers.setdefault(data_rank(spec, rank)[0], rank)
-        if digests != everyone[first]:
-            raise ValueError(
-                f"ranks {first} and {rank} hold parts of one model and must read the same rows, "
-                "but read different ones. Take the loader's rank and world from "
-                "fk.data_ranks(mesh), and seed nothing by the process's rank."
-            )
 
 
 def world_of(spec: MeshSpec) -> int:
@@ -365,10 +304,10 @@ def _mask(batch: TensorDictBase, number: int) -> None:
     batch["labels"] = labels.masked_fill(is_masked, IGNORED)
 
 
-def _share(task: Task, given: Given, kept: Tensors) -> list[list[TensorDictBase]]:
+def _share(job: RankJob, batches: list[list[str]]) -> list[list[TensorDictBase]]:
     """This rank's part of the micro-batches that all layouts see."""
-    rank, world = data_rank(task.spec, int(os.environ["RANK"]))
-    return [[kept.load(digest) for digest in step[rank::world]] for step in given.batches]
+    rank, world = data_rank(job.spec, int(os.environ["RANK"]))
+    return [[kept(job.folder, digest) for digest in step[rank::world]] for step in batches]
 
 
 def _join(batches: list[TensorDictBase]) -> Iterator[TensorDictBase]:

@@ -1,4 +1,4 @@
-"""What ``verify`` found, and its text: a table, the worst first, a line for each run, a verdict."""
+"""The result of ``verify``, and its text: a table, a line for each run, and a verdict."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 
 import attrs
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 SPLIT = "micro-batches"
-_SHOWN = 10
+SHOWN = 10
+"""Parameters in the table."""
 _HINTS = MappingProxyType(
     {
         SPLIT: "the gradient depends on how a batch is split into micro-batches. Return "
@@ -71,7 +69,6 @@ class VerifyCheck:
 
     Attributes:
         name: Such as ``"tp=2 pp=2"``, ``"one process"`` or ``"micro-batches"``.
-        dimensions: Names of the mesh dimensions above 1.
         ranks: Number of ranks.
         seconds: How long it took.
         error: The worst relative error; NaN if it failed.
@@ -79,16 +76,15 @@ class VerifyCheck:
     """
 
     name: str
-    dimensions: tuple[str, ...]
     ranks: int
     seconds: float
-    error: float
+    error: float = math.nan
     failure: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class VerifyReport:
-    """What ``verify`` found; ``str`` is the table with its verdict.
+    """The result of ``verify``; ``str`` is the table with its verdict.
 
     Attributes:
         layout: Such as ``"tp=2 pp=2"``.
@@ -130,84 +126,62 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """The table, worst first, the lines of each run, and the verdict."""
-        console = Console(width=100, color_system=None)
-        with console.capture() as text:
-            show_report(self, console)
-        return text.get().rstrip()
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([*self._table(), *self._runs(), *notes, *self._verdict()])
+
+    def _table(self) -> Iterator[str]:
+        """List the errors of the worst parameters, and those of the loss and the norm."""
+        if not self.rows:
+            return
+        lines = [("parameter", "gradient", "of model", "3 steps", "norm")]
+        for row in self.rows[:SHOWN]:
+            errors = _number(row.error), _number(row.of_model), _number(row.moved)
+            lines.append((row.name, *errors, f"{row.norm:.3g}"))
+        if rest := self.rows[SHOWN:]:
+            lines.append((f"{len(rest)} more, at most", _number(rest[0].worst), "", "", ""))
+        lines.append(("loss", _number(self.loss_error), "", "", f"{self.loss:.6g}"))
+        lines.append(("norm", _number(self.norm_error), "", "", f"{self.norm:.6g}"))
+        width = max(len(name) for name, *_ in lines)
+        for name, *numbers in lines:
+            yield f"{name:<{width}}{''.join(f'{number:>10}' for number in numbers)}".rstrip()
+
+    def _runs(self) -> Iterator[str]:
+        width = max((len(check.name) for check in self.checks), default=0)
+        for check in self.checks:
+            verdict = "equal" if check.error <= self.tolerance else "different"
+            ranks = f"{check.ranks} rank{'s' * (check.ranks > 1)}"
+            error = "failed" if check.failure else _number(check.error)
+            seconds = f"{check.seconds:.1f} s"
+            yield f"{verdict:<10} {check.name:<{width}}  {ranks:<8}{seconds:>9}  {error}"
+
+    def _verdict(self) -> Iterator[str]:
+        if self.failure is not None:
+            yield f"failed: {self.layout}: {self.failure}"
+            return
+        errors = {row.name: row.worst for row in self.rows}
+        errors |= {"loss": self.loss_error, "norm": self.norm_error}
+        where = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        largest = f"{_number(self.error)} ({where})"
+        if self.equal:
+            yield f"equal: {self.layout} learns what one process does, worst {largest}"
+            return
+        verb = "breaks" if len(self.broken) == 1 and self.broken != (SPLIT,) else "break"
+        agrees = self.error <= self.tolerance
+        whole = f"{self.layout} itself agrees" if agrees else f"{self.layout} is off by {largest}"
+        yield f"different: {' and '.join(self.broken)} {verb}; {whole}"
+        yield from (f"  {_HINTS[name]}" for name in self.broken)
+        yield from (f"  {one.name} failed: {one.failure}" for one in self.checks if one.failure)
+        if self.tolerance < self.error < 1e-4:
+            yield (
+                "  Errors of this size come from float32: look for .float(), a dtype=torch.float32 "
+                "or a constant in the model. --tolerance 1e-5 accepts them."
+            )
 
 
 def worst(errors: Iterable[float]) -> float:
     """Return the largest error; NaN if there is one, or none at all: max() would pass over it."""
-    found = [*errors]
-    return max(found) if found and not any(map(math.isnan, found)) else math.nan
-
-
-def show_report(report: VerifyReport, console: Console) -> None:
-    """Print a report."""
-    if report.rows:
-        console.print(_table(report), highlight=False)
-    if report.checks:
-        console.print(_runs(report), highlight=False)
-    notes = [f"note: {escape(note)}" for note in report.notes]
-    for line in (*notes, *_verdict(report)):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _table(report: VerifyReport) -> Table:
-    """List the errors of the worst parameters, and those of the loss and the norm."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("parameter", overflow="fold")
-    for name in ("gradient", "of model", "3 steps", "norm"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report.rows[:_SHOWN]:
-        errors = (_number(error) for error in (row.error, row.of_model, row.moved))
-        table.add_row(escape(row.name), *errors, f"{row.norm:.3g}")
-    if rest := report.rows[_SHOWN:]:
-        table.add_row(f"{len(rest)} more, at most", _number(rest[0].worst), "", "", "")
-    table.add_row("loss", _number(report.loss_error), "", "", f"{report.loss:.6g}")
-    table.add_row("norm", _number(report.norm_error), "", "", f"{report.norm:.6g}")
-    return table
-
-
-def _runs(report: VerifyReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    for check in report.checks:
-        ranks = "1 rank" if check.ranks == 1 else f"{check.ranks} ranks"
-        is_equal = check.error <= report.tolerance
-        verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
-        error = "failed" if check.failure else _number(check.error)
-        table.add_row(verdict, check.name, ranks, f"{check.seconds:.1f} s", error)
-    return table
-
-
-def _verdict(report: VerifyReport) -> Iterator[str]:
-    if report.failure is not None:
-        yield f"[red]failed[/]: {escape(report.layout)}: {escape(report.failure)}"
-        return
-    largest = f"{_number(report.error)} ({escape(_where(report))})"
-    if report.equal:
-        yield f"[green]equal[/]: {report.layout} learns what one process does, worst {largest}"
-        return
-    broken = " and ".join(report.broken)
-    verb = "breaks" if len(report.broken) == 1 and broken != SPLIT else "break"
-    agrees = report.error <= report.tolerance
-    whole = f"{report.layout} itself agrees" if agrees else f"{report.layout} is off by {largest}"
-    yield f"[red]different[/]: {broken} {verb}; {whole}"
-    yield from (f"  {escape(_HINTS[name])}" for name in report.broken)
-    failures = {check.name: check.failure for check in report.checks if check.failure}
-    yield from (f"  {name} failed: {escape(str(text))}" for name, text in failures.items())
-    if report.tolerance < report.error < 1e-4:
-        yield (
-            "  Errors of this size come from float32: look for .float(), a dtype=torch.float32 or "
-            "a constant in the model. --tolerance 1e-5 accepts them."
-        )
-
-
-def _where(report: VerifyReport) -> str:
-    """Return the parameter with the largest error, or "loss" or "norm"; NaN counts as largest."""
-    errors = {row.name: row.worst for row in report.rows}
-    errors |= {"loss": report.loss_error, "norm": report.norm_error}
-    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    numbers = [*errors]
+    return max(numbers) if numbers and not any(map(math.isnan, numbers)) else math.nan
 
 
 def _number(error: float) -> str:

@@ -22,14 +22,12 @@ import attrs
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.mesh import MeshSpec, build_mesh, resolve_sizes
-from forgekit.verification.gradient_errors import Comparison
+from forgekit.verification.compare import Comparison
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 from forgekit.verification.measure import (
-    Found,
-    Given,
+    RankJob,
+    RankResult,
     Setup,
-    Task,
-    Tensors,
     data_rank,
     measure_layout,
     measure_plainly,
@@ -53,12 +51,6 @@ class VerifyOptions:
     tolerance: float = 1e-8
     timeout_s: float = 300
     progress: Progress | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance {self.tolerance} must be above 0 and below 1.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s {self.timeout_s} must be finite and above 0.")
 
 
 def verify(
@@ -126,9 +118,9 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
     resolve_sizes(spec, world_of(spec))
     _check_machine(world_of(spec))
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
-        runs = _Runs(setup, Path(folder), options)
+        job = RankJob(setup=setup, spec=spec, folder=Path(folder), mask=options.mask)
         try:
-            return _verify(runs, spec)
+            return _verify(job, options)
         except LocalRankError as error:
             name, tolerance = _name(spec), options.tolerance
             return VerifyReport(layout=name, failure=str(error), tolerance=tolerance)
@@ -147,110 +139,79 @@ def _check_machine(world: int) -> None:
         )
 
 
-@attrs.frozen
-class _Runs:
-    """Starts the ranks of one layout after another."""
-
-    setup: Setup
-    folder: Path
-    options: VerifyOptions
-
-    def layout(self, spec: MeshSpec, given: Given | None = None) -> list[Found]:
-        """What each rank of a layout finds."""
-        return self._run(measure_layout, spec, given)
-
-    def one_process(self, given: Given) -> Found:
-        """What one process finds with plain autograd."""
-        self.say("one process, with plain autograd")
-        return self._run(measure_plainly, MeshSpec(dp_shard=1), given, self.options.split)[0]
-
-    def say(self, line: str) -> None:
-        """Report the progress, where it was asked for."""
-        if self.options.progress is not None:
-            self.options.progress(line)
-
-    def _run(self, measure: Any, spec: MeshSpec, *args: Any) -> list[Any]:
-        task = Task(setup=self.setup, spec=spec, folder=self.folder, mask=self.options.mask)
-        limits: dict[str, Any] = {"folder": self.folder, "timeout_s": self.options.timeout_s}
-        return run_local_ranks(measure, world_of(spec), task, *args, **limits)
-
-
-def _verify(runs: _Runs, spec: MeshSpec) -> VerifyReport:
-    tolerance, began = runs.options.tolerance, time.monotonic()
-    runs.say(_line(spec))
-    ranks = runs.layout(spec)  # first: its own batches and weights are what all others get
-    seconds = time.monotonic() - began
-    given = Given(start=_start(ranks), batches=_all_batches(ranks, spec))
+def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
+    spec, began = job.spec, time.monotonic()
+    _say(options, _line(spec))
+    ranks = _run(job, options)  # first: its own batches and weights are what all others get
+    check = VerifyCheck(name=_name(spec), ranks=world_of(spec), seconds=time.monotonic() - began)
+    job = attrs.evolve(job, start=_start(ranks), batches=_all_batches(ranks, spec))
+    _say(options, "one process, with plain autograd")
     began = time.monotonic()
-    expected = runs.one_process(given)
+    plain = attrs.evolve(job, spec=MeshSpec(dp_shard=1))
+    (expected,) = run_local_ranks(
+        measure_plainly, 1, plain, options.split, folder=job.folder, timeout_s=options.timeout_s
+    )
     if not 0 < expected.norm < math.inf:
         raise LocalRankError(
             f"the gradient of the first step has norm {expected.norm} in one process, so there is "
             "nothing to compare. Do the batches have targets, and is the loss finite?"
         )
-    comparison = Comparison(Tensors(runs.folder), given.start, expected)
-    report = VerifyReport(
-        layout=_name(spec),
-        rows=comparison.rows(ranks),
-        loss=ranks[0].loss,
-        loss_error=comparison.error_of("loss", ranks),
-        norm=ranks[0].norm,
-        norm_error=comparison.error_of("norm", ranks),
-        notes=tuple(_notes(ranks, expected, given)),
-        tolerance=tolerance,
-    )
-    checks, broken = [_check(spec, seconds, report.error)], ()
+    comparison = Comparison(job.folder, job.start or {}, expected)
+    notes = _notes(expected, job.start or {})
+    report = comparison.report(_name(spec), ranks, options.tolerance, notes)
+    checks, broken = [attrs.evolve(check, error=report.error)], ()
     if expected.merged is not None:
         seconds, error = time.monotonic() - began, comparison.merged_error(expected.merged)
-        checks.append(VerifyCheck(name=SPLIT, dimensions=(), ranks=1, seconds=seconds, error=error))
+        checks.append(VerifyCheck(name=SPLIT, ranks=1, seconds=seconds, error=error))
         # Written so that NaN counts as different.
-        broken = () if error <= tolerance else (SPLIT,)
+        broken = () if error <= options.tolerance else (SPLIT,)
     # A gradient that depends on the split differs in every layout; nothing more to learn then.
-    if not broken and not report.error <= tolerance:
-        further, broken = _bisect(runs, spec, given, comparison)
+    if not broken and not report.error <= options.tolerance:
+        further, broken = _bisect(job, options, comparison)
         checks += further
     return attrs.evolve(report, checks=tuple(checks), broken=broken)
 
 
+def _run(job: RankJob, options: VerifyOptions) -> list[RankResult]:
+    world, limit = world_of(job.spec), options.timeout_s
+    return run_local_ranks(measure_layout, world, job, folder=job.folder, timeout_s=limit)
+
+
+def _say(options: VerifyOptions, line: str) -> None:
+    if options.progress is not None:
+        options.progress(line)
+
+
 def _bisect(
-    runs: _Runs, spec: MeshSpec, given: Given, comparison: Comparison
+    job: RankJob, options: VerifyOptions, comparison: Comparison
 ) -> tuple[list[VerifyCheck], tuple[str, ...]]:
     """Try no dimension, each alone, then pairs and more; those of the first size that break."""
-    checks: dict[str, VerifyCheck] = {}
+    checks: dict[MeshSpec, VerifyCheck] = {}
     broken: list[str] = []
-    dimensions = _dimensions(spec)
+    dimensions = _dimensions(job.spec)
     for size in range(len(dimensions)):
         for names in itertools.combinations(dimensions, size):
-            part = _only(spec, names)
-            if _name(part) in checks or part == spec:
+            part = _only(job.spec, names)
+            if part in checks or part == job.spec:
                 continue
-            check = checks[_name(part)] = _try(runs, part, given, comparison)
-            if not check.error <= runs.options.tolerance:
+            checks[part] = _try(attrs.evolve(job, spec=part), options, comparison)
+            if not checks[part].error <= options.tolerance:
                 broken += names or [ONE_PROCESS]
         if broken:
             return [*checks.values()], tuple(dict.fromkeys(broken))
     return [*checks.values()], dimensions or (ONE_PROCESS,)
 
 
-def _try(runs: _Runs, spec: MeshSpec, given: Given, comparison: Comparison) -> VerifyCheck:
-    runs.say(f"looking for what breaks: {_line(spec)}")
-    began, error, failure = time.monotonic(), math.nan, None
+def _try(job: RankJob, options: VerifyOptions, comparison: Comparison) -> VerifyCheck:
+    _say(options, f"looking for what breaks: {_line(job.spec)}")
+    began, name = time.monotonic(), _name(job.spec)
+    error, failure = math.nan, None
     try:
-        error = comparison.error(runs.layout(spec, given))
+        error = comparison.report(name, _run(job, options), options.tolerance).error
     except LocalRankError as raised:
         failure = str(raised)
-    return _check(spec, time.monotonic() - began, error, failure)
-
-
-def _check(spec: MeshSpec, seconds: float, error: float, failure: str | None = None) -> VerifyCheck:
-    return VerifyCheck(
-        name=_name(spec),
-        dimensions=_dimensions(spec),
-        ranks=world_of(spec),
-        seconds=seconds,
-        error=error,
-        failure=failure,
-    )
+    seconds, world = time.monotonic() - began, world_of(job.spec)
+    return VerifyCheck(name=name, ranks=world, seconds=seconds, error=error, failure=failure)
 
 
 def _dimensions(spec: MeshSpec) -> tuple[str, ...]:
@@ -268,38 +229,31 @@ def _line(spec: MeshSpec) -> str:
 
 def _only(spec: MeshSpec, names: tuple[str, ...]) -> MeshSpec:
     """A layout with some of its dimensions; experts keep those that they are a view of."""
-    kept = {*names, "dp_shard", "cp"} if "ep" in names else names
-    sizes = {name: size if name in kept else 1 for name, size in attrs.asdict(spec).items()}
+    remaining = {*names, "dp_shard", "cp"} if "ep" in names else names
+    sizes = {name: size if name in remaining else 1 for name, size in attrs.asdict(spec).items()}
     return MeshSpec(**sizes)
 
 
-def _start(ranks: list[Found]) -> dict[str, str]:
+def _start(ranks: list[RankResult]) -> dict[str, str]:
     """Each parameter's initial value as the lowest rank has it that holds it."""
     return {name: digest for rank in reversed(ranks) for name, digest in rank.start.items()}
 
 
-def _all_batches(ranks: list[Found], spec: MeshSpec) -> list[list[str]]:
+def _all_batches(ranks: list[RankResult], spec: MeshSpec) -> list[list[str]]:
     """The micro-batches of each step over all data-parallel ranks."""
-    readers = {data_rank(spec, rank)[0]: found.batches for rank, found in enumerate(ranks)}
+    readers = {data_rank(spec, number)[0]: rank.batches for number, rank in enumerate(ranks)}
     steps = zip(*(readers[data] for data in sorted(readers)), strict=True)
     # Micro-batch m of all ranks comes before micro-batch m + 1, as in the order of samples.
     return [[digest for m in zip(*step, strict=True) for digest in m] for step in steps]
 
 
-def _notes(ranks: list[Found], expected: Found, given: Given) -> Iterator[str]:
-    others = [name for name, digest in expected.start.items() if given.start.get(name) != digest]
-    copies = [n for rank in ranks for n, digest in rank.start.items() if given.start[n] != digest]
-    if copies:
-        yield f"ranks began with different values of {_some(copies)}."
+def _notes(expected: RankResult, start: dict[str, str]) -> Iterator[str]:
+    others = [name for name, digest in expected.start.items() if start.get(name) != digest]
     if others:
         yield (
-            f"setup gave {_some(others)} other initial values in one process; those of the layout "
-            "were taken for both. fk.init_weights fills a model alike in every layout."
+            f"setup gave {len(others)} parameters (first: {others[0]}) other initial values in one "
+            "process; those of the layout were taken for both. fk.init_weights fills a model alike "
+            "in every layout."
         )
     if expected.is_random:
         yield "the model or the loss draws random numbers, which differ between layouts."
-
-
-def _some(names: list[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return names[0] if len(names) == 1 else f"{len(names)} parameters (first: {names[0]})"

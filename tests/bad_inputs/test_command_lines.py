@@ -76,14 +76,6 @@ COMMANDS = {
         ["verify", "pretrain", "mesh.ep=2"],
         "ep 2 does not divide dp_shard * cp = 1; it can be one of [1].",
     ),
-    "a tolerance of nothing": (
-        ["verify", "--tolerance", "0", "pretrain", "mesh.tp=2"],
-        "tolerance 0.0 must be above 0 and below 1.",
-    ),
-    "no time": (
-        ["verify", "--timeout", "inf", "pretrain", "mesh.tp=2"],
-        "timeout_s inf must be finite and above 0.",
-    ),
     "a step before the first": (
         ["replay", ".", "--step", "0"],
         "--step 0: . has logged steps from 1 to 0.",
@@ -154,7 +146,10 @@ SETTINGS = {
     "a word for a seed": ("seed=x", 'seed: expected int, read "x" (str).'),
     "text before a rate": ("optim.lr=1e-4x", 'optim.lr: expected float, read "1e-4x" (str).'),
     "a comma in a rate": ("optim.lr=0,1", 'optim.lr: expected float, read "0,1" (str).'),
-    "a number for a switch": ("compile=0", "compile: expected bool, read 0 (int)."),
+    "a number for a switch": (
+        "compile=0",
+        "compile: expected bool, read 0 (int); write true or false.",
+    ),
     "yes": ("compile=yes", 'compile: expected bool, read "yes" (str); write true or false.'),
     "a switch for a number": ("seed=true", "seed: expected int, read true (bool)."),
     "a list for a section": ("optim=[]", "optim: expected Optim, read [] (list)."),

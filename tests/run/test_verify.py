@@ -48,7 +48,6 @@ FAILED = {
     "raises": (verified.raises, "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full\n"),
     "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 8 s.*verified.py.* in hangs"),
     "dies": (verified.dies, r"rank 1 of 2 died without an error of its own\."),
-    "no loader": (verified.no_loader, "setup returned a SimpleNamespace without 'loader'; verify"),
     "another mesh": (
         verified.another_mesh,
         r"setup built a mesh of .* and was asked for .*'tp': 2",
@@ -56,10 +55,7 @@ FAILED = {
     "no targets": (verified.no_targets, r"the gradient of the first step has norm (0|nan)"),
     "16 bits": (verified.in_16_bits, r"asks parallelize to compute in torch.bfloat16, and verify"),
     "few batches": (verified.few_batches, "the loader has micro-batches for 2 steps and verify"),
-    "other rows": (
-        verified.other_rows,
-        "ValueError: ranks 0 and 1 hold parts of one model and must read the same rows",
-    ),
+    "other rows": (verified.other_rows, "they share rows, and they brought different ones"),
 }
 
 
@@ -147,11 +143,6 @@ def test_dropout_of_adapters_is_no_difference():
     assert all(".lora_" in row.name for row in report.rows)
 
 
-def test_a_layout_of_more_ranks_than_fit_here_is_refused():
-    with pytest.raises(ValueError, match=r"the layout has 4,096 ranks, each a process here, and"):
-        fk.verify(verified.raises, layout(dp_shard=64, tp=64))
-
-
 def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
     build = partial(verified.build, "a mean per micro-batch", ())
     report = fk.verify(build, layout(dp_shard=2), split=False)
@@ -159,29 +150,20 @@ def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
     assert [check.name for check in report.checks] == ["dp_shard=2"]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
-    ("build", "sizes", "options", "message"),
+    ("build", "sizes", "message"),
     [
-        (lambda mesh: None, {}, {}, "lambda.*Define it at the top level of a file"),
-        (verified.raises, {"ep": 2}, {}, "ep 2 does not divide dp_shard . cp = 1"),
-        (verified.raises, {}, {"tolerance": 0.0}, "tolerance 0.0 must be above 0 and below 1"),
-        (
-            verified.raises,
-            {},
-            {"tolerance": float("nan")},
-            "tolerance nan must be above 0 and below 1",
-        ),
-        (verified.raises, {}, {"timeout_s": 0}, "timeout_s 0 must be finite and above 0"),
+        (lambda mesh: None, {}, "lambda.*Define it at the top level of a file"),
+        (verified.raises, {"ep": 2}, "ep 2 does not divide dp_shard . cp = 1"),
+        (verified.raises, {"dp_shard": 64, "tp": 64}, "has 4,096 ranks, each a process here, and"),
     ],
-    ids=["lambda", "experts", "tolerance 0", "tolerance nan", "no time"],
+    ids=["lambda", "experts", "many ranks"],
 )
-def test_what_cannot_be_verified_is_refused(build, sizes, options, message):
+def test_what_cannot_be_verified_is_refused(build, sizes, message):
     with pytest.raises(ValueError, match=message):
-        fk.verify(build, layout(**sizes), **options)
+        fk.verify(build, layout(**sizes))
 
 
-@pytest.mark.bad_input
 def test_a_rank_of_a_launcher_starts_no_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="this is one of 4 ranks; verify starts its ranks by"):
