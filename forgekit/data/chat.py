@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import attrs
 import numpy as np
-import torch
-from tensordict import TensorDict
 
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
-from forgekit.data.hashing import state_facts
 from forgekit.data.packing import Bins, pack
-from forgekit.data.rows import fill_rows, pieces_of
+from forgekit.data.rows import InMemory, RowDataset
 from forgekit.data.text_files import Paths, json_objects
 from forgekit.data.tokenizer import vocabulary_size
 from forgekit.environment import require
@@ -69,14 +65,14 @@ def chat_dataset(
     long: LongExamples = "error",
     turn_by_turn: bool = False,
     held_out_every: int | None = None,
-) -> ChatDataset:
+) -> RowDataset:
     """Read conversations and prompts to fine-tune on; pack them into rows.
 
     A line of a file is ``{"messages": [{"role", "content"}, ...]}``, with ``"tools"`` if the
     template takes them, or ``{"prompt", "completion"}``, both texts or both lists of messages. Of
     ``messages`` all assistant's turns are trained, up to the token that ends each; of a prompt and
     a completion the latter and its end. Which tokens these are is proved for every conversation:
-    see ``forgekit.data.chat_template``. Examples are held in memory, 5 bytes per token.
+    see ``forgekit.data.chat_template``. Examples are held in memory, 8 bytes per token.
 
     Args:
         paths: ``.jsonl`` files.
@@ -110,7 +106,7 @@ def preference_dataset(
     *,
     long: Literal["error", "drop"] = "error",
     held_out_every: int | None = None,
-) -> ChatDataset:
+) -> RowDataset:
     """Read pairs of a chosen and a rejected answer; pack pairs into rows.
 
     A line is ``{"prompt", "chosen", "rejected"}``, all texts or all lists of messages; without a
@@ -137,68 +133,6 @@ def preference_dataset(
     encoder = ChatEncoder(_tokenizer(tokenizer))
     encode = partial(_encode_pair, encoder)
     return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
-
-
-@attrs.frozen(eq=False)
-class ChatDataset:
-    """Rows of packed examples; ``chat_dataset`` and ``preference_dataset`` make one.
-
-    Attributes:
-        examples: The documents, with what is trained of each.
-        bins: The examples of each row.
-        vocab_size: Every id is below it.
-        eos_id: The id on padding. A loss never sees it: labels are masked by position.
-        counts: What became of the lines.
-        rest: The held-out examples.
-    """
-
-    examples: Sequence[Example] = attrs.field(repr=False)
-    bins: Bins
-    vocab_size: int
-    eos_id: int
-    counts: ChatCounts
-    rest: ChatDataset | None = attrs.field(default=None, repr=False)
-
-    bytes_per_token = None
-
-    @property
-    def seq_len(self) -> int:
-        """Positions in a row."""
-        return self.bins.capacity
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies the rows and their masks."""
-        digest = hashlib.sha256(self.bins.fingerprint.encode())
-        for example in self.examples:
-            digest.update(example.ids.tobytes() + example.trained.tobytes())
-        return state_facts(files=digest.hexdigest(), seq_len=self.seq_len)
-
-    def held_out(self) -> ChatDataset | None:
-        """Return the rows of the held-out lines; None without ``held_out_every``."""
-        return self.rest
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def __getitem__(self, row: int) -> TensorDict:
-        return self.__getitems__([row])[0]
-
-    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
-        """Build the batch of these rows in one go, ``batch_size=[b]``."""
-        examples = [
-            [self.examples[document] for document, *_ in pieces_of(self.bins, int(row))]
-            for row in rows
-        ]
-        ids, flags = (
-            [[(getattr(one, name), len(one.ids)) for one in row] for row in examples]
-            for name in ("ids", "trained")
-        )
-        batch = fill_rows(ids, self.seq_len, self.eos_id)
-        # The label of a flag is the flag of the label: 1 where the next token is trained.
-        is_trained = fill_rows(flags, self.seq_len, 0)["labels"] == 1
-        batch["labels"] = torch.where(is_trained, batch["labels"], IGNORED)
-        return batch
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -259,7 +193,7 @@ def _dataset(
     seq_len: int,
     long: LongExamples,
     held_out_every: int | None,
-) -> ChatDataset:
+) -> RowDataset:
     check_choice("long", long, get_args(LongExamples))
     check_integers(
         seq_len=(seq_len, 2), held_out_every=(2 if held_out_every is None else held_out_every, 2)
@@ -305,7 +239,7 @@ class _Part:
             else:
                 self.kept.append(group)
 
-    def dataset(self, encoder: ChatEncoder, rest: ChatDataset | None = None) -> ChatDataset:
+    def dataset(self, encoder: ChatEncoder, rest: RowDataset | None = None) -> RowDataset:
         examples = [example for group in self.kept for example in group]
         trained = _trained(examples)
         counts = ChatCounts(
@@ -323,8 +257,19 @@ class _Part:
                 f"nothing is supervised: {counts}. Pass a larger seq_len, or look at the lines."
             )
         tokenizer = encoder.tokenizer
-        bins, vocab_size = _bins(self.kept, self.seq_len), vocabulary_size(tokenizer)
-        return ChatDataset(examples, bins, vocab_size, tokenizer.eos_token_id or 0, counts, rest)
+        ids, trained = (
+            np.concatenate([getattr(example, key) for example in examples])
+            for key in ("ids", "trained")
+        )
+        documents = InMemory(
+            ids,
+            np.cumsum([0, *(len(example.ids) for example in examples)]),
+            np.where(trained, ids, np.int32(IGNORED)),
+            vocab_size=vocabulary_size(tokenizer),
+            eos_id=tokenizer.eos_token_id or 0,
+        )
+        bins = _bins(self.kept, self.seq_len)
+        return RowDataset(documents, self.seq_len, bins, counts=counts, rest=rest)
 
 
 def _trained(examples: Iterable[Example]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -24,8 +25,8 @@ from forgekit.inputs import check_integers
 Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]
 
-Piece: TypeAlias = "tuple[NDArray[Any], int]"
-"""Tokens of a document, and how many of them are inputs; one more is the label of the last."""
+Piece: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
+"""Tokens of a document, and their labels, the tokens that follow: one less at its end."""
 
 AT_ONCE = 2**20
 """Pieces that are checked at once, to bound the memory of the check."""
@@ -37,7 +38,7 @@ def fill_rows(
     """Build the rows of a micro-batch of pieces of documents.
 
     Args:
-        rows: The pieces of each row. A piece without a following token ends without a label.
+        rows: The pieces of each row.
         seq_len: Positions in a row.
         padding: The token id on padding.
         align: Pieces are padded to multiples of it.
@@ -51,13 +52,13 @@ def fill_rows(
     doc_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
     for row, pieces in enumerate(rows):
         at = 0
-        for number, (tokens, length) in enumerate(pieces):
-            here = slice(at, at + length)
-            ids[row, here] = tokens[:length]
-            labels[row, at : at + len(tokens) - 1] = tokens[1:]
+        for number, (tokens, following) in enumerate(pieces):
+            here = slice(at, at + len(tokens))
+            ids[row, here] = tokens
+            labels[row, at : at + len(following)] = following
             doc_ids[row, here] = number
-            position_ids[row, here] = np.arange(length)
-            at += -(-length // align) * align
+            position_ids[row, here] = np.arange(len(tokens))
+            at += -(-len(tokens) // align) * align
     columns = {"input_ids": ids, "labels": labels, "doc_ids": doc_ids, "position_ids": position_ids}
     tensors = {key: torch.from_numpy(column) for key, column in columns.items()}
     return TensorDict(tensors, batch_size=[len(rows)])
@@ -65,7 +66,7 @@ def fill_rows(
 
 def token_dataset(
     path: str | os.PathLike[str] | TokenFile, seq_len: int = 1024, *, doc_ids: bool = False
-) -> TokenDataset:
+) -> RowDataset:
     """Divide a token file into windows of ``seq_len`` targets that overlap by one token.
 
     So every token but the very first is a target exactly once. The first token of a document is the
@@ -100,82 +101,7 @@ def token_dataset(
         raise ValueError(
             f"{file.path} holds {file.tokens} token; a row needs one to read and one to predict."
         )
-    return TokenDataset(file, seq_len, doc_ids)
-
-
-@attrs.frozen(eq=False)
-class TokenDataset:
-    """Windows over a token file; ``token_dataset`` makes one.
-
-    Attributes:
-        file: The token file.
-        seq_len: Positions in a row.
-        doc_ids: Whether rows carry ``doc_ids`` and ``position_ids``.
-    """
-
-    file: TokenFile
-    seq_len: int
-    doc_ids: bool = False
-
-    @property
-    def vocab_size(self) -> int:
-        """Every id is below it."""
-        return self.file.vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """The id that closes each document."""
-        return self.file.eos_id
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
-        return self.file.bytes_per_token
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies the rows: equal strings mean the same row at each index."""
-        return state_facts(
-            files=self.file.fingerprint,
-            tokenizer=tokenizer_of(self.file.path),
-            seq_len=self.seq_len,
-            doc_ids=self.doc_ids,
-        )
-
-    def held_out(self) -> TokenDataset | None:
-        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
-
-        Returns:
-            Their windows, of the same length; None if the token file has no ``heldout`` folder.
-        """
-        file = self.file.held_out()
-        return None if file is None else attrs.evolve(self, file=file)
-
-    def __len__(self) -> int:
-        return -(-(self.file.tokens - 1) // self.seq_len)
-
-    def __getitem__(self, row: int) -> TensorDict:
-        return self.__getitems__([row])[0]
-
-    def __getitems__(self, rows: Sequence[int]) -> TensorDict:
-        """Build the batch of these rows in one go, ``batch_size=[b]``."""
-        batch = fill_rows([self._pieces(int(row)) for row in rows], self.seq_len, self.eos_id)
-        return batch if self.doc_ids else batch.select("input_ids", "labels")
-
-    def _pieces(self, row: int) -> list[Piece]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} must lie in range({len(self)}) of {self.file.path}.")
-        start = row * self.seq_len
-        stop = min(start + self.seq_len, self.file.tokens - 1)  # each has a label, the next token
-        tokens = self.file.read(start, stop + 1)
-        if not self.doc_ids:
-            return [(tokens, stop - start)]
-        offsets = self.file.offsets
-        first, last = np.searchsorted(offsets, [start, stop], side="right")
-        begins = [0, *(offsets[first:last] - start).tolist()]
-        ends = [*begins[1:], stop - start]
-        spans = zip(begins, ends, strict=True)
-        return [(tokens[a : b + 1], b - a) for a, b in spans if b > a]
+    return RowDataset(file, seq_len, doc_ids=doc_ids)
 
 
 def packed_dataset(
@@ -183,7 +109,7 @@ def packed_dataset(
     bins: Bins,
     *,
     transforms: Sequence[Transform] = (),
-) -> PackedDataset:
+) -> RowDataset:
     """Make a row of each bin.
 
     Labels are made inside documents: the label of a token is the next one of its document, even if
@@ -217,68 +143,77 @@ def packed_dataset(
     """
     if isinstance(documents, str | os.PathLike):
         documents = open_tokens(documents)
-    tokens = documents if isinstance(documents, TokenFile) else _InMemory.of(documents)
+    tokens = documents if isinstance(documents, TokenFile) else InMemory.of(documents)
     _check_bins(bins, tokens.offsets)
-    return PackedDataset(tokens, bins, tuple(transforms))
+    return RowDataset(tokens, bins.capacity, bins, transforms=tuple(transforms))
 
 
 @attrs.frozen(eq=False)
-class _InMemory:
-    """Documents in memory, with what is read of a token file."""
+class InMemory:
+    """Documents in memory, with what is read of a token file.
 
-    ids: Ints = attrs.field(repr=False)
+    Attributes:
+        ids: ``[tokens]`` of all documents.
+        offsets: ``[documents + 1]``: where each document starts, and the end of the last.
+        labels: ``[tokens]``: the token itself, or -100 where it is no target.
+        vocab_size: Every id is below it.
+        eos_id: The id on padding.
+    """
+
+    ids: NDArray[Any] = attrs.field(repr=False)
     offsets: Ints = attrs.field(repr=False)
+    labels: NDArray[Any] = attrs.field(repr=False)
+    vocab_size: int
+    eos_id: int = 0
 
     path = bytes_per_token = None
-    eos_id = 0
 
     @classmethod
-    def of(cls, documents: Sequence[ArrayLike]) -> _InMemory:
+    def of(cls, documents: Sequence[ArrayLike]) -> InMemory:
+        """Join arrays, lists or CPU tensors of token ids."""
         arrays = [check_ids(f"document {number}", ids) for number, ids in enumerate(documents)]
         ids = np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
-        return cls(ids, np.cumsum([0, *map(len, arrays)]))
-
-    @property
-    def vocab_size(self) -> int:
-        return 1 + int(self.ids.max(initial=0))
+        return cls(ids, np.cumsum([0, *map(len, arrays)]), ids, 1 + int(ids.max(initial=0)))
 
     @property
     def fingerprint(self) -> str:
+        """Hash of all tokens and labels."""
         digest = hashlib.sha256(self.offsets.data)
         digest.update(self.ids.data)
+        digest.update(self.labels.data)
         return digest.hexdigest()
-
-    def read(self, start: int, stop: int) -> Ints:
-        return self.ids[start:stop]
 
 
 @attrs.frozen(eq=False)
-class PackedDataset:
-    """Rows of packed documents; ``packed_dataset`` makes one.
+class RowDataset:
+    """Rows of documents; ``token_dataset``, ``packed_dataset`` and ``chat_dataset`` make one.
 
     Attributes:
-        documents: The documents: a token file, or arrays.
-        bins: The pieces of each row.
+        documents: A token file, or documents in memory.
+        seq_len: Positions in a row.
+        bins: The pieces of each row; None for windows over the tokens.
+        doc_ids: Whether rows carry ``doc_ids`` and ``position_ids``.
         transforms: Applied to each row, in order.
+        counts: What became of the lines that conversations were read from.
+        rest: Rows of held-out documents in memory.
     """
 
-    documents: TokenFile | _InMemory
-    bins: Bins
+    documents: TokenFile | InMemory
+    seq_len: int
+    bins: Bins | None = None
+    doc_ids: bool = True
     transforms: tuple[Transform, ...] = ()
-
-    @property
-    def seq_len(self) -> int:
-        """Positions in a row."""
-        return self.bins.capacity
+    counts: Any = None
+    rest: RowDataset | None = attrs.field(default=None, repr=False)
 
     @property
     def file(self) -> TokenFile | None:
-        """The token file; None if the documents are arrays."""
+        """The token file; None if the documents are in memory."""
         return self.documents if isinstance(self.documents, TokenFile) else None
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it; of documents in memory one more than the highest id."""
+        """Every id is below it; of arrays in memory one more than the highest id."""
         return self.documents.vocab_size
 
     @property
@@ -298,29 +233,33 @@ class PackedDataset:
         It covers the tokens, the bins, and the names of the transforms with the plain arguments
         of partial ones, but not what the transforms do.
         """
-        return state_facts(
-            files=self.documents.fingerprint,
-            tokenizer=tokenizer_of(self.documents.path),
-            seq_len=self.seq_len,
-            packing=self.bins.fingerprint,
-            transforms=[_name(transform) for transform in self.transforms],
-        )
+        facts: dict[str, Any] = {"doc_ids": self.doc_ids}
+        if self.bins is not None:
+            names = [_name(transform) for transform in self.transforms]
+            facts = {"packing": self.bins.fingerprint, "transforms": names}
+        tokenizer = tokenizer_of(self.documents.path)
+        files = self.documents.fingerprint
+        return state_facts(files=files, tokenizer=tokenizer, seq_len=self.seq_len, **facts)
 
-    def held_out(self) -> PackedDataset | None:
+    def held_out(self) -> RowDataset | None:
         """Open the held-out documents that ``forgekit prepare`` wrote beside these.
 
         Returns:
-            Their rows, packed by best fit with this capacity and alignment; None if the token file
-            has no ``heldout`` folder, or the documents are arrays.
+            Their rows, of the same length, packed by best fit if these are packed; None if there
+            are none.
         """
         file = None if self.file is None else self.file.held_out()
         if file is None:
-            return None
-        bins = pack(np.diff(file.offsets), self.seq_len, align=self.bins.align)
-        return packed_dataset(file, bins, transforms=self.transforms)
+            return self.rest
+        bins = None
+        if self.bins is not None:
+            bins = pack(np.diff(file.offsets), self.seq_len, align=self.bins.align)
+        return attrs.evolve(self, documents=file, bins=bins)
 
     def __len__(self) -> int:
-        return len(self.bins)
+        if self.bins is not None:
+            return len(self.bins)
+        return -(-(int(self.documents.offsets[-1]) - 1) // self.seq_len)
 
     def __getitem__(self, row: int) -> TensorDict:
         return self.__getitems__([row])[0]
@@ -328,29 +267,41 @@ class PackedDataset:
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
         """Build the batch of these rows in one go, ``batch_size=[b]``."""
         pieces = [self._pieces(int(row)) for row in rows]
-        batch = fill_rows(pieces, self.seq_len, self.eos_id, self.bins.align)
+        align = 1 if self.bins is None else self.bins.align
+        batch = fill_rows(pieces, self.seq_len, self.eos_id, align)
+        if not self.doc_ids:
+            batch = batch.select("input_ids", "labels")
         if self.transforms:
             batch = collate([apply_transforms(row, self.transforms) for row in batch])
         return batch
 
-    def _pieces(self, row: int) -> Iterator[Piece]:
-        for document, start, length in pieces_of(self.bins, row):
-            first, end = self.documents.offsets[document : document + 2].tolist()
-            # The label of the last token is the document's next one; at its end there is none.
-            yield self.documents.read(first + start, min(first + start + length + 1, end)), length
+    def _pieces(self, row: int) -> list[Piece]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} must lie in range({len(self)}) of the rows.")
+        offsets = self.documents.offsets
+        if self.bins is None:
+            start = row * self.seq_len
+            stop = min(start + self.seq_len, int(offsets[-1]) - 1)  # each has a label, the next
+            inner = offsets[slice(*np.searchsorted(offsets, [start + 1, stop]))].tolist()
+            ends = [*inner, stop] if self.doc_ids else [stop]
+            return [self._read(a, b, b + 1) for a, b in itertools.pairwise([start, *ends])]
+        # The label of a piece's last token is the document's next one; at its end there is none.
+        here = slice(*self.bins.offsets[row : row + 2].tolist())
+        documents = self.bins.documents[here]
+        starts = offsets[documents] + self.bins.starts[here]
+        stops = starts + self.bins.lengths[here]
+        last = np.minimum(stops + 1, offsets[documents + 1])
+        return [
+            self._read(*each)
+            for each in zip(starts.tolist(), stops.tolist(), last.tolist(), strict=True)
+        ]
 
-
-def pieces_of(bins: Bins, row: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the document, its first token and the length of each piece of a row.
-
-    Raises:
-        IndexError: If there is no such row.
-    """
-    if not 0 <= row < len(bins):
-        raise IndexError(f"row {row} must lie in range({len(bins)}) of the packed documents.")
-    here = slice(*bins.offsets[row : row + 2].tolist())
-    columns = bins.documents, bins.starts, bins.lengths
-    yield from zip(*(column[here].tolist() for column in columns), strict=True)
+    def _read(self, start: int, stop: int, end: int) -> Piece:
+        """Read the tokens from ``start`` to ``stop``, and the labels of those up to ``end``."""
+        if isinstance(self.documents, TokenFile):
+            tokens = self.documents.read(start, end)
+            return tokens[: stop - start], tokens[1:]
+        return self.documents.ids[start:stop], self.documents.labels[start + 1 : end]
 
 
 def check_vocabulary(dataset: Any, vocab_size: int) -> None:

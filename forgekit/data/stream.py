@@ -307,11 +307,10 @@ class DocumentRows:
                 yield pieces, before
                 pieces, left = [], self.seq_len
             while len(ids) - start > 1:  # a closing token has no target, so it begins no row
-                tokens = ids[start : start + left + 1]  # the last one's label comes along
-                length = min(len(tokens), left)
-                pieces.append((tokens, length))
-                left -= length
-                start += length
+                tokens, labels = ids[start : start + left], ids[start + 1 : start + left + 1]
+                pieces.append((tokens, labels))
+                left -= len(tokens)
+                start += len(tokens)
                 if not left and len(ids) - start > 0:
                     yield pieces, attrs.evolve(before, inside=start)
                     pieces, left = [], self.seq_len

@@ -201,7 +201,7 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
 
 def _pieces(dataset: Any, rows: Integers) -> Integers:
     """Lengths of the runs of tokens that see each other."""
-    if hasattr(dataset, "bins"):
+    if getattr(dataset, "bins", None) is not None:
         offsets = dataset.bins.offsets
         return dataset.bins.lengths[_ranges(offsets[rows], offsets[rows + 1])]
     length, file = row_length(dataset), getattr(dataset, "file", None)
