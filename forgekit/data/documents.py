@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forgekit.data.hashing import hash_integers
 from forgekit.environment import require
-from forgekit.inputs import LARGEST, check_choice, check_integers, path_of, quoted
+from forgekit.inputs import check_choice, path_of, quoted
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]
@@ -184,20 +184,10 @@ def random_documents(
     Returns:
         A source for ``stream_documents``. Iterating it gives arrays, for ``write_tokens``.
 
-    Raises:
-        ValueError: If a number is out of range.
-
     Examples:
         >>> [ids.tolist() for ids in random_documents(100, 2, longest=4)]
         [[38, 26, 65, 59], [14, 28, 98, 53]]
     """
-    check_integers(
-        vocab_size=(vocab_size, 1),
-        count=(count, 1),
-        shortest=(shortest, 1),
-        longest=(longest, shortest),
-        seed=(seed, -LARGEST),
-    )
     fingerprint = f"random_documents({vocab_size=}, {count=}, {shortest=}, {longest=}, {seed=})"
     ids_of = partial(_random_ids, vocab_size, shortest, longest, seed)
     return NumberedDocuments("random tokens", fingerprint, count, ids_of)

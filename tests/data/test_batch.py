@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,11 +58,6 @@ BAD = {
         r'"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.data\.collate st',
     ),
     "dict": ({"input_ids": IDS}, TypeError, "batch is a dict; a micro-batch is a TensorDict"),
-    "sample": (
-        TensorDict({"input_ids": IDS[0]}),
-        ValueError,
-        r"has batch_size \[\]; a micro-batch",
-    ),
     "short": (
         batch_of(input_ids=IDS, labels=IDS[:, 1:]),
         ValueError,
@@ -197,18 +190,6 @@ def test_padded_positions_change_no_gradient():
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
 
 
-def test_transforms_run_in_their_order():
-    add = partial(_scale_and_add, factor=1, more=1)
-    double = partial(_scale_and_add, factor=2, more=0)
-    batch = rows_of([[1, 2, 3]])
-    assert apply_transforms(batch, (add, double))["input_ids"].tolist() == [[4, 6]]
-    assert apply_transforms(batch, (double, add))["input_ids"].tolist() == [[3, 5]]
-
-
-def _scale_and_add(batch, factor, more):
-    return TensorDict({**batch, "input_ids": batch["input_ids"] * factor + more}, batch.batch_size)
-
-
 def test_a_transform_that_returns_something_else_is_named():
     def forgets(batch):
         batch["labels"]
@@ -280,16 +261,6 @@ def test_chunks_by_hand():
     ]
 
 
-def test_what_has_no_places_stays():
-    batch = sequences(8)
-    part = shard_sequence(batch, rank=1, world=2)
-    assert part["source"].tolist() == [0, 1]
-    assert part["pair"].shape == (2, 9)
-    assert part["weights"].shape == (2, 4, 3)
-    assert part["weights"][0, :, 0].tolist() == [2, 3, 4, 5]
-    assert batch["input_ids"].shape == (2, 8)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_nested_tensors_are_sliced_alike(method):
     """Choices of experts by layer, for example."""
@@ -302,14 +273,6 @@ def test_nested_tensors_are_sliced_alike(method):
     whole = unshard_sequence(parts, method=method)
     for layer in ("layers.1", "layers.3"):
         assert torch.equal(whole["replay", layer], batch["replay", layer])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_one_rank_keeps_any_number_of_places(method):
-    batch = sequences(7)
-    part = shard_sequence(batch, rank=0, world=1, method=method)
-    assert torch.equal(part["input_ids"], batch["input_ids"])
-    assert torch.equal(unshard_sequence([part], method=method)["labels"], batch["labels"])
 
 
 BAD_SLICES = {

@@ -179,14 +179,6 @@ def _alike(one, other):
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def test_the_text_that_is_trained():
-    tokenizer = _tokenizer(CHATML)
-    (example,) = _encode(CHATML, [SYSTEM, USER, ANSWER, *MORE])
-    assert _trained_text(tokenizer, example) == "Four, I think.<|im_end|>Five.<|im_end|>"
-    (example,) = _encode(CHATML, [SYSTEM, USER, ANSWER, *MORE], first=3)
-    assert _trained_text(tokenizer, example) == "Five.<|im_end|>"
-
-
 def test_tool_calls_are_trained_and_their_results_are_not():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
     chat = [USER, call, {"role": "tool", "content": "4"}, ANSWER]
@@ -227,7 +219,6 @@ def test_a_template_that_cannot_be_proved_is_refused(template, message):
 MESSAGES = {
     "no answer": ([USER], r'no assistant\'s turn to train; its roles are "user"'),
     "no list": ("hello", r"messages is 'hello'; it must be a list"),
-    "empty": ([], r"messages is \[\]; it must be a list of at least one message"),
     "no role": ([{"content": "a"}], r"message 0 is .*; it must be an object with a text under"),
     "a picture": ([{**USER, "content": [{"type": "image"}]}, ANSWER], r"message 0 is .* under"),
 }
@@ -346,10 +337,6 @@ FILES = {
         r"a.jsonl:1 has 'a' as prompt and .* as completion; both must be texts",
     ),
     "no object": ([1], r"a.jsonl:1 is \[1\]; each line must be one JSON object"),
-    "too long a prompt": (
-        {"prompt": "a" * 99, "completion": "b"},
-        r"a.jsonl:1 has \d+ tokens; a row has 16",
-    ),
 }
 
 

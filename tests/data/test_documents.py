@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from forgekit.data.documents import as_documents, random_documents
 from forgekit.data.token_files import open_tokens, token_documents, write_tokens
@@ -48,18 +47,3 @@ def test_a_collection_may_hold_texts_arrays_or_named_ones():
     ]
     documents = as_documents(items)
     assert as_documents(documents) is documents
-
-
-BAD = {
-    "vocabulary": ((0, 1), {}, "vocab_size 0 must be at least 1"),
-    "count": ((9, 0), {}, "count 0 must be at least 1"),
-    "shortest": ((9, 1), {"shortest": 0}, "shortest 0 must be at least 1"),
-    "longest": ((9, 1), {"longest": 3, "shortest": 4}, "longest 3 must be at least 4"),
-}
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(("sizes", "options", "message"), BAD.values(), ids=BAD)
-def test_bad_sizes_of_random_documents_are_refused(sizes, options, message):
-    with pytest.raises(ValueError, match=message):
-        random_documents(*sizes, **options)

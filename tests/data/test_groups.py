@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -123,14 +121,6 @@ def test_an_endless_loader_is_never_looked_into():
     assert [loader.samples for _ in batches] == [2, 4]
 
 
-@pytest.mark.parametrize("partial", ["pad", "drop", "error"])
-def test_an_endless_loader_is_never_partial(partial):
-    loader = make_loader([micro_batch(0)[0]] * 4, 2)
-    stream = groups(loader, 3, partial=partial)
-    assert [len(numbers_of(group)) for group in itertools.islice(stream, 2)] == [3, 3]
-    assert loader.samples == 12
-
-
 def test_samples_are_the_rows_of_all_ranks_so_far_without_padding():
     loader = make_loader([micro_batch(0)[0]] * 7, 2, rank=1, world=2, epochs=1)
     group = next(groups(loader, 3))
@@ -168,11 +158,6 @@ BAD = {
         lambda: groups([], 1, partial="x"),
         ValueError,
         """partial is 'x'; it is one of "pad", "drop", "error".""",
-    ),
-    "kind": (
-        lambda: list(next(groups(["a"], 2))),
-        TypeError,
-        "batch is a str; a micro-batch is a TensorDict",
     ),
     "length": (
         lambda: [list(group) for group in groups(Overstated("a"), 2)],

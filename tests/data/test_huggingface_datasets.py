@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import datasets
 import pytest
@@ -168,11 +167,3 @@ def test_a_streamed_dataset_is_prepared_and_found_again(tmp_path):
         assert made.is_new == is_new
     assert made.train.documents + made.held_out.documents == 23
     assert reports[-1] == ("tokens", sum(30 * len(text) for text in TEXTS), 0)
-
-
-def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ImportError, match=r'datasets is not installed. .* install "forgekit\[hf\]"'
-    ):
-        huggingface_documents("anything")

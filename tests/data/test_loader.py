@@ -263,17 +263,6 @@ def test_a_process_that_dies_is_an_error_and_not_a_hang():
         next(iter(loader))
 
 
-def test_an_endless_loader_has_no_length():
-    with pytest.raises(TypeError, match="never ends, so it has no length; pass epochs=1"):
-        len(make_loader(Rows(3)))
-
-
-def test_padding_needs_labels():
-    rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(3)]
-    with pytest.raises(ValueError, match='batch has no "labels"; it has "input_ids"'):
-        list(make_loader(rows, 2, epochs=1))
-
-
 BAD = {
     "empty": ({"dataset": []}, r"len\(dataset\) 0 must be at least 1"),
     "rows": ({"batch_size": 0}, "batch_size 0 must be at least 1"),
@@ -382,16 +371,6 @@ class _Stuck(TensorDict):
 
 def _cannot_move(batch):
     return _Stuck(dict(batch.items()), batch.batch_size)
-
-
-def test_a_reader_ahead_ends_with_its_loader():
-    before = set(threading.enumerate())  # of earlier tests, which may end meanwhile
-    loader = make_loader(Rows(100), 2, device="meta", workers=2)
-    take_meta = next(iter(loader))
-    assert take_meta["input_ids"].is_meta
-    assert set(threading.enumerate()) - before
-    loader.close()
-    assert not set(threading.enumerate()) - before
 
 
 # Skips

@@ -96,14 +96,6 @@ def test_resuming_around_changes_on_other_ranks_and_workers_gives_the_undisturbe
         start = end
 
 
-def test_processes_know_the_order_too():
-    data = mixture(PHASES)
-    options = {"batch_size": 7, "start": 90, "workers": 1, "processes": True}
-    with fk.make_loader(data, **options) as loader:
-        batches = [rows_of(batch) for batch in itertools.islice(loader, 4)]
-    assert batches == [rows_of(data.__getitems__(range(at, at + 7))) for at in (90, 97, 104, 111)]
-
-
 @pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": False}])
 def test_a_loader_leaves_a_mixture_in_its_order(options):
     loader = fk.make_loader(mixture(), 8, **options)

@@ -62,22 +62,6 @@ def test_statistics_are_those_of_a_shuffle(n):
     assert ((counts - expected) ** 2 / expected).sum() < 45  # chi-squared of 15: 1e-4 of cases
 
 
-@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
-def test_neighbours_part(n):
-    """Neighbours land at any distance, and a place says nothing of where the next ones go."""
-    orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
-    distances = np.diff(orders, axis=1) % n
-    counts = np.bincount(distances.ravel(), minlength=n)[1:]
-    expected = distances.size / (n - 1)
-    excess = (((counts - expected) ** 2 / expected).sum() - (n - 2)) / np.sqrt(2 * (n - 2))
-    assert abs(excess) < 5
-    centred = orders - (n - 1) / 2
-    for lag in (1, 2, 7):
-        correlations = (centred[lag:] * centred[:-lag]).mean(axis=1) / ((n * n - 1) / 12)
-        assert abs(correlations.mean()) < 5 / np.sqrt(n * (300 - lag))
-        assert abs(correlations.std() * np.sqrt(n - 1) - 1) < 0.2
-
-
 @given(data=st.data(), seed=st.integers(0, 2**64))
 @settings(max_examples=20, deadline=None)
 def test_ranges_of_several_sizes_at_once_are_those_one_by_one(data, seed):
@@ -108,13 +92,6 @@ def test_the_rows_are_pinned():
         12035550249420947055,
         17896504823353187392,
     ]
-
-
-def test_one_bit_of_the_input_turns_half_of_the_output():
-    values = np.arange(1000)
-    for bit in (0, 7, 40, 62):
-        turned = hash_integers(values) ^ hash_integers(values ^ (1 << bit))
-        assert abs(np.unpackbits(turned.view(np.uint8)).mean() - 0.5) < 0.01
 
 
 def test_without_shuffle_rows_keep_their_order():
@@ -175,17 +152,6 @@ def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
         if size > 25:
             assert len(set(epochs)) == len(epochs)
             assert tuple(range(size)) not in epochs
-
-
-@pytest.mark.parametrize("start", [10**9, 10**12, FAR])
-def test_epochs_are_whole_at_any_distance(start):
-    order = fk.make_order({"a": 300, "b": 7}, {"a": 0.8, "b": 0.2}, seed=5)
-    gone = order.taken(start).tolist()
-    for walk, size, before in zip(walks(order, start, 5000), order.sizes, gone, strict=True):
-        rest = -before % size
-        epochs = [walk[at : at + size] for at in range(rest, len(walk) - size, size)]
-        assert len(epochs) > 10
-        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
 @given(
@@ -338,13 +304,6 @@ def test_only_the_number_counts(order):
     assert [copy(number) for number in reversed(numbers)] == expected[::-1]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(copy, numbers * 5)) == expected * 5
-
-
-def test_by_default_every_row_comes_equally_often():
-    order = fk.make_order({"a": 300, "b": 100, "c": 112})
-    assert order.taken(BLOCK * 512).tolist() == [300 * BLOCK, 100 * BLOCK, 112 * BLOCK]
-    order = fk.make_order({"a": 300, "b": 100}, phases=[fk.Phase(1024, {"a": 0.25})])
-    assert order.shares(1024, BLOCK).tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

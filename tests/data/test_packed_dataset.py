@@ -115,12 +115,6 @@ def test_every_token_is_an_input_once_and_a_target_once_unless_it_is_the_first(
     assert from_file["input_ids"][~real].eq(1999).all()
 
 
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: np.uint16(ids)])
-def test_documents_may_be_lists_arrays_and_tensors(convert):
-    documents = [convert(ids) for ids in [[1, 2], [3]]]
-    assert columns(packed(documents), "input_ids") == [[1, 2, 3, 0]]
-
-
 def test_a_batch_is_its_rows(tmp_path):
     file = file_of(tmp_path / "a")
     dataset = packed_dataset(tmp_path / "a", pack(np.diff(file.offsets), 4))
@@ -217,13 +211,6 @@ def test_a_dataset_of_a_token_file_is_pickled_by_its_path(tmp_path):
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 1000
     assert pickle.loads(pickled)[3]["input_ids"].equal(dataset[3]["input_ids"])
-
-
-def test_rows_out_of_range_are_refused():
-    dataset = packed()
-    for row in (3, -1):
-        with pytest.raises(IndexError, match=rf"row {row} must lie in range\(3\)"):
-            dataset[row]
 
 
 BAD_BINS = {

@@ -155,22 +155,6 @@ def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_ste
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
 
 
-def test_documents_that_are_cut_are_taken_up_between_two_and_never_inside_one(
-    tmp_path, small_steps
-):
-    texts = write_lines(tmp_path / "a.jsonl", broken=10**6)
-    for number in range(6):
-        (tmp_path / f"{number}.txt").write_text("\n".join(texts[number::6]))
-    files = [tmp_path / f"{number}.txt" for number in range(6)]
-    prepare(files, tmp_path / "fresh", vocab_size=300)
-    ends = [sum(file.stat().st_size for file in files[:number]) for number in range(7)]
-    for end in ends[1:6]:
-        out = tmp_path / f"out-{end}"
-        interrupted(files, out, end + 1)
-        prepare(files, out, vocab_size=300)
-        assert content_of(out) == content_of(tmp_path / "fresh")
-
-
 def test_other_settings_clear_what_was_begun_and_a_mistake_does_not(tmp_path, small_steps):
     write_lines(tmp_path / "a.jsonl", broken=10**6)
     interrupted(tmp_path / "a.jsonl", tmp_path / "out", 0)
@@ -197,17 +181,6 @@ def test_a_tokenizer_that_truncates_or_pads_does_so_in_no_token_file(source, tmp
     kept = load_tokenizer(tmp_path / "limited")
     assert (kept.truncation, kept.padding) == (None, None)
     assert texts_of(made["limited"].train, kept) == texts_of(made["plain"].train, kept)
-
-
-def test_a_stream_leaves_the_limits_of_a_tokenizer_aside_and_alone():
-    own = train_tokenizer(TEXTS, 300)
-    expected = own.encode(TEXTS[0]).ids
-    own.enable_truncation(max_length=5)
-    own.enable_padding(length=400, pad_id=7)
-    ((_, ids),) = encode_texts(own, [("a", TEXTS[0])])
-    assert ids.tolist() == expected
-    assert own.truncation["max_length"] == 5
-    assert own.padding["length"] == 400
 
 
 def test_a_vocabulary_that_the_text_does_not_fill_is_said_each_time_and_recorded(tmp_path, caplog):
@@ -253,22 +226,6 @@ def test_ids_may_have_gaps(source, tmp_path):
     made = prepare(source, tmp_path / "out", tokenizer=tmp_path / "own.json")
     assert made.train.vocab_size == 901
     assert made.train.read(0, made.train.tokens).max() == 900
-
-
-def test_a_part_that_is_not_finished_is_written_again(tmp_path, small_steps):
-    """A kill leaves a part under another name; one that is gone, a disk may have lost."""
-    write_lines(tmp_path / "a.jsonl", broken=10**6)
-    prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
-    for lost in (0, 3, "all"):
-        interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
-        (left,) = left_by(tmp_path / "out")
-        parts = sorted((left / "parts").iterdir())
-        assert len(parts) > 9
-        for part in parts if lost == "all" else parts[lost : lost + 1]:
-            part.rename(left / "parts" / f".{part.name}.0123456789ab.new")
-        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
-        assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
-        shutil.rmtree(tmp_path / "out")
 
 
 def test_processes_write_what_one_writes(tmp_path, small_steps):
@@ -351,11 +308,6 @@ def prefixed(tokenizers):
     return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
 
 
-def of_digits(tokenizers):
-    parts = [tokenizers.pre_tokenizers.Digits(), unsplit(tokenizers)]
-    return tokenizers.pre_tokenizers.Sequence(parts)
-
-
 def foreign_tokenizer(splits, words=()):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = splits(tokenizers)
@@ -372,7 +324,6 @@ FOREIGN = {
     "Metaspace": foreign_tokenizer(metaspace),
     "words over spaces": foreign_tokenizer(unsplit),
     "a space before each text": foreign_tokenizer(prefixed),
-    "several rules": foreign_tokenizer(of_digits),
     "an added word with a space": foreign_tokenizer(
         lambda given: given.pre_tokenizers.ByteLevel(add_prefix_space=False), ["the lamp"]
     ),
@@ -402,16 +353,6 @@ def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, capl
     assert not prepare(skipping, tmp_path / "out", vocab_size=300).is_new
     with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read as JSON"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
-
-
-def test_broken_documents_after_the_last_text_count_too(tmp_path):
-    lines = [json.dumps({"text": f"line {number}"}) for number in range(30)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{", "[1]"]))
-    documents = text_documents(tmp_path / "a.jsonl", errors="skip")
-    made = prepare(documents, tmp_path / "out", vocab_size=300)
-    named = made.train.metadata["first_broken"]
-    assert made.broken == len(named) == 2
-    assert ":32 has no string" in named[1]
 
 
 def test_a_fatal_line_costs_nothing_of_what_came_before_it(tmp_path, small_steps):

@@ -98,22 +98,12 @@ def test_a_bad_byte_in_jsonl_is_named_by_its_line(tmp_path):
         list(text_documents(tmp_path))
 
 
-def test_what_does_not_exist_is_refused_before_anything_is_read(tmp_path):
-    with pytest.raises(FileNotFoundError, match="gone does not exist"):
-        text_documents([CORPUS, tmp_path / "gone"])
-
-
 def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
     (tmp_path / "a.png").write_text("")
     with pytest.raises(FileNotFoundError, match=re.escape("holds no file to read among 1 entries")):
         text_documents(tmp_path)
     with pytest.raises(ValueError, match="no paths were given; name at least one"):
         text_documents([])
-
-
-def test_jsonl_is_known_by_its_ending_whatever_the_case(tmp_path):
-    (tmp_path / "A.JSONL").write_text('{"text": "a"}')
-    assert [text for _, text in text_documents([tmp_path])] == ["a"]
 
 
 @pytest.mark.bad_input
@@ -208,21 +198,6 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
         list(text_documents(file))
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.string())])
-def test_a_column_of_lists_is_refused_in_one_sentence(tmp_path, kind, capsys):
-    write_parquet(tmp_path / "a.parquet", pa.array([["a", "b"], ["c"]], kind))
-    (tmp_path / "a.jsonl").write_text('{"text": ["a", "b"]}')
-    messages = {
-        "a.parquet": 'list<element: string> in column "text"; it must be strings',
-        "a.jsonl": 'no string "',
-    }
-    for name, message in messages.items():
-        assert main(["prepare", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith(f"forgekit: {tmp_path / name}")
-        assert message in last
 
 
 def test_strings_by_dictionary_are_texts(tmp_path):
