@@ -95,7 +95,7 @@ if _TYPE_CHECKING:
     )
     from forgekit.steps.update import update as update
     from forgekit.steps.make_step import make_step as make_step, step_metrics as step_metrics
-    from forgekit.run.recipe_parts import (
+    from forgekit.run.setup import (
         Setup as Setup,
         fitting_batch_size as fitting_batch_size,
         held_out_loader as held_out_loader,
@@ -173,7 +173,7 @@ _NAMES = _MappingProxyType(
         "steps.clip": "Correction SpikeLimit clip",
         "steps.update": "update",
         "steps.make_step": "make_step step_metrics",
-        "run.recipe_parts": "Setup fitting_batch_size held_out_loader train_loader",
+        "run.setup": "Setup fitting_batch_size held_out_loader train_loader",
         "run.run_directory": "every open_run",
         "checkpoints.save": "PendingSave checkpoint_save",
         "checkpoints.load": "checkpoint_load",

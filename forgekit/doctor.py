@@ -27,7 +27,7 @@ from forgekit.environment import identity
 from forgekit.files import read_regular, sync
 from forgekit.inputs import parse_json
 from forgekit.mesh import build_mesh, shutdown
-from forgekit.run.run_status import is_running
+from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
 GIB = 2**30

@@ -35,7 +35,7 @@ from forgekit.parallel.pipeline.schedule import timeline
 from forgekit.plan.estimate import USABLE, estimate, peak_of
 from forgekit.plan.stand_ins import Broadcasts, MissingBroadcastError, PlanError, pretending
 from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of
-from forgekit.run.run_directory import check_length
+from forgekit.run.setup import check_length
 from forgekit.state import Agreement, TrainState, donate
 from forgekit.steps.accumulate import accumulate
 from forgekit.steps.clip import clip

@@ -3,7 +3,7 @@
 from forgekit.run.run_directory import Run
 from forgekit.checkpoints.save import wait_for_saves
 from forgekit.run.bad_steps import BadStepError, roll_back
-from forgekit.run.run_status import RunLockedError, is_running, lock_run, write_status
+from forgekit.run.status import RunLockedError, is_running, lock_run, write_status
 from forgekit.run.data_end import DataEnd
 from forgekit.run.rendezvous import HangError, barrier
 from forgekit.run.memory import live_tensors, periodic_collection, report_out_of_memory

@@ -33,13 +33,18 @@ from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
-from forgekit.run.recipe_parts import Setup
 from forgekit.run.rendezvous import barrier
-from forgekit.run.run_config import keep_config
-from forgekit.run.run_files import check_directory
-from forgekit.run.run_status import RunLockedError, append_history, lock_run, write_status
-from forgekit.run.start_table import start_table
+from forgekit.run.setup import Setup, check_length
+from forgekit.run.status import (
+    RunLockedError,
+    append_history,
+    check_directory,
+    keep_config,
+    lock_run,
+    write_status,
+)
 from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_ignored, put_back
+from forgekit.run.summary import start_summary
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
@@ -147,7 +152,7 @@ class Run:
         self._log, self._loader = log, loader
         self._total = math.inf if total is None else total
         self._say(self._greeting(state, flops.parameters / 1e6))
-        for line in start_table(state, flops, dataset, self.config):
+        for line in start_summary(state, flops, dataset, self.config):
             log.message(f"  {line}")
         if changed:
             self._say(f"configuration changed: {changed}")
@@ -417,20 +422,6 @@ def _started_with(state: TrainState) -> dict[str, Any]:
         "forgekit": version_of("forgekit"),
         "torch": torch.__version__,
     }
-
-
-def check_length(state: TrainState, dataset: Any) -> None:
-    """Refuse rows that the model will not take, before the first one is read.
-
-    Raises:
-        ValueError: If the rows are longer than the model's longest.
-    """
-    seq_len, limit = getattr(dataset, "seq_len", 0), state.layout.longest
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"seq_len {seq_len} of the data is above max_seq_len {limit} of the model; set "
-            f"data.seq_len={limit} or less, or model.max_seq_len={seq_len} or more."
-        )
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -9,11 +9,8 @@ step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which h
 from __future__ import annotations
 
 import atexit
-import logging
-import math
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +18,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.run.rendezvous import HangError
+from forgekit.run.rendezvous import is_lost
 from forgekit.tensors import HostCopy
-
-log = logging.getLogger("forgekit")
 
 LAG = 2
 """Steps between hearing the votes and reading them; the device has finished the older step."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LOOK_S = 0.25
-"""Between two looks, after a signal, at whether the main thread waits for data."""
+"""Between two looks, once patience is over, at whether the main thread waits for data."""
 DATA_PACKAGE = "forgekit.data."
 
 
@@ -57,13 +51,13 @@ class StopSignal:
         file: Ask to stop once this path exists.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
             of a killed launcher do not live on. None: only under torchrun.
-        patience_s: Seconds to wait for data after a signal: a loader that is stuck never reaches
-            the vote. The run then ends with its last checkpoint, on all ranks, because the others
-            cannot finish the step either. torchrun kills after 30.
+        patience_s: Seconds that data may take after a signal, or after the last vote since: a
+            loader that is stuck never reaches the next one. The run then ends with its last
+            checkpoint, on all ranks, because the others cannot finish the step either. torchrun
+            kills after 30.
 
     Raises:
-        ValueError: If there are signals to listen to and this is not the main thread, or if
-            ``patience_s`` is negative.
+        ValueError: If there are signals to listen to and this is not the main thread.
 
     Examples:
         >>> import torch
@@ -84,8 +78,6 @@ class StopSignal:
         watch_parent: bool | None = None,
         patience_s: float = 20.0,
     ) -> None:
-        if not patience_s >= 0:
-            raise ValueError(f"patience_s is {patience_s}; it must be 0 seconds or more.")
         self._started = time.monotonic()
         self._budget_s = budget_s
         self._file = None if file is None else Path(file)
@@ -97,29 +89,29 @@ class StopSignal:
         self._agreed = False
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._patience_s = patience_s
-        self._signalled = math.inf  # when the first signal came
-        self._waiting_since: float | None = None
-        self._alarm: tuple[Any, tuple[float, float]] | None = None
-        self._previous = self._install(signals)
+        self._signalled: float | None = None  # when the first signal came
+        self._previous: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal)  # Python allows the main thread alone
+            for number in signals
+            if not is_ignored(number)
+        }
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
-        is_late = time.monotonic() - self._signalled >= self._patience_s
-        if is_late and _is_of_ranks(error):
+        is_late = self._signalled and time.monotonic() - self._signalled >= self._patience_s
+        if is_late and is_lost(error):
             raise StoppedError(f"{self._reason}, and another rank has given up") from error
 
     def close(self) -> None:
         """Put back the handlers that were there before, where ours are still in place."""
-        if self._alarm is not None:
-            handler, timer = self._alarm
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            put_back({signal.SIGALRM: handler}, self._give_up_waiting)
-            atexit.unregister(self.close)
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            put_back({signal.SIGALRM: self._previous.pop(signal.SIGALRM)}, self._look_at_data)
         put_back(self._previous, self._on_signal)
-        self._alarm, self._previous = None, {}
+        self._previous = {}
 
     def request(self, reason: str) -> None:
         """Make this process vote for a stop from the next step on; the first reason is kept."""
@@ -130,7 +122,8 @@ class StopSignal:
 
         Looks at the clock, the stop file and the parent process only while there is no reason yet.
         """
-        self._waiting_since = None
+        if signal.SIGALRM in self._previous:  # data come, so they may take their time again
+            self._set_alarm(self._patience_s)
         if self._reason is None:
             self._reason = self._look()
         return 0.0 if self._reason is None else 1.0
@@ -169,37 +162,30 @@ class StopSignal:
             return "launcher is gone"
         return None
 
-    def _install(self, signals: Sequence[signal.Signals]) -> dict[signal.Signals, Any]:
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                f"StopSignal was built in thread {threading.current_thread().name!r}; Python lets "
-                "only the main thread handle signals. Build it there, or pass signals=()."
-            )
-        heard = [number for number in signals if not is_ignored(number)]
-        return {number: signal.signal(number, self._on_signal) for number in heard}
-
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.request(signal.Signals(number).name)
-        if self._alarm is None:
+        if self._signalled is None:
             self._signalled = time.monotonic()
             # Only a signal handler can interrupt the main thread while it waits for data.
-            handler = signal.signal(signal.SIGALRM, self._give_up_waiting)
-            self._alarm = handler, signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+            self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._look_at_data)
+            self._set_alarm(self._patience_s)
             atexit.register(self.close)  # after that Python lets an alarm end the process
 
-    def _give_up_waiting(self, _number: int, frame: FrameType | None) -> None:
-        """Raise once the main thread has waited for the same data long enough."""
-        if not _waits_for_data(frame):
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = time.monotonic()
-        elif time.monotonic() - self._waiting_since >= self._patience_s:
-            self.close()
-            raise StoppedError(f"{self._reason} while waiting for data")
+    def _set_alarm(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, LOOK_S))
+
+    def _look_at_data(self, _number: int, frame: FrameType | None) -> None:
+        """Raise if the main thread waits for data; else look again soon."""
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
+                self.close()
+                raise StoppedError(f"{self._reason} while waiting for data")
+            frame = frame.f_back
+        self._set_alarm(LOOK_S)
 
 
 def is_ignored(number: signal.Signals) -> bool:
@@ -207,23 +193,8 @@ def is_ignored(number: signal.Signals) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-def put_back(previous: Mapping[signal.Signals, Any], ours: Callable[..., None]) -> None:
+def put_back(previous: Mapping[Any, Any], ours: Callable[..., None]) -> None:
     """Install former signal handlers where ours are still in place."""
     for number, handler in previous.items():
         if signal.getsignal(number) == ours:
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _waits_for_data(frame: FrameType | None) -> bool:
-    """Whether the main thread is inside the data package."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_of_ranks(error: BaseException | None) -> bool:
-    """Whether a collective or a meeting failed; gloo's errors have no class of their own."""
-    is_gloo = type(error) is RuntimeError and "gloo" in str(error)
-    return is_gloo or isinstance(error, dist.DistError | HangError)

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from runs import Job, arguments, assert_same_run, last_step, run_here, saved_step, status_of
 
 from forgekit.cli import recipes_folder
-from forgekit.run.run_status import STATUSES, write_status
+from forgekit.run.status import STATUSES, write_status
 
 SCRIPT = recipes_folder() / "slurm" / "train.sh"
 STEPS, AHEAD = 60, 8

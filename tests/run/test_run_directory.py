@@ -98,75 +98,25 @@ def test_what_a_recipe_gets_wrong_itself_keeps_its_traceback(tmp_path, error):
     assert status(tmp_path)["reason"] == f"{error.__name__}: mine"
 
 
-def test_a_run_directory_that_is_a_file_exits_2(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path / "file", {}):
-        raise AssertionError("no run can be there")
-    assert "file" in capsys.readouterr().err
-
-
 OUTS = {
     "nothing": ("", 'out is empty; name a file or folder. "." is the current folder.'),
-    "a file": ("file", "file cannot be a run directory: File exists."),
     "below a file": ("file/run", "file/run cannot be a run directory: Not a directory."),
-    "a device": ("/dev/null", "/dev/null cannot be a run directory: File exists."),
     "where nobody writes": ("/proc/run", "/proc/run cannot be a run directory: No such file or"),
-    "a folder that is no place for files": ("/proc", "/proc cannot be a run directory: "),
-    "a circle": ("circle", "circle cannot be a run directory: (File exists|Too many levels)"),
-    "a circle above": ("circle/run", "circle/run cannot be a run directory: Too many levels of"),
-    "nowhere": ("link", "link cannot be a run directory: File exists"),
+    "a FIFO in it": ("run", "run/metrics.jsonl is not a file, and a run keeps one of that name."),
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("out", "message"), OUTS.values(), ids=OUTS)
 def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "circle").symlink_to("circle")
-    (tmp_path / "link").symlink_to("gone")
+    Path("file").write_text("")
+    Path("run").mkdir()
+    os.mkfifo("run/metrics.jsonl")
     with pytest.raises(SystemExit) as stop, fk.open_run(out, {}):
         raise AssertionError("no run can be there")
     assert stop.value.code == 2
     assert re.match(f"error: {message}", capsys.readouterr().err)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file", "link"]
-
-
-KEPT = (
-    *(".lock", "config.json", "config_changes.jsonl", "metrics.jsonl", "bad_steps.jsonl"),
-    "history.jsonl",
-)
-WAYS = {
-    "a folder": Path.mkdir,
-    "a FIFO": os.mkfifo,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a link to nowhere": lambda path: path.symlink_to("gone/away"),
-}
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("name", [*KEPT, "status.json"])
-@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
-def test_what_is_in_the_way_of_a_file_is_refused_and_not_read(make, name, tmp_path, capsys):
-    """A FIFO would be waited for, and a device read, for ever."""
-    make(tmp_path / name)
-    with pytest.raises(SystemExit) as stop, fk.open_run(tmp_path, {}):
-        raise AssertionError("no run can be there")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == (
-        f"error: {tmp_path / name} is not a file, and a run keeps one of that name. Move it away, "
-        "or choose another run directory, out=DIR.\n"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, WAYS["a device"]])
-def test_what_is_in_the_way_of_checkpoints_is_refused(make, tmp_path, capsys):
-    make(tmp_path / "checkpoints")
-    with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
-        raise AssertionError("no run can be there")
-    assert "checkpoints is not a folder, and a run keeps one of that" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "metrics.jsonl", "run"]
 
 
 @pytest.mark.bad_input
@@ -195,7 +145,7 @@ def test_a_status_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path,
     assert "status.json could not be written: [Errno" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kept", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("kept", [b"{", b"[1]"])
 def test_a_configuration_that_cannot_be_read_is_replaced(kept, tmp_path):
     (tmp_path / "config.json").write_bytes(kept)
     with fk.open_run(tmp_path, {"a": 1}) as run:
@@ -261,23 +211,10 @@ def test_each_configuration_can_be_found_again(tmp_path):
     ]
 
 
-def test_a_file_that_is_in_the_way_later_is_not_a_usage_error(tmp_path):
-    with pytest.raises(FileExistsError, match="mine"), fk.open_run(tmp_path, {}):
-        raise FileExistsError("mine")
-    assert status(tmp_path)["reason"] == "FileExistsError: mine"
-
-
 def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
     with fk.open_run(tmp_path, {}) as run:
         run.start(create(step=3), every=1, total=3).close()
     assert "all 3 steps are done already" in capsys.readouterr().err
-
-
-def test_an_unexpected_error_of_set_up_keeps_its_traceback(tmp_path, capsys):
-    with pytest.raises(Unexpected), fk.open_run(tmp_path, {}):
-        raise Unexpected("bug")
-    assert status(tmp_path)["reason"] == "Unexpected: bug"
-    assert capsys.readouterr().err == ""
 
 
 def test_a_directory_in_use_exits_1_and_is_left_as_it_is(tmp_path, capsys):
@@ -496,27 +433,6 @@ def test_a_checkpoint_has_the_fingerprint_of_the_data(names, expected, tmp_path,
         run.start(ready(stop, loader=loader), every=1, fingerprint="given").close()
         run.end(create(5))
     fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint="given")
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        (None, "every is None, a NoneType; pass an integer"),
-        (2.0, "every is 2.0, a float; pass an integer"),
-        ("10", "every is '10', a str; pass an integer"),
-        (True, "every is True, a bool; pass an integer"),
-    ],
-)
-def test_steps_that_are_no_integer_are_refused(steps, message):
-    with pytest.raises(TypeError, match=message):
-        fk.every(steps, create(1))
-
-
-@pytest.mark.bad_input
-def test_a_negative_number_of_steps_is_refused():
-    with pytest.raises(ValueError, match="every -1 must be at least 0"):
-        fk.every(-1, create(1))
 
 
 # Signals before the run begins

@@ -1,4 +1,4 @@
-"""What is about to be trained, as a few lines: looked at before the first step is paid for."""
+"""Start-up summary: layout, size, memory and optimizers of what is about to be trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 3
 """Names of parameters in a line; those of layers that differ in a number alone count once."""
 
 
-def start_table(
+def start_summary(
     state: TrainState, flops: Flops, dataset: Any, config: Mapping[str, Any]
 ) -> list[str]:
     """Describe a run: layout, size, memory, tokens per step, and what each optimizer takes.

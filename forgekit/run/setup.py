@@ -144,6 +144,20 @@ def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader 
     )
 
 
+def check_length(state: TrainState, dataset: Any) -> None:
+    """Refuse rows that the model will not take, before the first one is read.
+
+    Raises:
+        ValueError: If the rows are longer than the model's longest.
+    """
+    seq_len, limit = getattr(dataset, "seq_len", 0), state.layout.longest
+    if limit is not None and seq_len > limit:
+        raise ValueError(
+            f"seq_len {seq_len} of the data is above max_seq_len {limit} of the model; set "
+            f"data.seq_len={limit} or less, or model.max_seq_len={seq_len} or more."
+        )
+
+
 def _note_documents(state: TrainState) -> Callable[[Tensor, Tensor], None] | None:
     documents = state.layout.documents
     return None if documents is None else documents.note

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import forgekit as fk
 from forgekit.metrics.flops import Flops
-from forgekit.run.start_table import start_table
+from forgekit.run.summary import start_summary
 
 SPEC = fk.TransformerSpec(
     vocab_size=32, dim=16, layers=2, heads=2, kv_heads=2, ffn_dim=24, max_seq_len=8
@@ -25,7 +25,7 @@ ROWS, CONFIG = SimpleNamespace(seq_len=8), {"global_batch_size": 4}
 def table(state, dataset=ROWS, config=CONFIG):
     """Name and text of each line."""
     flops = Flops.of(state.model).over_stages(state)
-    lines = start_table(state, flops, dataset, config)
+    lines = start_summary(state, flops, dataset, config)
     return {name: text.strip() for name, text in (line.split(":", 1) for line in lines)}
 
 

@@ -1,4 +1,9 @@
-"""One process per run directory, and ``status.json``, which says how a run ended."""
+"""What a run keeps in its directory beside metrics and checkpoints.
+
+``.lock`` lets one process at a time write there, ``config.json`` is what the run was really started
+with (what has changed since is in ``config_changes.jsonl``), ``status.json`` says how it ended, and
+``history.jsonl`` keeps each start and end.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forgekit.files import (
@@ -21,15 +28,53 @@ from forgekit.files import (
     read_regular,
     write_atomic,
 )
-from forgekit.inputs import check_choice, parse_json
+from forgekit.inputs import check_choice, parse_json, path_of
+from forgekit.state import TrainState
 
 log = logging.getLogger("forgekit")
 
 STATUSES = ("running", "finished", "stopped", "failed")
+FILES = (
+    *(".lock", "config.json", "config_changes.jsonl", "status.json", "history.jsonl"),
+    *("metrics.jsonl", "bad_steps.jsonl"),
+)
+SHOWN = 40
+"""Characters of a value in the line that names the changes; the file has all."""
+_CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
 
 
 class RunLockedError(RuntimeError):
     """Another process writes into this run directory."""
+
+
+def check_directory(out: str | Path) -> None:
+    """Refuse a run directory in which set-up would fail later, or hang.
+
+    Raises:
+        ValueError: If it cannot be made or written, holds a model, or if something else has the
+            name of a file that a run keeps in it.
+    """
+    directory = path_of("out", out)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(
+            f"{directory} cannot be a run directory: {why}. Choose another, out=DIR."
+        ) from None
+    for path in (directory / name for name in FILES):
+        if os.path.lexists(path) and not path.is_file():  # a FIFO would be waited for
+            raise ValueError(
+                f"{path} is not a file, and a run keeps one of that name. Move it away, or choose "
+                "another run directory, out=DIR."
+            )
+    if any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"{directory} holds a model, whose config.json would be overwritten by the run's. "
+            "Choose another run directory, out=DIR."
+        )
 
 
 @contextmanager
@@ -147,3 +192,54 @@ def append_history(
         append_lines(Path(out) / "history.jsonl", [json.dumps(record, default=str)])
     except OSError as error:
         log.warning("%s: %s could not be noted in history.jsonl: %s", out, event, error)
+
+
+def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
+    """Write ``config.json``, and what differs from the one before to ``config_changes.jsonl``.
+
+    A checkpoint decides the seed of a run that is resumed, so ``seed`` is that of the state. Going
+    back through the changes, from the last to the first, gives each earlier configuration.
+
+    Args:
+        out: The run directory.
+        config: The resolved configuration.
+        state: The state that the run starts from.
+
+    Returns:
+        The changes as one line of text; empty if there are none.
+    """
+    path = out / "config.json"
+    # Strict JSON has no infinity: it is the text "inf" there, which a configuration reads back.
+    actual = json.loads(json.dumps(config, default=str), parse_constant=_CONSTANTS.get)
+    if "seed" in actual:
+        actual["seed"] = state.seed
+    try:
+        before = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        before = None
+    changed = _changes(before, actual) if isinstance(before, dict) else {}
+    if changed:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"step": state.step, "samples": state.samples, "time": now, "changed": changed}
+        append_lines(out / "config_changes.jsonl", [json.dumps(record)])
+    write_atomic(path, f"{json.dumps(actual, indent=2)}\n".encode())
+    return ", ".join(f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in changed.items())
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Old and new value of each dotted key that differs; null where a key is not there."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    return {key: [old.get(key), new.get(key)] for key in old | new if old.get(key) != new.get(key)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
