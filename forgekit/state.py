@@ -60,7 +60,6 @@ class Layout:
         stages: This rank's pipeline stages; None where it holds the whole model.
         styles: The tensor-parallel plan: style by module name; empty without one.
         unsharded: By module the attributes that tensor parallelism replaced, as one rank has them.
-        logits: Modules of the plan whose output stays sharded by the vocabulary.
         loss_scale: The loss scale to start from.
         dynamic_loss_scale: Whether the loss scale follows overflows (float16).
     """
@@ -80,7 +79,6 @@ class Layout:
     stages: Any = None
     styles: Mapping[str, Any] = attrs.field(factory=dict)
     unsharded: Mapping[nn.Module, Mapping[str, Any]] = attrs.field(factory=dict, repr=False)
-    logits: frozenset[str] = frozenset()
     loss_scale: float = DEFAULT_LOSS_SCALE
     dynamic_loss_scale: bool = False
 

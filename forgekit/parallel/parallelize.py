@@ -45,7 +45,7 @@ from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.parallel.tensor.plan import Plan, read_plan
 from forgekit.parallel.tensor.sharded_logits import share_logits
-from forgekit.parallel.tensor.tensor_parallel import apply_plan, logit_modules
+from forgekit.parallel.tensor.tensor_parallel import apply_plan
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
 
 
@@ -175,7 +175,6 @@ def parallelize(
         stages=stages,
         styles=styles,
         unsharded=unsharded,
-        logits=frozenset(logit_modules(styles)),
         loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
         dynamic_loss_scale=precision == "fp16",
     )

@@ -131,22 +131,18 @@ def apply_grouped(module: Any, mesh: DeviceMesh) -> None:
 
 
 def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a norm work on this rank's positions, in place, and return those of all ranks.
+    """Let a norm, or dropout, work on this rank's positions, in place.
 
-    What follows (queries, keys and values) shares the one gathered DTensor, and in backward the
-    one reduce-scatter of their summed gradients.
-    """
-    _distribute(module, mesh, Replicate())
-    wrap_forward(module, partial(_gathered, module, mesh))
-
-
-def apply_dropout(module: nn.Dropout, mesh: DeviceMesh) -> None:
-    """Let dropout act on this rank's positions, in place, as it would if one rank had all of them.
-
-    Every rank draws the whole mask from the same generator and keeps its slice. A mask of the
+    A norm returns those of all ranks: what follows (queries, keys and values) shares the one
+    gathered DTensor, and in backward the one reduce-scatter of their summed gradients. For dropout
+    every rank draws the whole mask from the same generator and keeps its slice: a mask of the
     slice's size would repeat over the slices.
     """
-    wrap_forward(module, partial(_drop, module, mesh))
+    if isinstance(module, nn.Dropout):
+        wrap_forward(module, partial(_drop, module, mesh))
+        return
+    _distribute(module, mesh, Replicate())
+    wrap_forward(module, partial(_gathered, module, mesh))
 
 
 def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:

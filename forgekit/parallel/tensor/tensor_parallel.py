@@ -29,7 +29,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from types import MethodType
@@ -40,8 +40,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from forgekit.parallel.tensor import styles
 from forgekit.parallel.tensor.plan import GROUPED, ROUTED, Style
+from forgekit.parallel.tensor.styles import (
+    apply_alike,
+    apply_channels,
+    apply_colwise,
+    apply_embedding,
+    apply_grouped,
+    apply_heads,
+    apply_routed,
+    apply_rowwise,
+    apply_sequence,
+)
 
 
 def apply_plan(
@@ -78,13 +88,32 @@ def apply_plan(
     modules = dict(model.named_modules()) if modules is None else modules
     present = set(model.modules())
     sequence = "sequence" in styles.values()
-    heads = logit_modules(styles)
+    heads = _logit_modules(styles)
+    apply: dict[str, Callable[[Any, DeviceMesh], None]] = {
+        "rowwise": partial(apply_rowwise, sequence=sequence),
+        "embedding": partial(apply_embedding, sequence=sequence),
+        "sequence": apply_sequence,
+        "heads": apply_heads,
+        "channels": apply_channels,
+        ROUTED: partial(apply_routed, sequence=sequence),
+        GROUPED: apply_grouped,
+        "replicate": apply_alike,
+    }
     shared = shared_parameters(model)
     before = {module: _attributes(module) for module in present}
     # Children first: what torch's styles do to a whole module leaves out what is sharded already.
     for name, style in reversed(list(styles.items())):
-        if modules[name] in present:
-            _apply(modules[name], mesh, style, sequence=sequence, is_logits=name in heads)
+        module = modules[name]
+        if module not in present:
+            continue
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, mesh, style, src_data_rank=None)
+            if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+                apply_alike(module, mesh)
+        elif style == "colwise":
+            apply_colwise(cast("nn.Linear", module), mesh, is_logits=name in heads)
+        else:
+            apply[style](module, mesh)
     # Each module has made a DTensor of its own from what was one parameter.
     for names in shared:
         share_again(model, names)
@@ -105,50 +134,19 @@ def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: was[name]
         for name, value in _attributes(module).items()
-        if name in was and not _is_same(was[name], value)
+        if name in was
+        and was[name] is not value
+        and not (isinstance(value, dict) and was[name] == value)
     }
 
 
-def _is_same(before: Any, after: Any) -> bool:
-    return before is after or (isinstance(after, dict) and before == after)
-
-
-def logit_modules(chosen: Mapping[str, Style]) -> set[str]:
+def _logit_modules(chosen: Mapping[str, Style]) -> set[str]:
     """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
     rowwise = [name for name, style in chosen.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
     names = list(chosen)
     after = names[names.index(rowwise[-1]) + 1 :] if rowwise else names
     return {n for n in after if chosen[n] == "colwise" and n.rpartition(".")[0] not in beside}
-
-
-def _apply(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    style: Style,
-    *,
-    sequence: bool,
-    is_logits: bool,
-) -> None:
-    if isinstance(style, ParallelStyle):
-        parallelize_module(module, mesh, style, src_data_rank=None)
-        if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            styles.apply_alike(module, mesh)
-        return
-    apply = {
-        "colwise": partial(styles.apply_colwise, is_logits=is_logits),
-        "rowwise": partial(styles.apply_rowwise, sequence=sequence),
-        "embedding": partial(styles.apply_embedding, sequence=sequence),
-        "sequence": styles.apply_dropout
-        if isinstance(module, nn.Dropout)
-        else styles.apply_sequence,
-        "heads": styles.apply_heads,
-        "channels": styles.apply_channels,
-        ROUTED: partial(styles.apply_routed, sequence=sequence),
-        GROUPED: styles.apply_grouped,
-        "replicate": styles.apply_alike,
-    }[style]
-    apply(module, mesh)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
