@@ -97,18 +97,6 @@ def test_with_documents_it_is_causal_softmax_inside_each(path, documents, heads,
     compare(heads, kv_heads, torch.tensor(DOCUMENTS[documents]))
 
 
-@pytest.mark.parametrize("documents", ["one each", "ragged", "ids fall", "padded"])
-def test_the_path_is_the_one_that_was_forced(path, documents, calls):
-    doc_ids = torch.tensor(DOCUMENTS[documents])
-    fk.model.attend_causal(*draw(2, 1), doc_ids=doc_ids)
-    runs = sum(1 + int((row[1:] != row[:-1]).sum()) for row in doc_ids)
-    if path == "mask":
-        assert len(calls) == 1
-        assert calls[0].shape == (2, 1, 9, 9)
-    else:
-        assert calls == [None] * runs
-
-
 @pytest.mark.parametrize("documents", ["comes back", [[0, 1, 1, 0, 2, 2, 2, 2, 2], [3] * 9]])
 def test_an_id_that_comes_back_goes_through_the_mask(monkeypatch, calls, documents):
     """One by one, its second part would not see its first."""
@@ -159,15 +147,6 @@ def test_a_changed_document_leaves_the_others_bit_equal(path, dtype, changed):
     others = doc_ids != changed
     assert torch.equal(first[others], second[others])
     assert not torch.equal(first[~others], second[~others])
-
-
-def test_no_gradient_crosses_into_another_document(path):
-    doc_ids = torch.tensor(DOCUMENTS["ragged"])
-    inputs = draw(4, 2)
-    out = fk.model.attend_causal(*inputs, doc_ids=doc_ids)
-    for gradient in torch.autograd.grad(out[0, 4:].sum() + out[1].sum(), inputs):
-        assert torch.equal(gradient[0, :4], torch.zeros_like(gradient[0, :4]))
-        assert gradient[1].abs().sum() > 0
 
 
 @pytest.mark.parametrize("row", [[-1] * 9, [-1] * 4 + [0] * 5, [0] * 3 + [-1] * 6])

@@ -191,28 +191,6 @@ def test_values_and_gradients_equal_a_loop_over_tokens(kind, mask):
     assert (kept < counts.sum()) == (layer.spec.capacity is not None)
 
 
-def test_the_cases_leave_an_expert_without_tokens_and_another_with_many():
-    layer = build(selection_bias=True)
-    routing = Routing()
-    layer(inputs()[0], routing)
-    counts = routing.notes["layer"]["counts"]
-    assert counts.min() == 0
-    assert counts.max() > 2 * counts.double().mean()
-
-
-@pytest.mark.parametrize("weights", ["aux_loss", "sequence_aux_loss", "z_loss"])
-def test_a_term_of_weight_zero_changes_no_bit(weights):
-    x = inputs()[0].requires_grad_()
-    plain, zero = build(), build(**{weights: 0.0})
-    weighted = build(**{weights: 0.5})
-    first, second, third = (
-        gradients(layer, x, layer(x).square().sum()) for layer in (plain, zero, weighted)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["router.weight"], third["router.weight"])
-    assert torch.equal(first["experts.up"], third["experts.up"])
-
-
 # Grouped products
 
 
