@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import warnings
@@ -20,7 +19,6 @@ from forgekit.config import key, load_config
 SPEC = fk.TransformerSpec(
     vocab_size=16, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=16
 )
-HOSTILE = "import pathlib; pathlib.Path({marker!r}).touch()\n"
 
 
 class Payload:
@@ -117,18 +115,6 @@ def test_pickled_weights_beside_a_base_are_not_read(tmp_path):
     torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "base" / "pytorch_model.bin")
     with pytest.raises((OSError, RuntimeError, ValueError), match="safetensors"):
         fk.load_huggingface(model(1), tmp_path / "base")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_code_that_comes_with_a_base_is_not_imported(tmp_path):
-    base = tmp_path / "base"
-    fk.save_huggingface(model(), base)
-    config = json.loads((base / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "hostile.C", "AutoModelForCausalLM": "hostile.M"}
-    (base / "config.json").write_text(json.dumps(config))
-    (base / "hostile.py").write_text(HOSTILE.format(marker=str(tmp_path / "ran")))
-    with contextlib.suppress(ValueError):
-        fk.load_huggingface(fk.Transformer(fk.huggingface_spec(base)), base)
     assert not (tmp_path / "ran").exists()
 
 

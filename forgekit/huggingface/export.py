@@ -46,8 +46,6 @@ def check_new_directory(
                 "after the last step. Name a new directory, or remove this one."
             )
         above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
-        if not above.is_dir():
-            raise NotADirectoryError(f"{name} is {directory}, and {above} is no folder.")
         try:
             tempfile.TemporaryDirectory(dir=above).cleanup()
         except OSError as error:
@@ -105,7 +103,6 @@ def export_tuned(
             f"{str(error).rstrip('.')}. When that is mended, the same command writes it."
         ) from error
     finally:
-        if any(layer.bases for layer in lora_layers(state.model).values()):
-            unmerge_lora(state.model)
+        unmerge_lora(state.model)
     beside = "" if adapter is None else f", its adapters alone: {adapter}"
     return f"exported to {directory}{beside}"

@@ -1,8 +1,14 @@
-"""The model families that a ``Transformer`` is: their ``config.json``, and their names on disk."""
+"""The model families that a ``Transformer`` is: their ``config.json``, and their names on disk.
+
+A family is a row of ``FAMILIES``. A dense one needs its row, with the defaults of its configuration
+class in transformers; a row of ``tests/run/huggingface_models.py``, so that the tests compare it
+with transformers; and its name in ``docs/huggingface.md``. What it writes is read back and
+compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +16,8 @@ import attrs
 import torch
 
 from forgekit.huggingface.names import Rule, cast, leave_out, pad, rename, stack
-from forgekit.huggingface.rope import NUMBERS, read_rope, write_rope
-from forgekit.inputs import brief, is_integer, is_number
+from forgekit.huggingface.rope import read_rope, write_rope
+from forgekit.inputs import brief
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
 from forgekit.ranks import CheckpointError
@@ -21,12 +27,43 @@ Config = Mapping[str, Any]
 LOCAL_EXPERTS = "num_local_experts"
 """How transformers writes the number of experts since its version 5."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
 
 TRAINING_ONLY = frozenset(
     {"capacity", "aux_loss", "sequence_aux_loss", "z_loss", "bias_rate", "centered"}
 )
 """Fields of a ``MoESpec`` that no config.json says anything about."""
+
+SUPPORTED = MappingProxyType(
+    {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "attention_dropout": (0.0, None),
+        "router_jitter_noise": (0.0, None),
+        "partial_rotary_factor": (1.0, None),
+        "quantization_config": (None,),
+        "kv_lora_rank": (None,),
+        "q_lora_rank": (None,),
+        "moe_layer_freq": (1, None),
+    }
+)
+"""Values of keys that a ``Transformer`` has; with others a model computes something else."""
+
+BLOCK = MappingProxyType(
+    {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+    }
+)
+"""Weights of a block, here and on disk."""
+QK_NORM = MappingProxyType(
+    {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+)
 
 
 @attrs.frozen
@@ -39,21 +76,21 @@ class Family:
         has_qk_norm: Whether queries and keys are normalised per head.
         defaults: What its configuration class says of keys that are left out.
         theta: Base of the rotary wavelengths if none is given.
-        read_moe: Reads its experts; None for a dense family.
-        write_moe: Writes them.
+        experts: Keys of the fields of a ``MoESpec``; none for a dense family.
+        router: Fields that all of its models have alike.
         feed_forward: What its feed-forward is called in a block.
-        experts: What gate, up and down of an expert are called.
+        projections: What gate, up and down of an expert are called.
     """
 
     name: str
     architecture: str
     has_qk_norm: bool = False
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)
+    defaults: Config = MappingProxyType({})
     theta: float = 10_000.0
-    read_moe: Callable[[Config], MoESpec | None] | None = None
-    write_moe: Callable[[TransformerSpec, MoESpec], dict[str, Any]] | None = None
+    experts: Mapping[str, str] = MappingProxyType({})
+    router: Mapping[str, Any] = MappingProxyType({})
     feed_forward: str = "mlp"
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def read(self, config: Config, max_seq_len: int | None = None) -> TransformerSpec:
         """Read the sizes of a model.
@@ -66,31 +103,30 @@ class Family:
             CheckpointError: If it has what a ``Transformer`` has not, or a size is missing.
         """
         config = {**self.defaults, **config}
-        length = max_seq_len or _integer(config, "max_position_embeddings")
-        _check_supported(config)
-        _check_window(config, length)
-        theta, scaling = read_rope(config, self.theta)
-        dim, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-        head_dim = config.get("head_dim")
         try:
+            length = max_seq_len or config["max_position_embeddings"]
+            _check_supported(config, length)
+            theta, scaling = read_rope(config, self.theta)
+            dim, heads = config["hidden_size"], config["num_attention_heads"]
+            kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
             return TransformerSpec(
-                vocab_size=_integer(config, "vocab_size"),
+                vocab_size=config["vocab_size"],
                 dim=dim,
-                layers=_integer(config, "num_hidden_layers"),
+                layers=config["num_hidden_layers"],
                 heads=heads,
-                kv_heads=heads
-                if config.get("num_key_value_heads") is None
-                else _integer(config, "num_key_value_heads"),
-                ffn_dim=_integer(config, "intermediate_size"),
+                kv_heads=heads if kv_heads is None else kv_heads,
+                ffn_dim=config["intermediate_size"],
                 max_seq_len=length,
                 qk_norm=self.has_qk_norm,
                 tied=_flag(config, "tie_word_embeddings"),
                 rope_theta=theta,
                 norm_eps=config.get("rms_norm_eps", 1e-6),
-                moe=None if self.read_moe is None else self.read_moe(config),
+                moe=self._read_moe(config) if self.experts else None,
                 head_dim=None if head_dim is None or head_dim * heads == dim else head_dim,
                 rope_scaling=scaling,
             )
+        except KeyError as error:
+            raise CheckpointError(f"config.json of a {self.name} model has no {error}.") from None
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"config.json of a {self.name} model: {error}") from None
 
@@ -100,22 +136,50 @@ class Family:
         Raises:
             ValueError: If it has not; says what differs.
         """
-        moe = spec.moe
         config = {"architectures": [self.architecture], "model_type": self.name, **_sizes(spec)}
-        config |= {key: value for key, value in _absent(spec).items() if key in self.defaults}
-        if moe is not None and self.write_moe is not None:
-            config |= self.write_moe(spec, moe)
+        # What a family may have, and a Transformer has not.
+        absent = {
+            "mlp_bias": False,
+            "use_sliding_window": False,
+            "layer_types": [FULL] * spec.layers,
+            "max_window_layers": spec.layers,
+        }
+        config |= {key: value for key, value in absent.items() if key in self.defaults}
+        if spec.moe is not None and self.experts:
+            config |= self._write_moe(spec, spec.moe)
         try:
             different = differences(self.read(config), spec)
         except CheckpointError as error:
             different = [str(error)]
-        if moe is not None and moe.capacity is not None:
-            different.append(f"moe.capacity is {moe.capacity}, and none drops tokens")
+        if spec.moe is not None and spec.moe.capacity is not None:
+            different.append(f"moe.capacity is {spec.moe.capacity}, and none drops tokens")
         if different:
             raise ValueError(
                 f"{self.architecture} is no model of this spec: {'; '.join(different)}."
             )
         return config
+
+    def _read_moe(self, config: Config) -> MoESpec:
+        count = self.experts["experts"]
+        config = {**config, count: config.get(count) or config[LOCAL_EXPERTS]}
+        # Not the defaults of MoESpec: a key that is null or left out has the family's.
+        fields = {
+            field: self.defaults.get(key) if config[key] is None else config[key]
+            for field, key in self.experts.items()
+        }
+        if "renormalize" in fields:
+            fields["renormalize"] = _flag(config, self.experts["renormalize"])
+        if fields.get("groups") == 1:
+            fields |= {"groups": None, "top_groups": None}
+        return MoESpec(**{"shared": 0, **_routed_blocks(config), **self.router, **fields})
+
+    def _write_moe(self, spec: TransformerSpec, moe: MoESpec) -> dict[str, Any]:
+        fields = {key: getattr(moe, field) for field, key in self.experts.items()}
+        fields = {key: 1 if value is None else value for key, value in fields.items()}  # groups
+        if "decoder_sparse_step" in self.defaults:
+            fields["mlp_only_layers"] = [n for n in range(spec.layers) if n not in spec.routed]
+            fields["decoder_sparse_step"] = 1
+        return {**fields, LOCAL_EXPERTS: moe.experts}
 
 
 def _sizes(spec: TransformerSpec) -> dict[str, Any]:
@@ -139,68 +203,46 @@ def _sizes(spec: TransformerSpec) -> dict[str, Any]:
     }
 
 
-def _absent(spec: TransformerSpec) -> dict[str, Any]:
-    """What some families may have, and a ``Transformer`` has not."""
-    return {
-        "mlp_bias": False,
-        "use_sliding_window": False,
-        "layer_types": [FULL] * spec.layers,
-        "max_window_layers": spec.layers,
-    }
-
-
 def differences(there: TransformerSpec, here: TransformerSpec) -> list[str]:
-    """What two specs compute differently, in words; not their context, dropout or router terms."""
-    pairs = {
-        name: (getattr(there, name), getattr(here, name))
-        for name in (
-            *("vocab_size", "dim", "layers", "heads", "kv_heads", "channels"),
-            *("qk_norm", "tied", "rope_theta", "norm_eps"),
-            *(("ffn_dim",) if len(here.routed) < here.layers else ()),
-        )
-    }
-    pairs["rope_scaling"] = _plain_rope(there), _plain_rope(here)
-    ones, others = _plain_moe(there), _plain_moe(here)
-    pairs |= {f"moe.{name}": (ones[name], others[name]) for name in ones.keys() & others.keys()}
-    if bool(ones) != bool(others):
-        pairs["moe"] = there.moe, here.moe
-    return [f"{n} {brief(a)} there and {brief(b)} here" for n, (a, b) in pairs.items() if a != b]
+    """The first few things that two specs compute differently, in words.
+
+    Not their context, dropout or router terms.
+    """
+    ones, others = _computed(there), _computed(here)
+    different = [name for name in {**ones, **others} if ones.get(name) != others.get(name)]
+    return [
+        f"{name} {brief(ones.get(name))} there and {brief(others.get(name))} here"
+        for name in different[:3]
+    ]
 
 
-def _plain_rope(spec: TransformerSpec) -> Any:
-    """What a kind of scaling goes by, and no more."""
-    if (scaling := spec.rope_scaling) is None:
-        return None
-    names = NUMBERS[scaling.kind]
-    if scaling.kind != "linear":
-        names = (*names, "original_max_seq_len")
-    plain = {name: getattr(scaling, name) for name in names if name != "attention_factor"}
-    return {"kind": scaling.kind, **plain, "magnitude": scaling.magnitude}
-
-
-def _plain_moe(spec: TransformerSpec) -> dict[str, Any]:
-    """What routers and experts compute; the width of dense blocks that a model has none of not."""
-    moe = spec.moe
-    if moe is None:
-        return {}
-    plain = {k: v for k, v in attrs.asdict(moe).items() if k not in TRAINING_ONLY}
-    routed = sorted(spec.routed)
-    return plain | {"selection_bias": moe.has_bias, "first": routed[0], "every": routed}
+def _computed(spec: TransformerSpec) -> dict[str, Any]:
+    """What a spec computes, by name."""
+    names = ("vocab_size", "dim", "layers", "heads", "kv_heads", "channels", "qk_norm", "tied")
+    values = {name: getattr(spec, name) for name in (*names, "norm_eps")}
+    values |= write_rope(spec.rope_theta, spec.rope_scaling)["rope_parameters"]
+    if spec.rope_scaling is not None:
+        values["attention_factor"] = spec.rope_scaling.magnitude
+    if len(spec.routed) < spec.layers:
+        values["ffn_dim"] = spec.ffn_dim
+    if (moe := spec.moe) is not None:
+        fields = attrs.asdict(moe) | {"selection_bias": moe.has_bias, "every": [*spec.routed]}
+        values |= {f"moe.{n}": v for n, v in fields.items() if n not in {*TRAINING_ONLY, "first"}}
+    return values
 
 
 def family_of(config: Config) -> Family:
     """Return the family of a ``config.json``.
 
     Raises:
-        CheckpointError: If it is not known; lists those that are.
+        CheckpointError: If there is none; lists those that there are.
     """
-    kind, names = config.get("model_type"), [family.name for family in FAMILIES]
-    if kind in names:
-        return FAMILIES[names.index(kind)]
+    if (family := family_named(str(config.get("model_type")))) is not None:
+        return family
     raise CheckpointError(
-        f"config.json: model_type is {brief(kind)} (architectures "
+        f"config.json: model_type is {brief(config.get('model_type'))} (architectures "
         f"{brief(config.get('architectures'))}), which is not known here; known are "
-        f"{', '.join(names)}. A model of your own is read with names=."
+        f"{', '.join(family.name for family in FAMILIES)}. A model of your own is read with names=."
     )
 
 
@@ -226,185 +268,69 @@ def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
     yield rename("norm.weight", "model.norm.weight")
     if not spec.tied:
         yield pad(rename("output.weight", "lm_head.weight"), rows)
-    yield rename(f"{own}.attention_norm.weight", f"{block}.input_layernorm.weight")
-    yield rename(f"{own}.feed_forward_norm.weight", f"{block}.post_attention_layernorm.weight")
-    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
-        name = f"{own}.attention.{ours}"
-        yield rename(f"{name}.weight", f"{block}.self_attn.{theirs}_proj.weight")
-        if spec.qk_norm and ours in ("query", "key"):
-            yield rename(f"{name}_norm.weight", f"{block}.self_attn.{theirs}_norm.weight")
-    theirs = f"{block}.{family.feed_forward}"
+    for name, key in {**BLOCK, **(QK_NORM if spec.qk_norm else {})}.items():
+        yield rename(f"{own}.{name}.weight", f"{block}.{key}.weight")
     if len(spec.routed) < spec.layers:
         yield from _feed_forward(f"{own}.feed_forward", f"{block}.mlp")
-    if spec.moe is not None:
-        yield from _experts(family, spec.moe, f"{own}.feed_forward", theirs)
-
-
-def _feed_forward(ours: str, theirs: str) -> Iterator[Rule]:
-    for name in ("gate", "up", "down"):
-        yield rename(f"{ours}.{name}.weight", f"{theirs}.{name}_proj.weight")
-
-
-def _experts(family: Family, moe: MoESpec, ours: str, theirs: str) -> Iterator[Rule]:
-    yield rename(f"{ours}.router.weight", f"{theirs}.gate.weight")
-    yield leave_out(f"{ours}.router.load")
+    if (moe := spec.moe) is None:
+        return
+    name, key = f"{own}.feed_forward", f"{block}.{family.feed_forward}"
+    yield rename(f"{name}.router.weight", f"{key}.gate.weight")
+    yield leave_out(f"{name}.router.load")
     if moe.has_bias:
-        bias = rename(f"{ours}.router.selection_bias", f"{theirs}.gate.e_score_correction_bias")
+        bias = rename(f"{name}.router.selection_bias", f"{key}.gate.e_score_correction_bias")
         yield cast(bias, torch.float32)
-    for name, one in zip(("gate", "up", "down"), family.experts, strict=True):
-        yield stack(rename(f"{ours}.experts.{name}", f"{theirs}.experts.{{}}.{one}.weight"))
+    for stacked, projection in zip(("gate", "up", "down"), family.projections, strict=True):
+        one = f"{key}.experts.{{}}.{projection}.weight"
+        yield stack(rename(f"{name}.experts.{stacked}", one))
     if moe.shared:
-        yield from _feed_forward(f"{ours}.shared", f"{theirs}.shared_experts")
+        yield from _feed_forward(f"{name}.shared", f"{key}.shared_experts")
 
 
-def _integer(config: Config, key: str) -> int:
-    value = config.get(key)
-    if value is None:
-        raise CheckpointError(f"config.json has no {key}; it has {brief(sorted(config))}.")
-    if not is_integer(value):
-        raise CheckpointError(f"config.json: {key} is {brief(value)}; it must be an integer.")
-    return value
+def _feed_forward(name: str, key: str) -> Iterator[Rule]:
+    for matrix in ("gate", "up", "down"):
+        yield rename(f"{name}.{matrix}.weight", f"{key}.{matrix}_proj.weight")
 
 
-def _flag(config: Config, key: str, *, default: bool = False) -> bool:
-    value = config.get(key)
-    if not (value is None or isinstance(value, bool)):
-        raise CheckpointError(f"config.json: {key} is {brief(value)}; it must be true or false.")
-    return default if value is None else value
+def _flag(config: Config, key: str) -> bool:
+    if not isinstance(value := config.get(key), bool | None):  # "false" would be true
+        raise ValueError(f"{key} is {brief(value)}; it must be true or false.")
+    return bool(value)
 
 
-def _check_supported(config: Config) -> None:
+def _check_supported(config: Config, length: int) -> None:
     """Refuse what a ``Transformer`` does not have, by key and value."""
-    supported: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "attention_dropout": (0.0, None),
-        "router_jitter_noise": (0.0, None),
-        "partial_rotary_factor": (1.0, None),
-        "quantization_config": (None,),
-        "kv_lora_rank": (None,),
-        "q_lora_rank": (None,),
-        "moe_layer_freq": (1, None),
-    }
-    for key, values in supported.items():
-        if key in config and config[key] not in values:
-            raise CheckpointError(
-                f"config.json: {key} is {brief(config[key])}, and a Transformer has only "
-                f"{values[0]!r}."
-            )
-
-
-def _check_window(config: Config, length: int) -> None:
-    """Refuse attention that does not see the whole context."""
-    types, window = config.get("layer_types") or (), config.get("sliding_window")
-    if odd := [kind for kind in types if kind not in (FULL, SLIDING)]:
-        raise CheckpointError(
-            f"config.json: layer_types has {brief(odd[0])}, and a Transformer has only {FULL!r}."
-        )
-    if not (window is None or is_number(window)):
-        raise CheckpointError(
-            f"config.json: sliding_window is {brief(window)}; it must be a number or null."
-        )
-    slides = _flag(config, "use_sliding_window", default=True)
+    types = config.get("layer_types") or ()
+    odd = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
+    for key, only in [*odd, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
+        raise ValueError(f"{key} is {brief(config[key])}, and a Transformer has only {only!r}.")
+    slides = "use_sliding_window" not in config or _flag(config, "use_sliding_window")
     if "max_window_layers" in config:  # where it is not, the window is that of every layer
-        last = config["max_window_layers"] < _integer(config, "num_hidden_layers")
-        slides = slides and (SLIDING in types if types else last)
+        few = config["max_window_layers"] < config["num_hidden_layers"]
+        slides = slides and (SLIDING in types if types else few)
+    window = config.get("sliding_window")
     if slides and window is not None and window < length:
-        raise CheckpointError(
-            f"config.json: sliding_window is {window} and the context {length}, and a "
-            "Transformer's attention sees all of it. Shorten the context: "
+        raise ValueError(
+            f"sliding_window is {window} and the context {length}, and a Transformer's attention "
+            "sees all of it. Shorten the context: "
             f"huggingface_spec(directory, max_seq_len={window})."
         )
 
 
-def _read_qwen_moe(config: Config) -> MoESpec | None:
-    layers, step = _integer(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
-    if not is_integer(step) or step < 1:
-        raise CheckpointError(
-            f"config.json: decoder_sparse_step is {brief(step)}; it must be at least 1."
-        )
+def _routed_blocks(config: Config) -> dict[str, int]:
+    """The first block with experts, and how far they are apart, where the configuration says so."""
+    if "decoder_sparse_step" not in config:
+        return {}
+    layers, step = config["num_hidden_layers"], config["decoder_sparse_step"]
     dense = config.get("mlp_only_layers") or []
     routed = [n for n in range(layers) if n not in dense and (n + 1) % step == 0]
-    first = routed[0] if routed else 0
-    every = routed[1] - first if len(routed) > 1 else layers
-    key = "num_experts" if config.get("num_experts") else LOCAL_EXPERTS
-    if not routed or routed != [*range(first, layers, every)]:
-        raise CheckpointError(
-            f"config.json: mlp_only_layers {dense} with decoder_sparse_step {step} give the blocks "
-            f"{routed} experts; they must follow each other in equal steps up to the last."
+    every = routed[1] - routed[0] if len(routed) > 1 else layers
+    if not routed or routed != [*range(routed[0], layers, every)]:
+        raise ValueError(
+            f"mlp_only_layers {dense} with decoder_sparse_step {step} give the blocks {routed} "
+            "experts; they must follow each other in equal steps up to the last."
         )
-    return MoESpec(
-        experts=_integer(config, key),
-        top_k=_integer(config, "num_experts_per_tok"),
-        ffn_dim=_integer(config, "moe_intermediate_size"),
-        shared=0,
-        first=first,
-        every=every,
-        renormalize=_flag(config, "norm_topk_prob"),
-    )
-
-
-def _write_qwen_moe(spec: TransformerSpec, moe: MoESpec) -> dict[str, Any]:
-    return {
-        "num_experts": moe.experts,
-        LOCAL_EXPERTS: moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn_dim,
-        "norm_topk_prob": moe.renormalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [n for n in range(spec.layers) if n not in spec.routed],
-    }
-
-
-def _read_mixtral(config: Config) -> MoESpec:
-    return MoESpec(
-        experts=_integer(config, LOCAL_EXPERTS),
-        top_k=_integer(config, "num_experts_per_tok"),
-        ffn_dim=_integer(config, "intermediate_size"),
-        shared=0,
-    )
-
-
-def _write_mixtral(_spec: TransformerSpec, moe: MoESpec) -> dict[str, Any]:
-    return {
-        LOCAL_EXPERTS: moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "intermediate_size": moe.ffn_dim,
-    }
-
-
-def _read_dots(config: Config) -> MoESpec:
-    groups = config.get("n_group") or 1
-    key = "n_routed_experts" if config.get("n_routed_experts") else LOCAL_EXPERTS
-    return MoESpec(
-        experts=_integer(config, key),
-        top_k=_integer(config, "num_experts_per_tok"),
-        ffn_dim=_integer(config, "moe_intermediate_size"),
-        shared=config.get("n_shared_experts") or 0,
-        first=config.get("first_k_dense_replace") or 0,
-        router="sigmoid",
-        renormalize=_flag(config, "norm_topk_prob"),
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=None if groups == 1 else groups,
-        top_groups=None if groups == 1 else config.get("topk_group") or 1,
-        selection_bias=True,
-    )
-
-
-def _write_dots(_spec: TransformerSpec, moe: MoESpec) -> dict[str, Any]:
-    return {
-        "n_routed_experts": moe.experts,
-        LOCAL_EXPERTS: moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.ffn_dim,
-        "n_shared_experts": moe.shared,
-        "first_k_dense_replace": moe.first,
-        "norm_topk_prob": moe.renormalize,
-        "routed_scaling_factor": moe.scale,
-        "n_group": moe.groups or 1,
-        "topk_group": moe.top_groups or 1,
-    }
+    return {"first": routed[0], "every": every}
 
 
 WINDOW = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096})
@@ -428,18 +354,30 @@ FAMILIES = (
         "MixtralForCausalLM",
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         theta=1e6,
-        read_moe=_read_mixtral,
-        write_moe=_write_mixtral,
+        experts={
+            "experts": LOCAL_EXPERTS,
+            "top_k": "num_experts_per_tok",
+            "ffn_dim": "intermediate_size",
+        },
         feed_forward="block_sparse_moe",
-        experts=("w1", "w3", "w2"),
+        projections=("w1", "w3", "w2"),
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
-        defaults={"num_key_value_heads": 4, **WINDOW},
-        read_moe=_read_qwen_moe,
-        write_moe=_write_qwen_moe,
+        defaults={
+            "num_key_value_heads": 4,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+            **WINDOW,
+        },
+        experts={
+            "experts": "num_experts",
+            "top_k": "num_experts_per_tok",
+            "ffn_dim": "moe_intermediate_size",
+            "renormalize": "norm_topk_prob",
+        },
     ),
     Family(
         "dots1",
@@ -450,9 +388,25 @@ FAMILIES = (
             "sliding_window": 4096,
             **SOME_LAYERS,
             "max_window_layers": 62,
+            "n_shared_experts": 0,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
         },
-        read_moe=_read_dots,
-        write_moe=_write_dots,
+        experts={
+            "experts": "n_routed_experts",
+            "top_k": "num_experts_per_tok",
+            "ffn_dim": "moe_intermediate_size",
+            "shared": "n_shared_experts",
+            "first": "first_k_dense_replace",
+            "renormalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+            "groups": "n_group",
+            "top_groups": "topk_group",
+        },
+        router={"router": "sigmoid", "selection_bias": True},
     ),
 )
 """The families; a spec is written as the first of them that computes the same."""

@@ -47,7 +47,7 @@ def huggingface_spec(
     """Read the sizes of a model from the ``config.json`` of a Hugging Face directory.
 
     Args:
-        directory: Of a Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral or dots1 model.
+        directory: Of a model of a family in ``forgekit.huggingface.families``.
         max_seq_len: Longest sequence; the model's own if None. A shorter one makes a model with a
             sliding window that of a ``Transformer``, as long as it fits into the window.
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from forgekit.inputs import brief, is_number
+from forgekit.inputs import brief
 from forgekit.model.rope_scaling import RopeScaling
-from forgekit.ranks import CheckpointError
 
 NUMBERS = MappingProxyType(
     {
@@ -36,38 +35,32 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
         theta: The base if it does not say.
 
     Raises:
-        CheckpointError: If the two spellings differ, or it is a kind that a ``Transformer`` does
-            not have.
+        ValueError: If the two spellings differ, or it is a kind that a ``Transformer`` does not
+            have.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    for key, given in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(given, Mapping):
-            raise CheckpointError(f"config.json: {key} is {brief(given)}; it must be an object.")
     old = {"rope_theta": config["rope_theta"], **old} if "rope_theta" in config else dict(old)
-    found = {**old, **new}
-    differ = {k: (old[k], new[k]) for k in old.keys() & new.keys() if old[k] != new[k]}
-    if differ:
-        key, values = next(iter(differ.items()))
-        raise CheckpointError(
-            f"config.json: {key} is {values[0]} and in rope_parameters {values[1]}. Remove the one "
-            "that the model was not trained with."
+    for key in [key for key in old if key in new and old[key] != new[key]]:
+        raise ValueError(
+            f"{key} is {old[key]} and in rope_parameters {new[key]}. Remove the one that the model "
+            "was not trained with."
         )
-    theta = theta if found.get("rope_theta") is None else found["rope_theta"]
-    if not is_number(theta) or theta <= 0:
-        raise CheckpointError(
-            f"config.json: rope_theta is {brief(theta)}; it must be a number above 0."
-        )
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
-        _check_keys(found, kind, frozenset())
-        return float(theta), None
-    if not isinstance(kind, str) or kind not in NUMBERS:
-        raise CheckpointError(
-            f"config.json: rope_type is {brief(kind)}, which a Transformer does not have; it has "
+    fields = {key: value for key, value in {**old, **new}.items() if value is not None}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind != "default" and kind not in NUMBERS:
+        raise ValueError(
+            f"rope_type is {brief(kind)}, which a Transformer does not have; it has "
             f"{', '.join(NUMBERS)}."
         )
-    _check_keys(found, kind, frozenset(NUMBERS[kind]))
-    return float(theta), _scaling(kind, found, config)
+    if fields.get("partial_rotary_factor") == 1:  # all channels of a head turn
+        del fields["partial_rotary_factor"]
+    if odd := sorted(fields.keys() - OTHERS - {*NUMBERS.get(kind, ())}):
+        raise ValueError(
+            f"the rotary settings of type {kind!r} have {odd[0]} {brief(fields[odd[0]])}, which a "
+            "Transformer's have not; they are one set for all layers."
+        )
+    theta = float(fields.get("rope_theta", theta))
+    return theta, None if kind == "default" else _scaling(kind, fields, config)
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -84,41 +77,16 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
 
 
-def _check_keys(found: Mapping[str, Any], kind: str, known: frozenset[str]) -> None:
-    if found.get("partial_rotary_factor", 1) not in (None, 1):
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor is {found['partial_rotary_factor']}; a "
-            "Transformer turns all channels of a head."
-        )
-    odd = sorted(found.keys() - known - OTHERS - {"partial_rotary_factor"})
-    if odd and kind != "default":
-        raise CheckpointError(
-            f"config.json: rope_type {kind!r} has {odd[0]} {brief(found[odd[0]])}, which a "
-            "Transformer's has not."
-        )
-    if odd:
-        raise CheckpointError(
-            f"config.json: rope_parameters has {odd[0]!r}; one set for all layers is read, of "
-            "rope_type, rope_theta and what the type needs."
-        )
-
-
-def _scaling(kind: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    given = {name: found[name] for name in NUMBERS[kind] if found.get(name) is not None}
+def _scaling(kind: Any, fields: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    given = {name: fields[name] for name in NUMBERS[kind] if name in fields}
     if kind != "linear":
-        length = config.get(ORIGINAL) or found.get(ORIGINAL) or config["max_position_embeddings"]
-        given["original_max_seq_len"] = length
-        if "factor" not in given:
-            given["factor"] = config["max_position_embeddings"] / length
-    if found.get("mscale") and found.get("mscale_all_dim") and "attention_factor" not in given:
-        own, all_dim = (_mscale(given["factor"], found[k]) for k in ("mscale", "mscale_all_dim"))
-        given["attention_factor"] = own / all_dim
-    if "factor" not in given:
-        raise CheckpointError(f"config.json: rope_type {kind!r} has no factor.")
-    try:
-        return RopeScaling(kind=kind, **given)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from None
+        longest = config["max_position_embeddings"]
+        length = config.get(ORIGINAL) or fields.get(ORIGINAL) or longest
+        given = {"factor": longest / length, **given, "original_max_seq_len": length}
+    if fields.get("mscale") and fields.get("mscale_all_dim") and "attention_factor" not in given:
+        ones = (_mscale(given["factor"], fields[key]) for key in ("mscale", "mscale_all_dim"))
+        given["attention_factor"] = next(ones) / next(ones)
+    return RopeScaling(kind=kind, **given)
 
 
 def _mscale(factor: float, scale: float) -> float:

@@ -53,7 +53,7 @@ from forgekit.huggingface.transformers_models import (
     transformers_config,
     transformers_names,
 )
-from forgekit.inputs import brief, check_integers, path_of, wrong_type
+from forgekit.inputs import brief, path_of, wrong_type
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
@@ -95,9 +95,8 @@ def save_huggingface(
         tokenizer: Of transformers or tokenizers, or the path of one; that of ``like`` if None.
         like: Which model it shall look like: a family's name; or a directory, or a configuration,
             whose other keys (token ids, the number of tokens of a padded vocabulary) are kept, and
-            a directory's generation settings and tokenizer. If None, the first of llama, mistral,
-            qwen3, mixtral, qwen3_moe, dots1 that computes the same; a model of transformers
-            looks like itself.
+            a directory's generation settings and tokenizer. If None, the first family that
+            computes the same; a model of transformers looks like itself.
         names: How a model of your own is named on disk; then ``like`` has its configuration.
         dtype: Of the weights on disk; the parameters' own if None. What has to be float32 stays.
         max_shard_size: Bytes of a file at most, one tensor at least.
@@ -112,7 +111,6 @@ def save_huggingface(
             differs. The same on every rank; nothing stands under the name then.
     """
     path = path_of("directory", directory)
-    check_integers(max_shard_size=(max_shard_size, 1))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", dtype, "a torch.dtype such as torch.bfloat16")
     spec = model.spec if isinstance(model, Transformer) and names is None else None

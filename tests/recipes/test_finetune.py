@@ -211,7 +211,7 @@ REFUSED = {
     ),
     "an export below a file": (
         {"export": "bare/config.json/tuned"},
-        "error: export is bare/config.json/tuned, .*/bare/config.json is no folder",
+        "error: export is bare/config.json/tuned, and nothing can be written in .*bare/config",
     ),
     "an export where nothing can be written": (
         {"export": "/proc/tuned"},
