@@ -92,24 +92,12 @@ class SpikeLimit:
     Attributes:
         sigmas: Standard deviations above the mean from which on a step is a spike.
         window: Good steps that mean and deviation are of.
-        least: Good steps that have to be there before any is judged.
-
-    Raises:
-        ValueError: If ``sigmas`` is not positive, or not ``2 <= least <= window``.
+        least: Good steps that have to be there before any is judged, from 2 to ``window``.
     """
 
     sigmas: float = 6.0
     window: int = 128
     least: int = 32
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 < self.sigmas < math.inf:
-            raise ValueError(f"sigmas is {self.sigmas}; it must be positive and finite, like 6.0.")
-        if not 2 <= self.least <= self.window:
-            raise ValueError(
-                f"least is {self.least} good steps and window {self.window}; a deviation needs at "
-                "least 2, and the window must hold them."
-            )
 
 
 def limit_spikes(

@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.data.batch import IGNORED
-from forgekit.inputs import nearest_multiples
 from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
@@ -461,10 +460,4 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
         )
     if not values.placements[0].is_shard(dim):
         return None
-    if size % mesh.size():
-        nearest = nearest_multiples(size, mesh.size())
-        raise ValueError(
-            f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
-            f"must divide it; {nearest}."
-        )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)

@@ -224,40 +224,22 @@ class _Work:
         """``[b s]``."""
         return _shape_of(self._batches[micro_batch])
 
-    def check_positions(self) -> None:
-        """Raise if nothing tells the stages where their slices of a sequence are.
-
-        Raises:
-            ValueError: On every rank alike.
-        """
-        layout = self._state.layout
-        if layout.context > 1 and not layout.locates and "position_ids" not in self._batches[0]:
-            model = type(self._state.model).__name__
-            raise ValueError(
-                f"{model} has no locate socket and the batch no position_ids, so the ranks that "
-                f"share a sequence (cp {layout.context}) would count positions inside their "
-                "slices. Use self.locate(s, device) in the model, or pass position_ids."
-            )
-
     def train(self, stage: int, micro_batch: int, received: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Compute as a part of a step: all shapes are the same, and the loss is scaled."""
-        if self.has(micro_batch):
-            self._check_shape(micro_batch)
-        with named(f"forward of stage {stage}"):
-            out = self.compute(stage, micro_batch, received)
-        if self._size is not None and 0 < micro_batch == self._size - 1:
-            widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
-        is_last = stage == self.stages.count - 1
-        return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
-
-    def _check_shape(self, micro_batch: int) -> None:
-        shape, expected = _shape_of(self._batches[micro_batch]), _shape_of(self._first)
+        self.has(micro_batch)
+        shape, expected = self.shape(micro_batch), _shape_of(self._first)
         if shape != expected:
             raise ValueError(
                 f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the step "
                 f"{tuple(expected)}; in a pipeline they must all have the same. Pad rows to one "
                 "length, or pack them."
             )
+        with named(f"forward of stage {stage}"):
+            out = self.compute(stage, micro_batch, received)
+        if self._size is not None and 0 < micro_batch == self._size - 1:
+            widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
+        is_last = stage == self.stages.count - 1
+        return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
 
     def compute(
         self, stage: int, micro_batch: int, received: tuple[Tensor, ...]
@@ -372,17 +354,18 @@ def _call_with(args: tuple[Any, ...], keywords: dict[str, Any], module: nn.Modul
 
 def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
     """What decides which way a forward takes: which arguments there are, and of what type."""
-    shown = [_type_of(value) for value in args]
-    shown += sorted(f"{name} {_type_of(value)}" for name, value in keywords.items())
+    given = {**dict(enumerate(args)), **keywords}
+    shown = sorted(
+        f"{name} {value.dtype} of {value.ndim}"
+        if isinstance(value, Tensor)
+        else f"{name} {type(value).__name__}"
+        for name, value in given.items()
+    )
     accelerator = torch.accelerator.current_accelerator()
     for device in ("cpu", *([accelerator.type] if accelerator else [])):
         if torch.is_autocast_enabled(device):
             shown.append(f"autocast to {torch.get_autocast_dtype(device)}")
     return ", ".join(shown) or "nothing"
-
-
-def _type_of(value: Any) -> str:
-    return f"{value.dtype} of {value.ndim}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class _Left(BaseException):

@@ -65,18 +65,8 @@ class Totals:
         return cls(TensorDict({**values, "metrics": TensorDict({}, [])}, []), samples)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Read one sum.
-
-        Raises:
-            KeyError: If it is not there; ``grad_sq`` comes with ``reduce_totals``.
-        """
-        try:
-            return self.sums[key]
-        except KeyError:
-            raise KeyError(
-                f"totals have no {key!r}; they have {sorted(self.sums.keys())}. "
-                "forgekit.reduce_totals(totals, state) adds the gradient's norm."
-            ) from None
+        """Read one sum; ``grad_sq`` comes with ``reduce_totals``."""
+        return self.sums[key]
 
     def plus(self, **sums: Tensor | TensorDictBase) -> Self:
         """Return totals with further sums, such as a vote."""

@@ -63,14 +63,11 @@ def update(
         ``loss_scale`` and ``good_steps``.
 
     Raises:
-        ValueError: If ``lr`` is negative or not finite, or ``growth_interval`` is below 1, before
-            anything is changed.
+        ValueError: If ``lr`` is negative or not finite, before anything is changed.
 
     References:
         Mixed precision training, https://arxiv.org/abs/1710.03740
     """
-    if not growth_interval >= 1:
-        raise ValueError(f"growth_interval is {growth_interval} steps; it must be at least 1.")
     if not 0 <= lr < math.inf:
         raise ValueError(
             f"the learning rate of step {state.step} is {lr}; it must be finite and not negative."

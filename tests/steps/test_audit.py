@@ -131,20 +131,8 @@ def test_an_output_that_fsdp_sees_through_is_exact(wrap):
         assert relative_error(found, expected) < 1e-12
 
 
-def _hidden_on_one_rank_in_16_bits(rank, world):
-    state = _state(_Model("distribution"), precision="bf16")
-    batches = [batch.apply(_single) for batch in _batches(rank)]
-    act = lambda: _step()(state, batches)  # noqa: E731
-    return _raises_and_keeps(state, act, UnreducedError, r"\(body.weight, body.bias, head.weight")
-
-
 def _single(tensor):
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def test_one_rank_in_16_bits_refuses_it_too():
-    """FSDP wraps a single rank as well there, for the casts."""
-    assert run_ranks(_hidden_on_one_rank_in_16_bits, 1) == [True]
 
 
 def _skipping_loss(model, batch):
@@ -187,17 +175,6 @@ def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(steps_be
     assert run_again(_skips_the_model, world, steps_before, way) == [(True, 0.0)] * world
 
 
-def _skips_and_reduces_each(rank, world):
-    state = _state(_Model().double())
-    return _gradients(state, _without_the_last(rank, 0), _skipping_loss, sync="every")
-
-
-def test_skipping_is_exact_where_each_micro_batch_is_reduced():
-    expected = _expected(_Model().double(), _without_the_last(0, 0) + _without_the_last(1, 0))
-    for found in run_again(_skips_and_reduces_each, 2):
-        assert relative_error(found, expected) < 1e-12
-
-
 def _one_rank_hides(rank, world):
     """The second tensor-parallel rank alone holds its gradients back, after a good step."""
     plan = {"body": "colwise", "head": "rowwise"}
@@ -211,29 +188,6 @@ def _one_rank_hides(rank, world):
 
 def test_all_ranks_raise_where_one_refuses_a_later_step():
     assert run_ranks(_one_rank_hides, 2) == [True, True]
-
-
-def _hides_at_first(rank, world):
-    state = _state(_Model().double(), sizes={"tp": 2}, plan={"body": "colwise", "head": "rowwise"})
-    state.model.wrap = "namespace" if rank else "tensor"
-    act = lambda: _step()(state, _batches(0))  # noqa: E731
-    return _raises_and_keeps(state, act, UnreducedError, r"of 4 parameters on rank 1 \(body.weight")
-
-
-@pytest.mark.bad_input
-def test_all_ranks_refuse_the_first_step_where_one_does():
-    assert run_ranks(_hides_at_first, 2) == [True, True]
-
-
-def _in_two_dimensions(rank, world):
-    state = _state(_Model().double(), sizes={"dp_replicate": 2, "dp_shard": 2})
-    return _gradients(state, _batches(rank))
-
-
-def test_shards_beside_replicas_are_not_compared_with_each_other():
-    expected = _expected(_Model().double(), [b for rank in range(4) for b in _batches(rank)])
-    for found in run_again(_in_two_dimensions, 4):
-        assert relative_error(found, expected) < 1e-12
 
 
 class _Branches(nn.Module):
@@ -492,22 +446,6 @@ def _norm_beside_tp(rank, world):
     return state.step
 
 
-def _stated_by_one(rank, world, who):
-    state = _state(_Model().double())
-    totals = fk.accumulate(state, _batches(rank), _loss)
-    settings = {"beta": 0.5} if rank == who else {}
-    with pytest.raises(ValueError, match="Use one configuration") as caught:
-        fk.reduce_totals(totals, state, settings=settings)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_setting_that_one_rank_alone_states_is_refused(who):
-    shown = "0.5 on rank 0, None on rank 1" if who == 0 else "None on rank 0, 0.5 on rank 1"
-    for message in run_again(_stated_by_one, 2, who):
-        assert message.startswith(f"ranks differ in beta: {shown}")
-
-
 def _counts_apart(rank, world, sizes, when):
     """The second rank alone adds losses of different counts."""
     state, more = _state(_Model().double(), sizes=sizes), []
@@ -586,16 +524,6 @@ def test_ranks_with_other_options_are_refused(options):
         assert message.startswith(f"ranks differ in {name}: {a!r} on rank 0, {b!r} on rank 1.")
 
 
-def _differing_rates(rank, world):
-    state = _state(_Model().double())
-    step = fk.make_step(_loss, schedule=fk.constant(0.1 + rank))
-    with pytest.raises(ValueError, match=r"differ in learning rate: 0\.1 on rank 0, 1\.1 on rank"):
-        step(state, _batches(rank))
-    step = fk.make_step(_loss, schedule=fk.constant(0.1 + rank), audit=False)
-    step(state, _batches(rank))
-    return True
-
-
 def _own_loop(rank, world, audit):
     """Parts of a step, written out, with settings that differ between the ranks."""
     state = _state(_Model().double())
@@ -611,10 +539,6 @@ def test_one_switch_leaves_out_all_proofs_of_a_first_step():
     for message in run_ranks(_own_loop, 2, True):
         assert message.startswith("ranks differ in my own: 0 on rank 0, 1 on rank 1.")
     assert run_again(_own_loop, 2, False) == ["", ""]
-
-
-def test_ranks_with_other_rates_are_refused_unless_nothing_is_compared():
-    assert run_again(_differing_rates, 2) == [True, True]
 
 
 def _rows_later(rank, world):
@@ -665,24 +589,6 @@ def test_a_digest_of_rows_tells_all_of_them(change):
     assert digest_rows(nested) != digest_rows(changed)
 
 
-def _metrics_of_stages(rank, world):
-    mesh = fk.build_mesh(fk.MeshSpec(pp=2), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-
-    def loss_fn(model, batch):
-        loss = logits_loss(model, batch)
-        return dataclasses.replace(loss, metrics={"twice": (2 * loss.sum, loss.count)})
-
-    batches = [_tokens(seed).apply(lambda ids: ids % 37) for seed in (2, 3)]
-    state, metrics = fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, batches)
-    return float(metrics["twice"]) - 2 * float(metrics["loss"])
-
-
-def test_metrics_that_only_the_last_stage_knows_reach_all_ranks():
-    assert run_ranks(_metrics_of_stages, 2) == [0.0, 0.0]
-
-
 def _tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(38, (2, 17), generator=generator)
@@ -703,26 +609,6 @@ def _forgotten(rank, world):
 
 def test_a_forgotten_mesh_beside_a_plain_model_is_refused():
     assert run_again(_forgotten, 2) == [True, True]
-
-
-def _forgotten_beside_shards(rank, world):
-    model = fk.parallelize(_Model().double(), fk.build_mesh(device="cpu"))
-    with pytest.raises(ValueError, match=r"2 ranks and the state got no mesh.*mesh=mesh"):
-        fk.TrainState.create(model, fk.adamw(model))
-    return True
-
-
-def _not_parallelized(rank, world):
-    model = _Model().double()
-    with pytest.raises(ValueError, match=r"4 parameters \(first: 'body.weight'\) are not sharded"):
-        fk.TrainState.create(model, fk.adamw(model), mesh=fk.build_mesh(device="cpu"))
-    return True
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("case", [_forgotten_beside_shards, _not_parallelized])
-def test_a_mesh_and_a_model_that_do_not_belong_together_are_refused(case):
-    assert run_again(case, 2) == [True, True]
 
 
 def test_a_metric_lets_its_graph_go():

@@ -10,7 +10,6 @@ import torch
 from covering import in_turn
 from oracle import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch
 from ranks import run_again, run_ranks
-from tensordict import TensorDict
 from torch import Tensor
 
 import forgekit as fk
@@ -68,32 +67,6 @@ def test_with_mean_of_sixteen_bits_keeps_the_whole_count(dtype, count, kind):
     assert loss.sum.dtype == torch.float32
     assert loss.sum.item() == torch.tensor(5.0 + 0.375 * count).item()
     assert loss.count is base.count
-
-
-def test_with_mean_of_sixteen_bits_has_the_gradient_of_the_whole_count():
-    aux = torch.tensor(2.0, dtype=torch.bfloat16, requires_grad=True)
-    loss = fk.Loss(torch.tensor(0.0), torch.tensor(4097)).with_mean(aux.square(), weight=0.125)
-    (gradient,) = torch.autograd.grad(loss.sum / 4097, aux)
-    assert gradient.item() == 0.5
-
-
-@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
-def test_with_mean_does_not_ask_for_the_default_dtype(default):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        aux = torch.tensor(0.75, dtype=default)
-        loss = fk.Loss(torch.tensor(0.0, dtype=torch.float32), 70_001).with_mean(aux, 0.5)
-        again = fk.Loss(torch.tensor(0.0, dtype=torch.float32), torch.tensor(70_001))
-        assert loss.sum.item() == again.with_mean(aux, 0.5).sum.item() == 0.375 * 70_001
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_with_mean_stays_in_float64():
-    loss = fk.Loss(torch.tensor(0.0).double(), 3).with_mean(torch.tensor(1 / 3).double(), 0.1)
-    assert loss.sum.dtype == torch.float64
-    assert loss.sum.item() == 0.1 * torch.tensor(1 / 3).double().item() * 3
 
 
 # Counts that no step can divide by
@@ -163,13 +136,6 @@ def test_a_step_with_a_count_below_zero_is_a_bad_one_on_every_rank(name, sizes):
     assert found == [(1.0, 0, 1)] * world
 
 
-def test_totals_below_zero_are_no_good_step():
-    totals = fk.Totals.of(targets=-8, loss=2.0, grad_sq=16.0, loss_scale=0.125)
-    correction = fk.clip(totals, max_norm=1.0)
-    assert not correction.finite
-    assert float(correction.factor) == 0.0
-
-
 # Labels that cannot hold what they have to
 
 
@@ -210,39 +176,6 @@ REFUSED = {
 def test_labels_that_cannot_be_right_are_refused(loss_of, dtype, vocab, message):
     with pytest.raises(TypeError, match=message):
         loss_of(torch.zeros(1, 3).to(dtype), vocab)
-
-
-@pytest.mark.parametrize("loss_of", [_by_logits, _by_hidden])
-@pytest.mark.parametrize(
-    ("dtype", "vocab"),
-    [(torch.int8, 128), (torch.int16, 2**15), (torch.int32, 2**15 + 1), (torch.int64, 2)],
-)
-def test_labels_that_hold_every_id_are_taken(loss_of, dtype, vocab):
-    labels = torch.tensor([[vocab - 1, -100, 0]]).to(dtype)
-    loss = loss_of(labels, vocab)
-    assert int(loss.count) == 2
-    assert loss.sum.item() == pytest.approx(2 * math.log(vocab), rel=1e-5)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("dtype", UNSIGNED)
-@pytest.mark.parametrize("call", [fk.check_batch, fk.data.mask_batch])
-def test_batches_with_unsigned_labels_are_refused(call, dtype):
-    ids = torch.arange(6).reshape(2, 3)
-    batch = TensorDict({"input_ids": ids, "labels": ids.to(dtype)}, batch_size=[2])
-    message = rf'^"labels" holds {dtype}, which has no -100; .* batch\["labels"\]\.long\(\)\.$'
-    with pytest.raises(TypeError, match=message):
-        call(batch)
-
-
-@pytest.mark.parametrize("dtype", UNSIGNED)
-def test_labels_that_are_shifted_from_unsigned_ids_can_be_masked(dtype):
-    ids = torch.arange(8).reshape(2, 4)
-    documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
-    rows = TensorDict({"input_ids": ids.to(dtype), "doc_ids": documents}, batch_size=[2])
-    labels = fk.shift_labels(rows)["labels"]
-    assert labels.dtype == torch.int64
-    assert labels.tolist() == [[1, -100, 3], [5, 6, -100]]
 
 
 @pytest.mark.bad_input

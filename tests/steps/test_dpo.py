@@ -170,15 +170,6 @@ def test_the_reference_stays_while_adapters_train(options):
     assert all(module.training for module in model.modules())
 
 
-def test_a_reference_of_its_own_gets_no_gradient_and_stays_in_its_mode():
-    model, frozen = model_of(1), model_of(2)
-    frozen.layers[0].eval()
-    fk.dpo_loss(model, rows(), reference=frozen).sum.backward()
-    assert all(parameter.grad is None for parameter in frozen.parameters())
-    assert frozen.training
-    assert not frozen.layers[0].training
-
-
 def reference_gradients(case, kind, batches):
     """Gradients of the mean over all pairs, float64, one process, plain autograd."""
     if case in adapted.ADAPTED:
@@ -279,38 +270,6 @@ def test_gradients_are_those_of_one_process_in_more_layouts(world, cells):
     check_cells(world, cells)
 
 
-def _merged(model):
-    fk.merge_lora(model)
-
-
-def _with_a_trained_norm(model):
-    model.norm.weight.requires_grad_()
-
-
-REFUSED = {
-    "an unknown kind": ({"kind": "sigmoyd"}, None, "kind is 'sigmoyd'; it is one of"),
-    "no beta": ({"beta": 0.0}, None, "beta is 0, so no margin counts; make it positive"),
-    "a negative beta": ({"beta": -0.1}, None, "beta is -0.1; it must be finite and not negative"),
-    "a merged model": ({}, _merged, r"the adapters of \d+ layers \(first: .*\) are merged into"),
-    "a reference that would move": (
-        {},
-        _with_a_trained_norm,
-        "'norm.weight' is trained besides the adapters, so a reference without them would move",
-    ),
-}
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_preference_is_refused(case):
-    options, change, message = REFUSED[case]
-    model = adapted_model()
-    if change is not None:
-        change(model)
-    with pytest.raises(ValueError, match=message):
-        fk.dpo_loss(model, rows(), **options)
-
-
 @pytest.mark.bad_input
 def test_a_reference_that_is_none_is_refused():
     model, batch = model_of(1), rows()
@@ -346,3 +305,35 @@ def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
     for found in run_ranks(refuse, 2):
         for said, sentence in zip(found, [pipelined] * 2 + [sliced] * 2, strict=True):
             assert sentence in said
+
+
+def _merged(model):
+    fk.merge_lora(model)
+
+
+def _with_a_trained_norm(model):
+    model.norm.weight.requires_grad_()
+
+
+REFUSED = {
+    "an unknown kind": ({"kind": "sigmoyd"}, None, "kind is 'sigmoyd'; it is one of"),
+    "no beta": ({"beta": 0.0}, None, "beta is 0, so no margin counts; make it positive"),
+    "a negative beta": ({"beta": -0.1}, None, "beta is -0.1; it must be finite and not negative"),
+    "a merged model": ({}, _merged, r"the adapters of \d+ layers \(first: .*\) are merged into"),
+    "a reference that would move": (
+        {},
+        _with_a_trained_norm,
+        "'norm.weight' is trained besides the adapters, so a reference without them would move",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_preference_is_refused(case):
+    options, change, message = REFUSED[case]
+    model = adapted_model()
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        fk.dpo_loss(model, rows(), **options)

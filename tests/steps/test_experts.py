@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from unittest.mock import patch
 
 import attrs
 import pytest
@@ -19,8 +18,7 @@ import forgekit as fk
 from forgekit.evaluation.replay import replay_step
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import cosine_rate
-from forgekit.model.routing import Routing
-from forgekit.parallel.activation_checkpoint import compile_blocks, recompute
+from forgekit.parallel.activation_checkpoint import recompute
 from forgekit.steps.experts import StepRouters, expert_metrics
 
 MOE = fk.MoESpec(
@@ -42,8 +40,6 @@ SPEC = fk.TransformerSpec(
 ROWS = 8
 ZERO = {"aux_loss": 0.0, "z_loss": 0.0, "sequence_aux_loss": 0.0}
 SCHEDULE = fk.constant(0.05)
-TURNS = {"force_balance": True, "bias_rate": None}
-"""Rounding cannot send a token to another expert."""
 
 
 def build(dtype=torch.float64, **changes):
@@ -162,14 +158,6 @@ def test_router_terms_do_not_depend_on_the_split(sizes, scale):
         assert (expected[name] - without[name]).abs().max() > 0.01 * expected[name].abs().max()
 
 
-@pytest.mark.parametrize("term", ["aux_loss", "sequence_aux_loss", "z_loss"])
-def test_each_term_alone_is_exact(term):
-    model = build(**{**ZERO, term: 2.5})
-    expected, _ = reference(model, rows())
-    _, found = run(create(model), split(rows(), [3, 5]))
-    assert relative_error(found, expected) < 1e-10
-
-
 def test_without_targets_terms_are_summed_over_all_that_is_no_padding():
     def plain(model, batch):
         return fk.cross_entropy(
@@ -221,29 +209,6 @@ def test_at_rest_the_gradient_is_that_of_the_usual_form():
     expected = torch.autograd.grad(value, layer.router.weight)[0]
     assert relative_error({"w": gradients[1]}, {"w": expected}) < 1e-6  # shares are float32
     assert relative_error({"w": gradients[0]}, {"w": expected}) > 0.1
-
-
-def test_the_auxiliary_loss_balances_as_the_usual_form_does():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 8, 16, generator=generator).double() + 0.7
-    loads = []
-    for form in ("ours", "usual"):
-        layer = MoE(16, attrs.evolve(MOE, **{**ZERO, "aux_loss": 1.0}, shared=0), "layer").double()
-        for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator.manual_seed(3))
-        for _ in range(150):
-            routing = Routing(scale=1 / 512)
-            out = layer(x, routing)
-            value = (out * 0.0).sum() if form == "ours" else usual_form(layer, x)
-            (gradient,) = torch.autograd.grad(value, layer.router.weight)
-            layer.router.weight.data -= 0.3 * gradient
-            counts = routing.notes["layer"]["counts"].double()
-            layer.router.rebalance(counts, torch.tensor(data=True), 0.0)
-            loads.append(float(counts.max() / counts.mean()))
-    ours, usual = loads[:150], loads[150:]
-    assert ours[0] == usual[0] > 1.6
-    assert ours[-1] < 1.15
-    assert abs(ours[-1] - usual[-1]) < 0.05
 
 
 # Balance
@@ -351,16 +316,6 @@ def test_a_bad_step_changes_no_balance(kind):
     assert not is_same(balance(state), before)
 
 
-def test_weights_that_are_not_finite_make_a_bad_step():
-    state = create()
-    with torch.no_grad():
-        state.model.layers[0].feed_forward.up.weight[0, 0] = torch.nan
-    before = balance(state)
-    state, metrics = fk.make_step(loss_fn, schedule=SCHEDULE)(state, split(rows(), [3, 5]))
-    assert metrics["skipped"] == 1
-    assert is_same(balance(state), before)
-
-
 @pytest.mark.parametrize(
     ("broken", "first"),
     [
@@ -428,45 +383,7 @@ def test_a_frozen_bias_stays():
     assert metrics["moe/bias_range"] == pytest.approx(0.5)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings(r"ignore:.*Function'> should not be instantiated")
-@pytest.mark.oracle
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_blocks_learn_and_count_alike(dtype):
-    torch.compiler.reset()
-    found = []
-    for is_compiled in (False, True):
-        model = build(dtype, **TURNS)
-        if is_compiled:
-            compile_blocks([model.layers[1]], backend="aot_eager")
-        state, metrics = train(1, [8], model)
-        counts = metrics["moe/load_max"], metrics["moe/load_min"]
-        found.append((full_tensors(state.model), balance(state)[::2], counts))
-    assert relative_error(found[1][0], found[0][0]) < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert is_same(found[1][1], found[0][1])
-    assert found[1][2] == found[0][2]
-
-
 # Metrics
-
-
-def test_metrics_say_how_experts_are_loaded():
-    model = build(capacity=0.9, bias_rate=0.1)
-    with torch.no_grad():
-        routed(model)[1].router.selection_bias.copy_(torch.arange(6.0) / 100)
-    _, counts = reference(model, rows())
-    spread = counts.double() / counts.double().mean(-1, keepdim=True)
-    _, metrics = train(1, [8], model)
-    assert metrics["moe/bias_range"] == pytest.approx(0.05, rel=1e-6)
-    assert 0.02 < metrics["moe/dropped"] < 0.5
-    assert metrics["moe/load_max"] > 1.2
-    assert spread.min() < 0.8
-    names = {name for name in metrics.keys() if name.startswith("moe/")}  # noqa: SIM118
-    assert names == {
-        f"moe/{name}"
-        for name in ("load_max", "load_min", "dropped", "bias_range", "aux_loss", "z_loss")
-    }
 
 
 def test_metrics_equal_their_formulas():
@@ -490,52 +407,6 @@ def test_metrics_equal_their_formulas():
     assert metrics["moe/dropped"] == 0
 
 
-BY_HAND = {
-    "counts": [[3.0, 6.0, 0.0, 3.0], [2.0, 5.0, 2.0, 3.0]],
-    "kept": [9.0, 12.0],
-    "positions": [5.0, 3.0],
-    "aux_loss": [7.5, 3.3],
-    "z_loss": [10.0, 1.2],
-    "bias_range": [0.6, 0.3],
-    "calls": [3.0, 2.0],
-}
-"""Noted in six positions with two experts each, in three and two calls; some have no target."""
-
-ALL = {
-    "load_max": 2.0,  # 6 of a mean of 3
-    "load_min": 0.0,
-    "dropped": 3 / 24,
-    "bias_range": 0.2,
-    "aux_loss": 10.8 / 8,
-    "z_loss": 11.2 / 8,
-}
-EACH = {
-    "layers.1.feed_forward": (2.0, 0.0, 0.25, 0.2, 1.5, 2.0),
-    "layers.3.feed_forward": (5 / 3, 2 / 3, 0.0, 0.15, 1.1, 0.4),
-}
-
-
-def sums_by_hand():
-    noted = {name: torch.tensor(value).double() for name, value in BY_HAND.items()}
-    return TensorDict({"experts": TensorDict(noted, [])}, [])
-
-
-def test_metrics_of_all_layers_and_of_each_equal_values_by_hand():
-    sums = sums_by_hand()
-    found = expert_metrics(sums, list(SPEC.routed.values()))
-    expected = {f"moe/{name}": value for name, value in ALL.items()}
-    for layer, values in EACH.items():
-        expected |= {f"moe/{n}/{layer}": value for n, value in zip(ALL, values, strict=True)}
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
-    assert expert_metrics(sums).keys() == {f"moe/{name}" for name in ALL}
-
-
-@pytest.mark.bad_input
-def test_metrics_of_other_layers_than_the_model_has_are_refused():
-    with pytest.raises(ValueError, match=r"layers has the 1 names \['layers.3.*'\]; 2 layers have"):
-        expert_metrics(sums_by_hand(), ["layers.3.feed_forward"])
-
-
 def test_nothing_is_read_by_the_host():
     model = build(torch.float32, capacity=1.1)
     state = fk.TrainState.create(model, fk.adamw(model))
@@ -549,50 +420,6 @@ def test_nothing_is_read_by_the_host():
 
 
 # Ranks
-
-
-def _on_ranks(rank, world, sizes, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = fk.parallelize(build(), mesh, **options)
-    state = create(model, mesh=mesh)
-    parts = [batch[rank::world].contiguous() for batch in split(rows(), [4, 4])]
-    totals, found = run(state, parts)
-    state = fk.update(state, fk.clip(totals), lr=0.05, totals=totals)
-    step = fk.make_step(loss_fn, schedule=SCHEDULE, max_norm=float("inf"))
-    for index in (1, 2):
-        state, _ = step(state, [b[rank::world].contiguous() for b in split(rows(index), [4, 4])])
-    return found, totals.sums["experts", "counts"].tolist(), balance(state)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "what"),
-    [
-        ({"ep": 2}, "none"),
-        pytest.param({}, "full", marks=pytest.mark.oracle),
-        pytest.param({}, "none", marks=pytest.mark.oracle),
-        pytest.param({"ep": 2}, "full", marks=pytest.mark.oracle),
-        pytest.param({"ep": 2}, "selective", marks=pytest.mark.oracle),
-    ],
-)
-def test_two_ranks_learn_and_count_as_one_process(sizes, what):
-    expected, counts = reference(build(), rows())
-    state, _ = train(3, [8], max_norm=float("inf"))
-    options = {"activation_checkpoint": what}
-    for found, counted, balanced in run_again(_on_ranks, 2, sizes, options):
-        assert relative_error(found, expected) < 1e-10
-        assert counted == counts.tolist()
-        assert is_same(balanced, balance(state))
-
-
-def _train_long(rank, world, sizes, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
-    state = create(fk.parallelize(build(), mesh, **options), mesh=mesh)
-    rank, world = fk.data_ranks(mesh)
-    step = fk.make_step(loss_fn, schedule=SCHEDULE)
-    for index in range(50):
-        batches = split(rows(index, positions=12), [4, 4])
-        state, _ = step(state, [batch[rank::world].contiguous() for batch in batches])
-    return dict(state.model.named_buffers())
 
 
 LONG = {
@@ -615,63 +442,6 @@ def long_balance():
     return dict(state.model.named_buffers())
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("name", LONG)
-def test_after_50_steps_all_ranks_have_the_balance_of_one_process(name, long_balance):
-    """In float64; with blocks recomputed on top. A pipeline's rank has the layers of its stages."""
-    sizes, seen = LONG[name], set()
-    world = math.prod(size for key, size in sizes.items() if key != "ep")
-    for balanced in run_again(_train_long, world, sizes, {"activation_checkpoint": "full"}):
-        assert all(torch.equal(value, long_balance[key]) for key, value in balanced.items())
-        seen |= balanced.keys()
-    assert seen == long_balance.keys()
-
-
-def _on_slices(rank, world, sizes, options):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=2, **sizes), device="cpu")
-    state = create(fk.parallelize(build(), mesh, **options), mesh=mesh)
-    with patch.object(
-        torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce
-    ) as called:
-        totals, found = run(state, split(rows(positions=12), [3, 5]))
-    counted = [call for call in called.call_args_list if call.args[0].shape in [(3, 6), (5, 6)]]
-    return found, totals.sums["experts", "counts"].tolist(), len(counted)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({"ep": 2}, {"context_parallel": "ulysses", "activation_checkpoint": "full"}),
-        pytest.param({}, {"context_parallel": "ring"}, marks=pytest.mark.oracle),
-    ],
-    ids=["CP2xEP2", "CP2"],
-)
-def test_ranks_that_share_sequences_learn_and_count_as_one_process(sizes, options):
-    """With one small reduction for each layer and micro-batch, which recomputation adds none to."""
-    expected, counts = reference(build(), rows(positions=12))
-    for found, counted, reductions in run_again(_on_slices, 2, sizes, options):
-        assert relative_error(found, expected) < 1e-10
-        assert counted == counts.tolist()
-        assert reductions == 2 * 2
-
-
-def _with_capacity(rank, world, changes):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=2), device="cpu")
-    state = create(fk.parallelize(build(**changes), mesh), mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=SCHEDULE)
-    state, metrics = step(state, split(rows(positions=12), [3, 5]))
-    return {name: float(metrics[name]) for name in ("loss", "moe/dropped", "skipped")}
-
-
-@pytest.mark.parametrize("changes", [{"capacity": 0.8}, TURNS], ids=["capacity", "turns"])
-def test_experts_that_do_not_go_by_scores_alone_train_on_slices(changes):
-    """The proof that positions are independent is not about these."""
-    for metrics in run_again(_with_capacity, 2, changes):
-        assert metrics["loss"] > 0
-        assert metrics["skipped"] == 0
-        assert (metrics["moe/dropped"] > 0) == ("capacity" in changes)
-
-
 def _from_meta(rank, world, sizes):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     with torch.device("meta"):
@@ -679,45 +449,6 @@ def _from_meta(rank, world, sizes):
     assert routed(model)[0].router.load.is_meta
     state = create(fk.parallelize(model, mesh, seed=5), mesh=mesh)
     return full_tensors(state.model), balance(state)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["FSDP2", "EP2"])
-def test_models_from_meta_start_from_the_same_values(sizes):
-    model = fk.Transformer(SPEC, seed=5)
-    expected = full_tensors(model)
-    for found, balanced in run_again(_from_meta, 2, sizes):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert is_same(balanced, [torch.full((6,), 1 / 6), torch.zeros(6)] * 2)
-
-
-def test_a_choice_from_outside_travels_with_its_rows():
-    """By micro-batch, also where blocks are recomputed."""
-    batch = rows()
-    names = build().spec.routed.values()
-    numbers = torch.arange(144).view(8, 9, 2)
-    given = {name: numbers * (1 + 4 * i) % 6 for i, name in enumerate(names)}
-    batch["replay"] = TensorDict(given, [8])
-
-    def replayed(model, batch):
-        ids, doc_ids = batch["input_ids"], batch["doc_ids"]
-        logits = model(ids, doc_ids=doc_ids, replay=batch["replay"])
-        return fk.cross_entropy(logits, batch["labels"])
-
-    results = []
-    for sizes, what in (([8], "none"), ([3, 5], "none"), ([3, 5], "full")):
-        state = create()
-        for block in state.model.layers:
-            recompute(block, what)
-        totals = fk.reduce_totals(fk.accumulate(state, split(batch, sizes), replayed), state)
-        results.append(fk.gradients(state, totals))
-        is_token = (batch["doc_ids"] >= 0).flatten()
-        tokens = [given[name].flatten(0, 1)[is_token].flatten() for name in names]
-        chosen = [torch.bincount(each, minlength=6).tolist() for each in tokens]
-        assert totals.sums["experts", "counts"].tolist() == chosen
-        for name in names:
-            assert results[-1][f"{name}.router.weight"].abs().max() > 1e-3
-    assert relative_error(results[1], results[0]) < 1e-10
-    assert all(torch.equal(results[2][n], results[1][n]) for n in results[1])
 
 
 def with_choices(batch):
@@ -771,35 +502,6 @@ def test_a_choice_from_outside_reaches_the_positions_and_stages_that_it_is_for(n
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
     _, without = run(create(), split(rows(positions=12), [4, 4]))
     assert relative_error(without, expected) > 1e-2
-
-
-def _in_16_bits(rank, world, sizes):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    rank, world = fk.data_ranks(mesh)
-    model = build(torch.float32, **TURNS)
-    model = fk.parallelize(model, mesh, precision="bf16", activation_checkpoint="selective")
-    state = create(model, mesh=mesh)
-    found = run(state, [batch[rank::world].contiguous() for batch in split(rows(), [4, 4])])[1]
-    return found, {buffer.dtype for buffer in model.buffers()}
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"ep": 2},
-        pytest.param({}, marks=pytest.mark.oracle),
-        pytest.param({"dp_shard": 1, "pp": 2}, marks=pytest.mark.oracle),
-    ],
-    ids=["EP2", "FSDP2", "PP2"],
-)
-def test_gradients_in_bfloat16_are_near_and_buffers_stay_wide(sizes):
-    expected, _ = reference(build(**TURNS), rows())
-    everywhere = {}
-    for found, dtypes in run_again(_in_16_bits, 2, sizes):
-        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-        assert dtypes == {torch.float32}
-        everywhere |= found
-    assert relative_error(everywhere, expected) < 5e-2
 
 
 # Errors

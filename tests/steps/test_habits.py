@@ -129,38 +129,6 @@ def test_a_step_after_a_look_uses_the_weights_of_now(layout, habit):
         assert relative_error(found, expected) < 1e-10
 
 
-def _norms_after_a_look(rank, world):
-    state = _state("fsdp")
-    totals = fk.reduce_totals(fk.accumulate(state, _all_batches(state), _loss), state)
-    _peek(state)
-    norms = fk.grad_norms(state, totals)
-    _peek(state)
-    return {n: full(g).norm() for n, g in fk.gradients(state, totals).items()}, norms
-
-
-def test_norms_and_gradients_after_a_look_are_those_of_all_parameters():
-    expected = {name: gradient.norm() for name, gradient in _gradients(_alone()).items()}
-    for gradients, norms in run_again(_norms_after_a_look, 2):
-        assert relative_error(gradients, expected) < 1e-10
-        assert relative_error(norms, expected) < 1e-10
-
-
-def _hooked_before(rank, world, layout, kind):
-    model = _Model().double()
-    getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
-    with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient hook, .* after it"):
-        _state(layout, model)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    in_turn(list(LAYOUTS), ["register_hook", "register_post_accumulate_grad_hook"]),
-)
-def test_hooks_that_sharding_would_lose_are_refused(layout, kind):
-    run_again(_hooked_before, 2, layout, kind)
-
-
 def _hooked_after(rank, world, layout, name):
     state = _state(layout)
     handle = state.model.get_parameter(name).register_hook(lambda gradient: gradient * 0)
@@ -252,3 +220,19 @@ def _apart(rank, world, layout, case):
 @pytest.mark.parametrize(("layout", "case"), in_turn(list(LAYOUTS), list(APART)))
 def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
     run_again(_apart, 2, layout, case)
+
+
+def _hooked_before(rank, world, layout, kind):
+    model = _Model().double()
+    getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
+    with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient hook, .* after it"):
+        _state(layout, model)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    in_turn(list(LAYOUTS), ["register_hook", "register_post_accumulate_grad_hook"]),
+)
+def test_hooks_that_sharding_would_lose_are_refused(layout, kind):
+    run_again(_hooked_before, 2, layout, kind)

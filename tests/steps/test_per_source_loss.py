@@ -103,11 +103,6 @@ def test_rows_add_up_to_the_loss():
         assert not sums.requires_grad
 
 
-def test_labels_without_rows_have_no_rows():
-    logits, labels = torch.zeros(3, 5), torch.tensor([1, 2, -100])
-    assert fk.cross_entropy(logits, labels).rows is None
-
-
 def test_each_mistake_is_named():
     with pytest.raises(ValueError, match=r"sources are \[\]; name at least one"):
         fk.losses_by_source(logits_loss, [])

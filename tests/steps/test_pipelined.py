@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from functools import partial
@@ -13,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covering import first_of, in_turn, some_of
+from covering import first_of, in_turn
 from oracle import SPEC, full_tensors, relative_error
-from ranks import RankError, run_again, run_ranks
+from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -24,17 +23,8 @@ import forgekit as fk
 from forgekit.model.transformer import Block
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import Layout, set_layout
-from forgekit.steps.pipelined import evaluate_staged
 
 # Fewest micro-batches on two and four ranks, and one more (or the next that fits).
-COUNTS = {
-    "gpipe": {2: (1, 2), 4: (1,)},
-    "1f1b": {2: (2, 3), 4: (4,)},
-    "interleaved_1f1b": {2: (1, 2), 4: (5,)},
-    "interleaved_zero_bubble": {2: (1, 2), 4: (5,)},
-    "zbv": {2: (1, 4), 4: (7,)},
-    "dualpipev": {2: (4, 5), 4: (8,)},
-}
 SPECS = {2: attrs.evolve(SPEC, layers=4), 4: attrs.evolve(SPEC, layers=8)}
 
 
@@ -55,11 +45,6 @@ def _batches(count, places=6, seed=0):
 
 def _logits_loss(model, batch):
     return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
-
-
-def _head_loss(model, batch):
-    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
-    return model(batch["input_ids"], doc_ids=batch["doc_ids"], head=head)
 
 
 def _reference(model, batches):
@@ -95,47 +80,6 @@ def _error(state, expected):
     return relative_error({n: g / scale for n, g in found.items()}, mine)
 
 
-def _check_step(rank, world, schedule, counts, recompute):
-    options = {"activation_checkpoint": recompute}
-    state = _state(world, schedule, **options)
-    for count in counts:
-        batches = _batches(count)
-        expected, loss, targets = _reference(fk.Transformer(SPECS[world]), batches)
-        for loss_fn in (_logits_loss, _head_loss) if count == counts[0] else (_logits_loss,):
-            totals = fk.accumulate(state, batches, loss_fn)
-            assert _error(state, expected) < 1e-10
-            assert totals.samples == 2 * count
-            is_last = state.layout.stages.has_last
-            assert float(totals["targets"]) == (targets if is_last else 0)
-            assert float(totals["loss"]) == pytest.approx(loss if is_last else 0, rel=1e-12)
-        found = fk.evaluate(state, batches, _head_loss)
-        assert float(found["loss"]) == pytest.approx(loss / max(targets, 1), rel=1e-12)
-        assert float(found["targets"]) == targets
-        assert state.model.training
-
-
-@pytest.mark.parametrize("schedule", some_of(COUNTS, *(COUNTS.keys() - {"1f1b", "zbv"})))
-def test_gradients_and_losses_are_those_of_one_process(schedule):
-    run_again(_check_step, 2, schedule, COUNTS[schedule][2], "none")
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("schedule", COUNTS)
-def test_gradients_and_losses_on_four_ranks(schedule):
-    run_again(_check_step, 4, schedule, COUNTS[schedule][4], "none")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    first_of(
-        [("interleaved_zero_bubble", "selective")],
-        itertools.product(["1f1b", "interleaved_zero_bubble", "dualpipev"], ["full", "selective"]),
-    ),
-)
-def test_recomputed_blocks_have_the_same_gradients(schedule, recompute):
-    run_again(_check_step, 2, schedule, COUNTS[schedule][2][1:], recompute)
-
-
 def _check_whole_backward(rank, world, schedule):
     mesh = fk.build_mesh(fk.MeshSpec(pp=world), device="cpu")
     model = fk.Transformer(SPECS[world]).double()
@@ -152,52 +96,6 @@ def _check_whole_backward(rank, world, schedule):
 def test_a_backward_in_one_part_gives_the_same(schedule):
     """Blocks are sharded with their stage, and resharded after forward: it needs no split."""
     run_again(_check_whole_backward, 2, schedule)
-
-
-def _check_float32(rank, world, schedule):
-    batches = _batches(4)
-    expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
-    state = _state(world, schedule, dtype=torch.float32)
-    fk.accumulate(state, batches, _head_loss)
-    assert _error(state, expected) < 5e-7
-
-
-def test_float32_gradients_are_close():
-    run_again(_check_float32, 2, "dualpipev")
-
-
-def _loss_with_metric(model, batch):
-    loss = _logits_loss(model, batch)
-    return dataclasses.replace(loss, metrics={"thrice": (3 * loss.sum, loss.count)})
-
-
-def _check_updates(rank, world, schedule):
-    """Whole steps: the norm and the factor are those of the whole model."""
-    reference = fk.Transformer(SPECS[world]).double()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    state = _state(world, schedule)
-    state = attrs.evolve(state, optimizer=torch.optim.SGD(state.model.parameters(), lr=0.1))
-    step = fk.make_step(_loss_with_metric, schedule=lambda _: 0.1, max_norm=0.5)
-    for number in range(3):
-        batches = _batches(2, seed=number)
-        optimizer.zero_grad()
-        _, loss, targets = _reference(reference, batches)
-        for parameter in reference.parameters():
-            parameter.grad /= targets
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        optimizer.step()
-        state, metrics = step(state, batches)
-        assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-9)
-        assert float(metrics["loss"]) == pytest.approx(loss / targets, rel=1e-9)
-        assert float(metrics["thrice"]) == pytest.approx(3 * loss / targets, rel=1e-9)
-    expected = {n: p.detach() for n, p in reference.named_parameters()}
-    found = full_tensors(state.model)
-    assert relative_error(found, {name: expected[name] for name in found}) < 1e-9
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_steps_clip_by_the_norm_of_all_stages_and_report_what_the_last_one_knows(schedule):
-    run_again(_check_updates, 2, schedule)
 
 
 class _Stream:
@@ -262,26 +160,6 @@ def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, co
     run_again(_check_evaluation, 2, schedule, count)
 
 
-def _check_reuse(rank, world):
-    state = _state(world, "gpipe")
-    built = state.layout.stages._built
-    fk.accumulate(state, _batches(2), _logits_loss)
-    (first,) = built.values()
-    for number in range(6):
-        fk.accumulate(state, _batches(1, places=3 + number), _logits_loss)
-        fk.accumulate(state, _batches(2), _logits_loss)
-        expected, _, _ = _reference(fk.Transformer(SPECS[world]), _batches(2))
-        assert _error(state, expected) < 1e-10
-        assert any(
-            schedule is first[0] and stages is first[1] for schedule, stages in built.values()
-        )
-    assert len(built) == 4
-
-
-def test_schedules_and_stages_are_built_once_for_a_count_and_a_shape():
-    run_again(_check_reuse, 2)
-
-
 def _check_refusals(rank, world):
     state = _state(world, "1f1b")
     batches = _batches(3)
@@ -320,10 +198,6 @@ class _Wrapped(fk.Transformer):
 
 def _wrapped_loss(model, batch):
     return fk.cross_entropy(model(batch["input_ids"], wrap=True)["logits"], batch["labels"])
-
-
-def _detached_loss(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]).detach(), batch["labels"])
 
 
 def _check_rehearsal(rank, world):
@@ -439,16 +313,6 @@ def _failing(batches, after):
 
 def test_ranks_that_evaluate_different_micro_batches_all_say_so():
     run_ranks(_torn_evaluation, 2, timeout_s=30)
-
-
-def _detached(rank, world):
-    state = _state(world, "gpipe")
-    fk.accumulate(state, _batches(2), _detached_loss)
-
-
-def test_a_loss_without_a_gradient_is_refused():
-    with pytest.raises(RankError, match="does not depend on any trainable parameter"):
-        run_ranks(_detached, 2)
 
 
 class _Trip(Exception):
@@ -656,11 +520,6 @@ def test_a_foreign_model_that_returns_views_in_a_mapping(schedule, block):
     run_again(_check_foreign, 2, schedule, block, 1.0)
 
 
-def test_a_model_scales_its_stream_once():
-    """Each stage runs the model's forward; what is not its own does not count."""
-    run_again(_check_foreign, 2, "1f1b", _square, 2.0)
-
-
 def _check_frozen(rank, world, schedule):
     model, batches = fk.Transformer(SPECS[world]).double(), _batches(4)
     expected, _, _ = _reference(fk.Transformer(SPECS[world]), batches)
@@ -696,16 +555,3 @@ def _check_autocast(rank, world):
 
 def test_stages_run_under_the_autocast_of_the_loss_function():
     run_again(_check_autocast, 2)
-
-
-def _check_evaluate_alone(rank, world):
-    """``evaluate_staged`` keeps nothing for a backward pass that never comes."""
-    state = _state(world, "1f1b")
-    with torch.no_grad():
-        sums = evaluate_staged(state, _batches(2), _logits_loss)
-    assert not any(loss.requires_grad for loss in sums.losses)
-    assert all(p.grad is None for p in state.model.parameters())
-
-
-def test_evaluation_leaves_no_gradient():
-    run_again(_check_evaluate_alone, 2)

@@ -6,7 +6,6 @@ logits as they would on one device; each gradient is held to plain torch in floa
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from functools import partial
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from oracle import SPEC, full_tensors, relative_error
-from ranks import RankError, run_again
+from ranks import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.parallel.tensor.sharded_logits import SharedLogits
@@ -186,23 +184,6 @@ def test_terms_on_shared_logits_have_the_gradient_of_one_process(term, alone):
     check(run_again(_mixed, 2, {"tp": 2}, term, alone, 1), expected, loss)
 
 
-@pytest.mark.parametrize(
-    ("term", "where"),
-    first_of(
-        [("temperature", "tp2, cp2"), ("dpo", "pp2, tp2")],
-        itertools.product(["entropy", "temperature", "dpo", "policy gradient"], list(TWO)[1:]),
-    ),
-)
-def test_terms_on_shared_logits_in_two_dimensions(term, where):
-    layout = TWO[where]
-    if term == "dpo" and "cp" in layout:
-        term = "squares"  # a preference needs whole rows
-    world, rows = world_of(layout)
-    micro_batches = 2
-    expected, loss, _ = reference(partial(plain, term=term, alone=False), rows, micro_batches)
-    check(run_again(_mixed, world, layout, term, False, micro_batches), expected, loss)
-
-
 # A teacher that is itself shared
 
 
@@ -233,16 +214,6 @@ NO_ANSWER = {
 }
 
 
-@pytest.mark.oracle
-@pytest.mark.bad_input
-@pytest.mark.parametrize(("shares", "where"), NO_ANSWER)
-def test_a_teacher_that_cannot_answer_for_whole_rows_is_refused(shares, where):
-    layout = TWO[where]
-    world, _ = world_of(layout)
-    with pytest.raises(RankError, match=NO_ANSWER[shares, where]):
-        run_again(_taught, world, layout, shares, layout.get("pp", 1))
-
-
 @pytest.mark.parametrize(
     ("shares", "where"),
     first_of(
@@ -269,126 +240,7 @@ def test_a_teacher_may_be_plain_or_shared(shares, where):
 # A plain output beside shared logits
 
 
-@dataclasses.dataclass
-class Judged:
-    """A model's output that is no tuple."""
-
-    logits: Tensor
-    value: Tensor
-
-    def __iter__(self) -> Any:
-        return iter((self.logits, self.value))
-
-
-class Critic(nn.Module):
-    """A value for each position beside the logits."""
-
-    def __init__(self, kind: Any = lambda *both: both):
-        super().__init__()
-        self.kind = kind
-        self.body = build()
-        torch.manual_seed(3)
-        self.value = nn.Linear(WIDE.dim, 1).double()
-
-    @property
-    def plan(self) -> dict[str, str]:
-        inner = {f"body.{name}": style for name, style in self.body.plan.items()}
-        return {**inner, "value": "replicate"}
-
-    def forward(self, ids: Tensor) -> Any:
-        kept: list[Any] = []
-
-        def head(hidden: Tensor, weight: Tensor) -> Tensor:
-            kept.append(self.value(hidden)[..., 0])
-            return F.linear(hidden, weight)
-
-        return self.kind(self.body(ids, head=head), kept[0])
-
-
-def _actor_critic(model: Any, batch: Any) -> Tensor:
-    logits, value = model(batch["input_ids"])
-    advantage = value - batch["labels"].double() / VOCAB
-    log_p = _log_probs(logits, batch)
-    is_target = batch["labels"] != -100
-    return ((0.5 * advantage.square() - 0.7 * advantage * log_p) * is_target).sum()
-
-
-def _criticised(rank, world, kinds):
-    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
-    model = fk.parallelize(Critic(*kinds), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-
-    def loss_fn(model: Any, batch: Any) -> fk.Loss:
-        count = (batch["labels"] != -100).sum()
-        return fk.Loss(_actor_critic(model, batch), count)
-
-    totals = fk.reduce_totals(fk.accumulate(state, [draw_batch(0)], loss_fn), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
-
-
-@pytest.mark.parametrize("kinds", [(), (Judged,)], ids=["tuple", "dataclass"])
-def test_a_plain_output_may_meet_shared_logits(kinds):
-    model, batch = Critic(*kinds), draw_batch(0)
-    (_actor_critic(model, batch) / (batch["labels"] != -100).sum()).backward()
-    for found in run_again(_criticised, 2, kinds):
-        assert relative_error(found, full_tensors(model, gradients=True)) < 1e-10
-
-
 # Both losses with terms from elsewhere
-
-
-def _two_losses(model: Any, batch: Any) -> fk.Loss:
-    logits = model(batch["input_ids"])
-    base = fk.cross_entropy(logits, batch["labels"], z_loss=0.1)
-    return base.with_mean(logits.square().mean(), 0.3)
-
-
-def _averaged(rank, world, layout):
-    return step_of(layout, _two_losses)
-
-
-@pytest.mark.parametrize("layout", list(TWO.values())[:2], ids=list(TWO)[:2])
-def test_a_mean_over_shared_logits_is_the_mean_over_all(layout):
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits, labels = model(batch["input_ids"]), batch["labels"]
-        flat, is_target = logits.flatten(0, 1), labels != -100
-        base = F.cross_entropy(flat, labels.flatten(), reduction="sum")
-        squares = (logits.logsumexp(-1).square() * is_target).sum()
-        return base + 0.1 * squares + 0.3 * logits.square().mean() * is_target.sum()
-
-    world, rows = world_of(layout)
-    expected, value, _ = reference(loss, rows)
-    check(run_again(_averaged, world, layout), expected, value)
-
-
-def _gradient_of_shared(rank, world):
-    """Outside a step too: a loss whose sum meets a DTensor before the backward pass."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(6, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    weight = torch.randn(8, 4, dtype=torch.float64, generator=generator)
-    shared = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    labels = torch.arange(6)
-    with implicit_replication():
-        loss = fk.linear_cross_entropy(hidden, shared, labels).sum
-        term = shared.square().sum()
-        assert isinstance(term, DTensor)
-        (loss + term).backward()
-    wanted = [hidden.detach().clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = F.cross_entropy(wanted[0] @ wanted[1].T, labels, reduction="sum")
-    (expected + wanted[1].square().sum()).backward()
-    found = shared.grad.redistribute(placements=[Replicate()]).to_local()
-    torch.testing.assert_close(hidden.grad, wanted[0].grad, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found, wanted[1].grad, rtol=0, atol=1e-12)
-
-
-def test_the_projection_s_loss_may_meet_a_shared_term():
-    run_again(_gradient_of_shared, 2)
 
 
 # Whatever torch offers
@@ -441,27 +293,6 @@ def _any(rank, world, names):
         torch.testing.assert_close(found, value, rtol=1e-12, atol=0, msg=name)
         gradient = shards.grad.full_tensor()
         torch.testing.assert_close(gradient, wanted.grad, rtol=0, atol=1e-12, msg=name)
-
-
-def _changed(rank, world):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    shards = distribute_tensor(OTHER, mesh, [Shard(-1)], src_data_rank=None)
-    shared = SharedLogits(shards.detach().requires_grad_())
-    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        shared.mul_(2)
-    with torch.no_grad():
-        shared.mul_(2)
-        return fk.cross_entropy(shared, TARGETS).sum, shared.full_tensor()
-
-
-def test_logits_that_are_changed_in_place_are_changed_for_every_loss():
-    expected = F.cross_entropy(2 * OTHER.flatten(0, 1), TARGETS.flatten(), reduction="sum")
-    for loss, logits in run_again(_changed, 2):
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-        assert torch.equal(logits, 2 * OTHER)
 
 
 def test_every_function_of_torch_sees_whole_logits():

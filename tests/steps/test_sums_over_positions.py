@@ -158,17 +158,6 @@ def test_a_sum_over_positions_is_exact_beside(second, name):
     assert relative_error(found, expected) < 1e-10
 
 
-def _in_16_bits(rank, world, name, precision):
-    state = _state({"cp": 2}, torch.float32, precision=precision)
-    _gradients(state, ADDED[name])
-    return True
-
-
-@pytest.mark.parametrize(("name", "precision"), in_turn(list(ADDED), ["bf16", "fp16"]))
-def test_rounding_in_16_bits_is_no_reason_to_refuse(name, precision):
-    assert all(run_again(_in_16_bits, 2, name, precision))
-
-
 def _refused(rank, world, name, sizes, options):
     dtype = torch.float64 if "precision" not in options else torch.float32
     state = _state(sizes, dtype, **options)
@@ -290,14 +279,6 @@ def test_a_mean_of_each_slice_enters_by_its_targets():
         total += float(loss.sum + 20.0 * part["logits"].square().mean().sqrt() * loss.count)
     expected = total / int((batch["labels"] != -100).sum())
     assert run_again(_loss_with_mean, 2) == [pytest.approx(expected, rel=1e-10)] * 2
-
-
-def test_losses_keep_apart_what_means_they_got():
-    one = fk.Loss(torch.tensor(5.0), 4).with_mean(torch.tensor(0.5), 2.0)
-    assert (float(one.sum), float(one.means)) == (9.0, 4.0)
-    both = one + fk.Loss(torch.tensor(1.0), 4)
-    assert (float(both.sum), float(both.means)) == (10.0, 4.0)
-    assert not one.means.requires_grad
 
 
 def _left_out(rank, world):

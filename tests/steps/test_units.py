@@ -83,24 +83,6 @@ def _one_process():
     return state, fk.accumulate(state, [row[0] for row in global_batch(1)], logits_loss)
 
 
-def test_only_the_parameters_that_were_asked_for_are_copied():
-    state, totals = _one_process()
-    totals = fk.reduce_totals(totals, state)
-    names = [n for n, _ in state.model.named_parameters() if n.startswith("layers.1.")]
-    assert list(fk.gradients(state, totals, pattern="layers.1.*")) == names
-    before = state.model.embedding.weight.grad
-    fk.gradients(state, totals)["embedding.weight"].zero_()
-    assert before.any()
-
-
-@pytest.mark.bad_input
-def test_totals_that_were_not_reduced_have_no_unit():
-    state, totals = _one_process()
-    for function in (fk.gradients, fk.grad_norms):
-        with pytest.raises(KeyError, match="reduce_totals"):
-            function(state, totals)
-
-
 @pytest.mark.bad_input
 def test_a_pattern_that_matches_nothing_is_named():
     state, totals = _one_process()

@@ -32,36 +32,6 @@ def _batches(rank, world, seed=0):
     return [row[rank] for row in global_batch(world, seed=seed)]
 
 
-def _peek(rank, world):
-    state = build_state({}, world, dtype=torch.float64)
-    fk.reduce_totals(fk.accumulate(state, _batches(rank, world, seed=1), logits_loss), state)
-    with torch.no_grad():
-        state.model(_batches(rank, world)[0]["input_ids"])
-    return _corrected(state, _batches(rank, world))
-
-
-def test_a_look_at_the_outputs_between_steps_leaves_no_stale_gradient():
-    """A forward without backward leaves FSDP's root gathered; its old shards keep gradients."""
-    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
-    for found in run_again(_peek, 2):
-        assert relative_error(found, expected) < 1e-10
-
-
-def _first_error(rank, world):
-    state = build_state({}, world, dtype=torch.float64)
-    with pytest.raises(KeyError, match="labls"):
-        fk.accumulate(state, _batches(rank, world), lambda model, batch: batch["labls"])
-    with pytest.raises(ValueError, match="a step got no micro-batch"):
-        fk.accumulate(state, [], logits_loss)
-    return _corrected(state, _batches(rank, world))
-
-
-def test_the_first_error_of_a_run_reaches_the_user():
-    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
-    for found in run_ranks(_first_error, 2):
-        assert relative_error(found, expected) < 1e-10
-
-
 class _TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -96,24 +66,6 @@ def test_parameters_that_one_rank_does_not_use_get_their_own_gradient():
         assert relative_error(found, expected) < 1e-12
 
 
-def _seeded_by_rank(rank, world, layout):
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model[1].running_mean.fill_(rank)
-    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-    model = fk.parallelize(model, mesh)
-    return full_tensors(model), model[1].running_mean
-
-
-@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2, "dp_shard": 1}])
-def test_ranks_that_built_different_models_start_from_the_first_ones(layout):
-    torch.manual_seed(0)
-    first = dict(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).named_parameters())
-    for found, mean in run_again(_seeded_by_rank, 2, layout):
-        assert all(torch.equal(found[name], first[name]) for name in first)
-        assert mean.eq(0).all()
-
-
 def _wrapped_by_the_user(rank, world):
     mesh = fk.build_mesh(device="cpu")
     model = fully_shard(fk.Transformer(SPEC).double(), mesh=mesh["dp_shard"])
@@ -125,16 +77,6 @@ def test_a_model_that_the_user_wrapped_in_fsdp_sums_too():
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
     for found in run_ranks(_wrapped_by_the_user, 2):
         assert relative_error(found, expected) < 1e-10
-
-
-def _forgotten_mesh(rank, world):
-    model = fk.parallelize(fk.Transformer(SPEC), fk.build_mesh(device="cpu"))
-    with pytest.raises(ValueError, match=r"there are 2 ranks and the state got no mesh"):
-        fk.TrainState.create(model, fk.adamw(model))
-
-
-def test_a_forgotten_mesh_is_noticed():
-    run_ranks(_forgotten_mesh, 2)
 
 
 def test_the_first_step_of_fused_momentum_may_be_bad():
@@ -215,11 +157,6 @@ def test_a_length_that_is_not_kept_is_refused():
         fk.accumulate(build_state({}, 1), _Lying(_batches(0, 1)), logits_loss)
 
 
-def test_counts_below_one_divide_as_they_are():
-    totals = fk.Totals.of(targets=0.25, grad_sq=1.0, loss_scale=1.0)
-    assert fk.clip(totals).factor.item() == 4.0
-
-
 def test_counting_ahead_keeps_what_padding_counts():
     padded = fk.groups(fk.make_loader(_Rows(), batch_size=2, epochs=1), 2)
     state = build_state({}, 1)
@@ -239,18 +176,6 @@ class _Rows:
         return TensorDict({"input_ids": ids, "labels": ids}, [])
 
 
-def test_a_vector_metric_is_refused_and_leaves_no_gradient():
-    state = build_state({}, 1)
-
-    def loss_fn(model, batch):
-        loss = logits_loss(model, batch)
-        return fk.Loss(loss.sum, loss.count, {"vector": (torch.ones(2), 1)})
-
-    with pytest.raises(ValueError, match=r"metric of shape \(2,\)"):
-        fk.accumulate(state, _batches(0, 1), loss_fn)
-    assert all(p.grad is None for p in state.model.parameters())
-
-
 def test_sixteen_bit_parameters_keep_a_factor_near_one():
     model = nn.Linear(64, 1, bias=False).bfloat16()
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), loss_scale=1.0)
@@ -263,18 +188,6 @@ def test_sixteen_bit_parameters_keep_a_factor_near_one():
     fk.update(state, correction, lr=0.0, totals=totals)
     assert torch.equal(model.weight.grad, (gradient.float() * 0.999).bfloat16())
     assert torch.equal(model.weight, before)
-
-
-@attrs.frozen(kw_only=True)
-class _Counting(fk.TrainState):
-    seen: int = attrs.field(default=7, init=False)
-
-
-def test_a_field_that_init_does_not_take_survives_a_step():
-    model = nn.Linear(1, 1)
-    state = _Counting.create(model, fk.adamw(model))
-    object.__setattr__(state, "seen", 9)
-    assert fk.donate(state, step=1).seen == 9
 
 
 class _Positions(nn.Module):
@@ -363,28 +276,6 @@ def test_an_unused_parameter_is_treated_alike_in_every_layout():
         assert relative_error(found, alone) < 1e-5
 
 
-class _HalfOnMeta(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.a = nn.Linear(3, 3, device="meta")
-        self.b = nn.Linear(3, 3)
-        self.register_buffer("steps", torch.full((2,), seed, dtype=torch.int16))
-
-
-def _half_on_meta(rank, world):
-    mesh = fk.build_mesh(device="cpu")
-    model = fk.parallelize(_HalfOnMeta(rank), mesh)
-    return full_tensors(model), model.steps.tolist()
-
-
-def test_what_is_filled_already_is_copied_from_the_first_rank_beside_what_is_on_meta():
-    first = _HalfOnMeta(0)
-    for found, steps in run_again(_half_on_meta, 2):
-        assert torch.equal(found["b.weight"], first.b.weight)
-        assert steps == [0, 0]
-
-
 def _smaller_mesh(rank, world):
     mesh = torch.distributed.device_mesh.DeviceMesh(
         "cpu", torch.tensor([0, 1]), mesh_dim_names=("dp_shard",)
@@ -455,3 +346,15 @@ def test_a_gradient_penalty_is_refused_where_parameters_are_sharded(options):
     loss.sum.backward()
     reference = {name: p.grad / 6 for name, p in model.named_parameters()}
     assert relative_error(gradients(_penalty), reference) < 1e-12
+
+
+def test_a_vector_metric_is_refused_and_leaves_no_gradient():
+    state = build_state({}, 1)
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return fk.Loss(loss.sum, loss.count, {"vector": (torch.ones(2), 1)})
+
+    with pytest.raises(ValueError, match=r"metric of shape \(2,\)"):
+        fk.accumulate(state, _batches(0, 1), loss_fn)
+    assert all(p.grad is None for p in state.model.parameters())

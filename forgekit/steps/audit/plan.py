@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import attrs
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -44,7 +44,8 @@ from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.plan import ROUTED
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.state import Layout, TrainState
-from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, take_part
+from forgekit.steps.audit.positions import beside_the_step, first_rows
+from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
 from forgekit.steps.pipelined import evaluate_staged
 from forgekit.tensors import wide
 
@@ -96,15 +97,10 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     layout = attrs.evolve(state.layout, ring=1, ulysses=1, documents=None)
     device, tensor = state.targets.device, layout.tensor
     ranks = cast("DeviceMesh", state.mesh)["tp"]
-    # Rows that tensor-parallel ranks do not share are refused elsewhere.
-    sent = [_shorten(batch, tensor * POSITIONS, tensor).cpu()]
-    dist.broadcast_object_list(sent, group=ranks.get_group(), group_src=0)
-    short = sent[0]
+    short = first_rows(batch, ranks.get_group(), tensor * POSITIONS, tensor)
     stated: dict[str, _Statement] = {}
     with (
-        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
-        torch.compiler.set_stance("force_eager"),
-        evaluating(state.model, layout),
+        beside_the_step(state),
         with_sockets(state.model, {**_attending(state.model), **layout.sockets}),
         _exact_products(),
     ):
@@ -430,21 +426,6 @@ def _placement(parameter: Tensor) -> Placement | None:
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
     return parameter.placements[names.index("tp")] if "tp" in names else None
-
-
-def _shorten(batch: TensorDictBase, most: int, multiple: int) -> TensorDictBase:
-    """The first positions of a batch of sequences; any other batch as it is."""
-    ids = batch.get("input_ids", None)
-    if ids is None or ids.ndim < 2:
-        return batch
-    length = min(most, ids.shape[1]) // multiple * multiple
-    short = {
-        key: value[:, :length]
-        if isinstance(value, Tensor) and value.shape[:2] == ids.shape
-        else value
-        for key, value in batch.items()
-    }
-    return TensorDict(short, batch.batch_size[:1])
 
 
 def _map(function: Callable[[Tensor], Any], value: Any) -> Any:

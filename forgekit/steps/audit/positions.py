@@ -78,10 +78,10 @@ def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -
     layout = state.layout
     one = attrs.evolve(layout, ring=1, ulysses=1)
     mesh = cast("DeviceMesh", state.mesh)
-    # Rows that ranks of one sequence do not share are refused elsewhere.
-    told = [_shorten(batch, layout).cpu()]
-    dist.broadcast_object_list(told, group=mesh["cp"].get_group(), group_src=0)
-    short = told[0]
+    # No more than a rank's slice has: every rank holds all of them.
+    ids = batch.get("input_ids", None)
+    most = LONGEST if ids is None else min(LONGEST, ids.shape[-1] // layout.context)
+    short = first_rows(batch, mesh["cp"].get_group(), most, layout.positions_multiple)
     given = _run(state, layout, short, loss_fn)
     with _as_one_device(state.model, layout):
         expected = _run(state, one, short, loss_fn)
@@ -98,22 +98,47 @@ def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -
         )
 
 
-def _shorten(batch: TensorDictBase, layout: Layout) -> TensorDictBase:
-    """The first positions of whole sequences; no more of them than a rank's slice has."""
-    multiple = layout.positions_multiple
-    tensors = [v for v in batch.values(True, True) if isinstance(v, Tensor) and v.ndim > 1]
-    length = (batch["input_ids"] if "input_ids" in batch else tensors[0]).shape[1]
-    most = max(multiple, min(LONGEST, length // layout.context) // multiple * multiple)
-    taken = {
-        key: v[:, :most] if v.ndim > 1 and v.shape[1] == length else v
-        for key, v in batch.items(True, True)
-    }
-    return TensorDict(taken, batch.batch_size[:1])
+def first_rows(
+    batch: TensorDictBase, ranks: dist.ProcessGroup, most: int, multiple: int
+) -> TensorDictBase:
+    """The first positions of the first rank's sequences, for a pass beside the step, on the host.
+
+    Rows that ranks should share and do not are refused elsewhere.
+
+    Args:
+        batch: Whole sequences ``[b s]``; one without ``input_ids`` is taken as it is.
+        ranks: Those that share its rows.
+        most: Positions to take at most.
+        multiple: Divides their number.
+    """
+    taken = dict(batch.items(include_nested=True, leaves_only=True))
+    ids = taken.get("input_ids")
+    if ids is not None and ids.ndim > 1:
+        length = max(multiple, min(most, ids.shape[1]) // multiple * multiple)
+        taken = {
+            key: value[:, :length] if value.shape[:2] == ids.shape else value
+            for key, value in taken.items()
+        }
+    sent: list[Any] = [TensorDict(taken, batch.batch_size[:1]).cpu()]
+    dist.broadcast_object_list(sent, group=ranks, group_src=0)
+    return sent[0]
+
+
+@contextmanager
+def beside_the_step(state: TrainState) -> Iterator[None]:
+    """Run the model in evaluation, as its code is written; random numbers are put back."""
+    device = state.targets.device
+    with (
+        # A block that the compiler met in here would be compiled for evaluation.
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
+        evaluating(state.model, state.layout),
+    ):
+        yield
 
 
 def _run(state: TrainState, layout: Layout, batch: TensorDictBase, loss_fn: LossFn) -> _Pass:
     run = _Pass([], [])
-    device = state.targets.device
 
     def noting(model: nn.Module, part: TensorDictBase) -> Loss:
         loss = loss_fn(model, part)
@@ -121,14 +146,12 @@ def _run(state: TrainState, layout: Layout, batch: TensorDictBase, loss_fn: Loss
         return loss
 
     with (
-        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
-        evaluating(state.model, state.layout),
-        torch.compiler.set_stance("force_eager"),
+        beside_the_step(state),
         _recording(state.model, layout, run.seen),
         _choosing_freely(state.model),
     ):
         if layout.stages is None:
-            compute_loss(state.model, take_part(batch, layout, device), noting)
+            compute_loss(state.model, take_part(batch, layout, state.targets.device), noting)
         else:
             evaluate_staged(attrs.evolve(state, layout=layout), [batch], noting)
     return run
