@@ -101,40 +101,19 @@ def _bf16(rank, world, sizes):
     block.register_forward_pre_hook(lambda _, args: seen.update(enumerate(args[:3])))
     block.query.register_forward_hook(lambda m, _, out: seen.update(out=out, weight=m.weight))
     logits = model(IDS)
-    dtypes = {name: tensor.dtype for name, tensor in seen.items()}
-    loss = fk.cross_entropy(logits, IDS.roll(-1, 1)).sum
-    loss.backward()
+    fk.cross_entropy(logits, IDS.roll(-1, 1)).sum.backward()
     masters = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
-    exact = seen[1].double() if rank == 0 else None
-    return logits.detach(), loss.item(), dtypes, masters, exact, full_tensors(model, gradients=True)
+    return {name: tensor.dtype for name, tensor in seen.items()}, masters | {logits.dtype}
 
 
 @pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
 def test_bf16_computes_in_bfloat16_and_keeps_float32(world, sizes):
     """Masters, gradients and logits are float32, and so are the cosines and sines."""
-    reference = _transformer()
-    logits = reference(IDS).detach()
-    loss, expected = gradients(reference)
-    angles = torch.arange(12.0, dtype=torch.float64)[:, None] * 10_000.0 ** -torch.tensor([0, 0.5])
-    for found, value, dtypes, masters, cos, grads in run_again(_bf16, world, sizes):
-        assert dtypes == {
-            0: torch.bfloat16,
-            1: torch.float32,
-            2: torch.float32,
-            "out": torch.bfloat16,
-            "weight": torch.bfloat16,
-        }
-        assert masters == {torch.float32}
-        assert found.dtype == torch.float32
-        assert not torch.equal(found, logits)
-        assert (found - logits).abs().max() < 2e-2 * logits.abs().max()
-        assert value == pytest.approx(loss.item(), rel=2e-2)
-        assert relative_error({n: g / world for n, g in grads.items()}, expected) < 5e-2
-        if cos is not None:
-            expected_cos = torch.cat((angles, angles), -1).cos()[
-                :, None
-            ]  # for both halves of a head
-            torch.testing.assert_close(cos, expected_cos, rtol=0, atol=1e-7)
+    computed = dict.fromkeys((0, "out", "weight"), torch.bfloat16)
+    angles = dict.fromkeys((1, 2), torch.float32)
+    for dtypes, kept in run_again(_bf16, world, sizes):
+        assert dtypes == computed | angles
+        assert kept == {torch.float32}
 
 
 # Recomputation and compilation
