@@ -237,11 +237,9 @@ def gather_skipped(modules: FsdpModules) -> None:
     if all("_unsharded_param" in vars(record) for record in modules.records):
         return
     for module in modules:
-        records = FsdpModules([module]).records
+        fresh = [p for p in FsdpModules([module]).records if "_unsharded_param" not in vars(p)]
         # Before the first call of the root nothing is known of the dtypes.
-        if any(
-            not hasattr(p, "_unsharded_param") and getattr(p, "reduce_dtype", None) for p in records
-        ):
+        if any(getattr(p, "reduce_dtype", None) for p in fresh):
             module.unshard()
             module.reshard()
 
