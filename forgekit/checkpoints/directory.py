@@ -547,7 +547,7 @@ def parse_manifest(content: bytes) -> Manifest:
     """Parse a manifest; one of another format is returned unchecked."""
     try:
         manifest = parse_json(content)
-    except ValueError:
+    except (ValueError, RecursionError):  # of many brackets
         raise ManifestError("is not JSON") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise ManifestError("describes no checkpoint")

@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 from tensordict import TensorDict
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.data.loader import Loader, make_loader
@@ -98,20 +97,9 @@ def train_loader(
         TypeError: If the dataset has no length.
         ValueError: If it is empty, or a number is out of range.
     """
-    rank, world = data_ranks(state.mesh)
-    return make_loader(
-        dataset,
-        batch_size,
-        seed=state.seed,
-        start=state.samples,
-        skip=state.skips,
-        rank=rank,
-        world=world,
-        workers=workers,
-        transforms=transforms,
-        device=state.targets.device,
-        note_documents=_note_documents(state),
-    )
+    position = {"seed": state.seed, "start": state.samples, "skip": state.skips}
+    options = {"workers": workers, "transforms": transforms}
+    return make_loader(dataset, batch_size, **position, **options, **_place_of(state))
 
 
 def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader | None:
@@ -131,17 +119,7 @@ def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader 
     """
     if not dataset:
         return None
-    rank, world = data_ranks(state.mesh)
-    return make_loader(
-        dataset,
-        batch_size,
-        shuffle=False,
-        epochs=1,
-        rank=rank,
-        world=world,
-        device=state.targets.device,
-        note_documents=_note_documents(state),
-    )
+    return make_loader(dataset, batch_size, shuffle=False, epochs=1, **_place_of(state))
 
 
 def check_length(state: TrainState, dataset: Any) -> None:
@@ -158,6 +136,14 @@ def check_length(state: TrainState, dataset: Any) -> None:
         )
 
 
-def _note_documents(state: TrainState) -> Callable[[Tensor, Tensor], None] | None:
+def _place_of(state: TrainState) -> dict[str, Any]:
+    """Return what a loader takes from where a state is."""
+    rank, world = data_ranks(state.mesh)
     documents = state.layout.documents
-    return None if documents is None else documents.note
+    note = None if documents is None else documents.note
+    return {
+        "rank": rank,
+        "world": world,
+        "device": state.targets.device,
+        "note_documents": note,
+    }

@@ -35,13 +35,6 @@ def test_raise_counts_bad_steps_until_a_good_row():
         check(row(40, 1))
 
 
-def test_the_default_policy_raises_at_the_first_bad_step():
-    check = bad_step_policy()
-    check(row(10, 0))
-    with pytest.raises(BadStepError, match=r"^1 bad step \(.*\) up to step 20"):
-        check(row(20, 1))
-
-
 @pytest.mark.parametrize(("policy", "lines"), [("warn", 2), ("skip", 0)])
 def test_the_other_policies_go_on(policy, lines, caplog):
     check = bad_step_policy(policy)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import threading
 from collections import OrderedDict
 from copy import deepcopy
@@ -20,10 +19,9 @@ import numpy as np
 import pytest
 import torch
 from manifests import rewrite
-from ranks import run_ranks
 from torch import nn
 
-from forgekit.checkpoints.directory import discard_after, latest_checkpoint, storage_of
+from forgekit.checkpoints.directory import latest_checkpoint
 from forgekit.checkpoints.load import checkpoint_load
 from forgekit.checkpoints.save import checkpoint_save, wait_for_saves
 from forgekit.checkpoints.state_dict import copy_to_host, model_tensors
@@ -157,17 +155,6 @@ def test_training_goes_on_while_the_state_as_it_was_is_written(tmp_path, gate):
     gate.opened.set()
     assert pending.wait() == latest_checkpoint(tmp_path)
     assert_same(everything(checkpoint_load(state, tmp_path)), before)
-
-
-def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    state = train(build(), 1)
-    first = checkpoint_save(state, tmp_path)
-    assert gate.reached.wait(20)
-    threading.Timer(0.05, gate.opened.set).start()
-    second = checkpoint_save(train(state, 1), tmp_path)
-    assert first.done
-    second.wait()
-    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_a_later_copy_of_the_same_layout_takes_no_new_memory():
@@ -337,22 +324,6 @@ def test_a_damaged_newest_is_skipped_and_one_asked_for_raises(tmp_path, caplog, 
     assert_same(everything(state), expected)
 
 
-def test_without_a_whole_checkpoint_loading_raises_instead_of_starting_over(tmp_path):
-    saved(tmp_path, 1, 2)
-    for step in (1, 2):
-        _flip(tmp_path / f"step_0000000{step}" / "rank_00000.safetensors")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to load: .*2/rank.*1/rank"):
-        checkpoint_load(build(), tmp_path)
-
-
-def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path, caplog):
-    saved(tmp_path, 1, 2)
-    (tmp_path / "step_00000002" / "manifest.json").unlink()
-    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
-    assert checkpoint_load(build(), tmp_path).step == 1
-    assert "step_00000002 does not count: its manifest.json is missing" in caplog.text
-
-
 def _renamed():
     model = Net()
     model.unusual = model.unused
@@ -434,11 +405,6 @@ def test_data_may_be_compared_as_far_as_they_are_consumed(tmp_path):
         checkpoint_load(build(), tmp_path, fingerprint=lambda _: "other")
 
 
-def test_a_step_without_a_directory_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="has no committed step 3; it has none"):
-        checkpoint_load(build(), tmp_path / "nowhere", step=3)
-
-
 UNSAVEABLE = {
     "set": (
         {1},
@@ -488,42 +454,6 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, no_space):
         checkpoint_save(state, tmp_path, blocking=True)
 
 
-def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkeypatch, caplog):
-    """The order of contents, manifest, rename and symlink, from the outside."""
-    fsync, calls, failing = os.fsync, [], [0]
-
-    def fail_at(descriptor):
-        calls.append(descriptor)
-        if len(calls) == failing[0]:
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fail_at)
-    (tmp_path / "good").mkdir()
-    expected = {1: everything(saved(tmp_path / "good", 1)), 2: everything(train(build(), 2))}
-    syncs = len(calls)
-    newest = []
-    for failing[0] in range(1, syncs + 1):
-        calls.clear()
-        directory = tmp_path / str(failing[0])
-        shutil.copytree(tmp_path / "good", directory, symlinks=True)
-        caplog.clear()
-        pending = checkpoint_save(train(build(), 2), directory)
-        if failing[0] < syncs:  # until the new name is durable; then comes `latest`
-            with pytest.raises(CheckpointError, match=r"Input/output error\. Checkpoints that"):
-                pending.wait()
-        else:
-            assert pending.wait() == directory / "step_00000002"
-            assert "Input/output error" in caplog.text
-        state = checkpoint_load(build(seed=1), directory)
-        assert_same(everything(state), expected[state.step])
-        assert (directory / "latest" / "manifest.json").exists()
-        assert not list(directory.glob(".*"))
-        newest.append(state.step)
-    # Before the sync of its new name the checkpoint is there, and is not reported as saved.
-    assert newest == [1] * (syncs - 2) + [2] * 2
-
-
 def test_a_failure_nobody_waited_for_is_raised_once_by_the_next_save(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     state = train(build(), 1)
@@ -552,13 +482,6 @@ def test_going_back_keeps_what_was_just_saved_and_says_what_is_newer(tmp_path, c
     saved(tmp_path, 1, keep=2)
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000003", "step_00000004"]
     assert "holds step 4, newer than step 1 that was just saved" in caplog.text
-
-
-def test_what_a_run_was_rolled_back_from_is_deleted(tmp_path):
-    saved(tmp_path, 1, 2, 3, 4)
-    discard_after(storage_of(tmp_path), 2)
-    assert names(tmp_path) == ["latest", "step_00000002"]
-    assert os.readlink(tmp_path / "latest") == "step_00000002"
 
 
 def test_saving_a_step_twice_replaces_it(tmp_path):
@@ -630,38 +553,6 @@ def test_only_what_dead_saves_left_is_deleted(tmp_path):
     assert (tmp_path / "mine").is_dir()
 
 
-def _die_during_a_save(rank, world, directory):
-    """Save step 1, start to save step 2 and kill oneself, in a fork of the pooled worker."""
-    child = os.fork()
-    if child:
-        return os.WTERMSIG(os.waitpid(child, 0)[1])
-    try:
-        state = saved(Path(directory), 1)
-        synced = threading.Event()
-
-        def fsync_never_ends(_):
-            synced.set()
-            threading.Event().wait()
-
-        os.fsync = fsync_never_ends
-        checkpoint_save(train(state, 1), directory)
-        assert synced.wait(20)
-        os.kill(os.getpid(), signal.SIGKILL)
-    finally:
-        os._exit(1)
-
-
-def test_being_killed_during_a_save_leaves_only_what_was_committed(tmp_path):
-    assert run_ranks(_die_during_a_save, 1, str(tmp_path), group=False) == [signal.SIGKILL]
-    left = names(tmp_path)
-    assert left[0].startswith(".step_00000002.")
-    assert left[1:] == ["latest", "step_00000001"]
-    state = checkpoint_load(build(seed=1), tmp_path)
-    assert_same(everything(state), everything(train(build(), 1)))
-    checkpoint_save(train(state, 1), tmp_path, blocking=True)
-    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
-
-
 def test_fields_that_the_state_does_not_have_are_named(tmp_path, caplog):
     state = build(cls=RichState, ema=Net(), stream=Stream(), baseline=torch.zeros(1))
     checkpoint_save(state, tmp_path, blocking=True)
@@ -677,19 +568,6 @@ def test_optimizer_state_finds_its_parameter_after_reordering(tmp_path):
     groups = [{"params": [p], "lr": 0.1} for p in reversed(list(model.parameters()))]
     fresh = TrainState.create(model, torch.optim.AdamW(groups, fused=True))
     assert_same(everything(checkpoint_load(fresh, tmp_path)), everything(state))
-
-
-def test_another_dtype_is_refused_before_anything_is_loaded(tmp_path):
-    model = torch.nn.Linear(2, 2).double()
-    state = TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    checkpoint_save(state, tmp_path, blocking=True)
-    other = torch.nn.Linear(2, 2)
-    before = other.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"'weight' is float64 \[2, 2\] there and float32"):
-        checkpoint_load(
-            TrainState.create(other, torch.optim.SGD(other.parameters(), lr=0.1)), tmp_path
-        )
-    assert torch.equal(other.weight, before)
 
 
 # Parts of a checkpoint

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
 import resource
 import signal
-import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -29,8 +27,6 @@ from forgekit.checkpoints.save import checkpoint_save
 from forgekit.ranks import CheckpointError
 from forgekit.state import TrainState, donate
 
-CAPABILITY_VERSION, CAP_DAC_OVERRIDE = 0x20080522, 1
-"""Of linux/capability.h: the layout of its sets, and the right to ignore the modes of files."""
 WORLDS = pytest.mark.parametrize("world", [1, 2])
 
 
@@ -192,57 +188,6 @@ def test_latest_may_point_anywhere(tmp_path):
     assert _load(0, 1, tmp_path) == 2
     _save(0, 1, tmp_path, 3)
     assert os.readlink(tmp_path / "latest") == "step_00000003"
-
-
-@contextmanager
-def without_privileges():
-    """Obey the modes of files for a while, as root too, by dropping its right to override them.
-
-    Not by becoming another user, who may not be able to read the checkout.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    before, dropped = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, before) == libc.capget(header, dropped) == 0
-    dropped[0] &= ~(1 << CAP_DAC_OVERRIDE)  # the lower half of the effective set
-    assert libc.capset(header, dropped) == 0
-    try:
-        yield
-    finally:
-        assert libc.capset(header, before) == 0
-
-
-@pytest.fixture
-def read_only():
-    """A directory with one checkpoint that everybody may read and nobody may change."""
-    with tempfile.TemporaryDirectory() as folder:  # pytest's is closed to others
-        directory = Path(folder, "runs")
-        _save(0, 1, directory, 1)
-        Path(folder).chmod(0o755)
-        for path in (directory, directory / "step_00000001"):
-            path.chmod(0o555)
-        yield directory
-        for path in (directory, directory / "step_00000001"):
-            path.chmod(0o755)
-
-
-def _save_read_only(rank, world, directory):
-    loaded = _load(rank, world, directory)
-    state = build(world, 2)
-    with without_privileges(), pytest.raises(CheckpointError) as failure:
-        checkpoint_save(state, directory, blocking=True)
-    with without_privileges():
-        again = _load(rank, world, directory)
-    return str(failure.value), loaded, again
-
-
-@WORLDS
-def test_a_read_only_directory_loads_and_does_not_save(read_only, world):
-    for message, *loaded in run_ranks(_save_read_only, world, read_only):
-        assert re.search(r"step 2 could not be saved to .*: Permission denied \(.*/runs", message)
-        assert message.endswith("untouched: step_00000001 is good.")
-        assert loaded == [1, 1]
-    assert sorted(os.listdir(read_only)) == ["latest", "step_00000001"]
 
 
 @contextmanager

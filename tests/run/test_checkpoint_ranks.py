@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 
@@ -20,9 +19,8 @@ from torch.distributed.tensor import DTensor
 import forgekit as fk
 from forgekit.checkpoints.directory import latest_checkpoint
 from forgekit.checkpoints.load import checkpoint_load
-from forgekit.checkpoints.save import checkpoint_save, wait_for_saves
+from forgekit.checkpoints.save import checkpoint_save
 from forgekit.checkpoints.state_dict import model_tensors
-from forgekit.ranks import CheckpointError
 from forgekit.state import Layout, TrainState, donate, set_layout
 
 OPTIMIZERS = {
@@ -164,65 +162,6 @@ def _train_beside_a_held_save(rank, world, directory):
 
 def test_training_collectives_run_while_a_save_is_in_flight(tmp_path):
     run_ranks(_train_beside_a_held_save, 2, tmp_path)
-
-
-def _full_disk_on_one(rank, world, directory):
-    state = train(build(world), 1)
-    checkpoint_save(state, directory, blocking=True)
-    fsync = os.fsync
-
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device", "shard")
-
-    os.fsync = full if rank == 1 else fsync
-    try:
-        state = train(state, 1)
-        checkpoint_save(state, directory)
-        with pytest.raises(CheckpointError) as failure:
-            wait_for_saves(state)
-    finally:
-        os.fsync = fsync
-    dist.barrier()
-    return str(failure.value), sorted(os.listdir(directory))
-
-
-def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
-    for message, left in run_ranks(_full_disk_on_one, 3, tmp_path):
-        assert "step 2 could not be saved" in message
-        assert "rank 1: No space left on device (shard)" in message
-        assert message.endswith("untouched: step_00000001 is good.")
-        assert left == ["latest", "step_00000001"]
-
-
-def _nowhere(rank, world, directory):
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        checkpoint_save(build(world), directory / "file" / "checkpoints", blocking=True)
-
-
-def test_an_unwritable_directory_is_reported_on_all_ranks(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    run_ranks(_nowhere, 2, tmp_path)
-
-
-def _load_damaged(rank, world, directory):
-    state = build(world, seed=1)
-    before = everything(state)
-    with pytest.raises(CheckpointError) as refusal:
-        checkpoint_load(state, directory, step=2)
-    assert_same(everything(state), before)
-    return str(refusal.value), checkpoint_load(state, directory).step
-
-
-def test_ranks_agree_on_damage_and_on_what_to_load_instead(tmp_path):
-    state = train(build(1), 1)
-    checkpoint_save(state, tmp_path, blocking=True)
-    checkpoint_save(train(state, 1), tmp_path, blocking=True)
-    shard = next((tmp_path / "step_00000002").glob("*.safetensors"))
-    os.truncate(shard, 10)
-    messages, steps = zip(*run_ranks(_load_damaged, 3, tmp_path), strict=True)
-    assert len(set(messages)) == 1
-    assert f"{shard} has 10 bytes instead of" in messages[0]
-    assert steps == (1, 1, 1)
 
 
 def _stages(rank, world, directory):

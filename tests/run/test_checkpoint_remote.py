@@ -109,11 +109,6 @@ def test_where_there_is_none_the_state_itself_comes_back(url, caplog):
         checkpoint_load(state, url, step=7)
 
 
-def test_retention_keeps_the_newest(url):
-    saved(url, 1, 2, 3, 4, keep=2)
-    assert objects() == whole(3, 4)
-
-
 def test_what_retention_half_deletes_is_no_checkpoint(url, monkeypatch, caplog):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -274,17 +269,3 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
         assert message.endswith("untouched: step_00000002 is good.")
         assert step == 2
     assert not list(tmp_path.glob("runs/step_00000003/*"))
-
-
-def _refuse(rank, world, url):
-    with pytest.raises(CheckpointError, match=r"rank_00001\.\w+ is missing"):
-        checkpoint_load(build(world), url, step=3)
-    return checkpoint_load(build(world), url).step
-
-
-def test_ranks_agree_on_damage(tmp_path):
-    url = f"file://{tmp_path}/runs"
-    for steps in (2, 3):
-        run_again(_save, 2, url, steps)
-    next(tmp_path.glob("runs/step_00000003/data-*/rank_00001.safetensors")).unlink()
-    assert run_ranks(_refuse, 2, url) == [2, 2]

@@ -377,10 +377,8 @@ def test_on_one_process_only_garbage_and_memory_remain(tmp_path):
     ("options", "message"),
     [
         ({"every": -1}, r"^every -1 must be at least 0\."),
-        ({"timeout_s": 0}, "timeout_s 0 must be above 0 and at most first_timeout_s 1800"),
         ({"timeout_s": 90, "first_timeout_s": 60}, "timeout_s 90 must be above 0 and at most fi"),
         ({"slow_factor": 1.0}, "slow_factor 1 must be above 1"),
-        ({"collect_every": -1}, r"collect_every -1 must be at least 0\."),
     ],
 )
 def test_numbers_out_of_range_are_refused(tmp_path, options, message):

@@ -368,14 +368,6 @@ def test_a_run_that_was_asked_to_stop_is_not_finished(step, tmp_path, stop, caps
     )
 
 
-def test_a_vote_that_was_not_agreed_on_stops_nothing(tmp_path, stop):
-    with fk.open_run(tmp_path, {}) as run:
-        run.start(ready(stop), every=1, total=4).close()
-        stop.request("after the last step")
-        assert run.end(create(4)) is True
-    assert (status(tmp_path)["status"], status(tmp_path)["reason"]) == ("finished", None)
-
-
 def test_data_that_end_before_the_last_step_are_named(tmp_path, stop, capsys):
     with fk.open_run(tmp_path, {}) as run:
         run.start(ready(stop), every=1, total=9).close()
@@ -397,17 +389,6 @@ def test_what_is_saved_is_not_saved_again(tmp_path, stop):
         before = (tmp_path / "checkpoints" / "step_00000005").stat().st_ino
         run.end(state)
         assert (tmp_path / "checkpoints" / "step_00000005").stat().st_ino == before
-
-
-def test_as_many_checkpoints_are_kept_as_the_run_was_told(tmp_path, stop):
-    with fk.open_run(tmp_path, {}) as run:
-        run.start(ready(stop), every=1, keep=2).close()
-        state = create()
-        for step in range(1, 5):
-            state = fk.donate(state, step=step)
-            run.save(state)
-        run.end(state)
-    assert saved(tmp_path) == ["step_00000003", "step_00000004"]
 
 
 class Rows(list):

@@ -80,11 +80,6 @@ def test_rows_of_a_micro_batch_follow_from_the_global_batch(rows, world, sizes, 
         assert fk.fitting_batch_size(rows, mesh, 2) == min(2, expected)
 
 
-def test_a_setup_may_have_nothing_that_stops_it():
-    built = fk.Setup(state=create(), step=None, loader=[], loss_fn=None)
-    assert built.stop is built.held_out is None
-
-
 def _on_ranks(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(tp=2, dp_shard=2), device="cpu")
     state = create(mesh, samples=4)
@@ -98,10 +93,3 @@ def test_ranks_of_one_sample_read_the_same_and_others_the_next():
     first = ([order[4:6], order[8:10]], [[0, 1], [4, 5]])
     second = ([order[6:8], order[10:12]], [[2, 3], [6, 7]])
     assert run_again(_on_ranks, 4) == [first, first, second, second]
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("make", [fk.train_loader, fk.held_out_loader])
-def test_rows_of_nothing_are_refused(make):
-    with pytest.raises(ValueError, match="batch_size 0 must be at least 1"):
-        make(create(), ROWS, 0)

@@ -22,7 +22,6 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
-from forgekit.files import write_atomic
 from forgekit.run.rendezvous import HangError
 from forgekit.run.status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal
@@ -205,25 +204,6 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
         assert f"pid {os.getpid()} on" in (out / ".lock").read_text()
 
 
-def test_the_lock_ends_with_its_block(tmp_path):
-    def fail_while_holding():
-        with lock_run(tmp_path):
-            with pytest.raises(RunLockedError, match=f"pid {os.getpid()}"), lock_run(tmp_path):
-                pass
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_while_holding()
-    with lock_run(tmp_path):
-        pass
-
-
-def test_ranks_that_do_not_write_touch_nothing(tmp_path):
-    with lock_run(tmp_path / "a", is_writer=False):
-        write_status(tmp_path / "a", "running", is_writer=False)
-    assert not (tmp_path / "a").exists()
-
-
 def test_status_says_how_the_run_ended(tmp_path):
     write_status(tmp_path / "a", status="running", step=0)
     write_status(tmp_path / "a", "stopped", step=7, samples=56, reason="SIGTERM", at=tmp_path)
@@ -238,15 +218,6 @@ def test_status_says_how_the_run_ended(tmp_path):
         "at": str(tmp_path),
     }
     assert os.listdir(tmp_path / "a") == ["status.json"]
-
-
-def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path):
-    path = tmp_path / "a.json"
-    write_atomic(path, b"old")
-    with pytest.raises(TypeError):
-        write_atomic(path, "not bytes")
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.json"]
 
 
 class Stuck:

@@ -55,21 +55,6 @@ def test_frozen_parameters_have_no_gradients():
     assert found["memory"] == "2.0 MiB of parameters and 1.0 MiB of gradients on this rank"
 
 
-@pytest.mark.parametrize(("layers", "said"), [(3, "b.weight, c.weight"), (4, "and 1 more kind")])
-def test_kinds_of_parameters_are_counted_in_english(layers, said):
-    names = [chr(ord("a") + at) for at in range(layers)]
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in names})
-    found = table(create(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    assert found["SGD"].endswith(said)
-
-
-def test_a_mesh_of_one_rank_is_one_rank():
-    mesh = fk.build_mesh(device="cpu")
-    found = table(create(fk.parallelize(fk.Transformer(SPEC), mesh), mesh=mesh))
-    fk.shutdown()
-    assert found["layout"] == "1 rank, products in float32 on cpu"
-
-
 def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
     moe = fk.MoESpec(experts=4, top_k=1, ffn_dim=24, first=1)
     model = fk.Transformer(attrs.evolve(SPEC, moe=moe))
