@@ -29,7 +29,7 @@ from forgekit.huggingface.safetensors_files import (
     view_of,
 )
 from forgekit.huggingface.transformers_models import is_of_transformers, transformers_names
-from forgekit.inputs import check_integers, path_of
+from forgekit.inputs import path_of
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
@@ -67,8 +67,6 @@ def huggingface_spec(
         ...     huggingface_spec(folder).dim
         8
     """
-    if max_seq_len is not None:
-        check_integers(max_seq_len=(max_seq_len, 1))
     config = read_config(restore_replaced(path_of("directory", directory)))
     return family_of(config).read(config, max_seq_len)
 
@@ -99,11 +97,7 @@ def load_huggingface(
             read: then the model holds some of the others.
     """
     path = restore_replaced(path_of("directory", directory))
-    if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
-        raise TypeError(
-            f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
-            "whole model before parallelize, to say how its tensors are named on disk."
-        )
+    check_named(model, names)
     tensors = named_tensors(model)
     if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
@@ -115,6 +109,15 @@ def load_huggingface(
     names, stored = ranks.together(lambda: _check(model, tensors, path, names, held))
     ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
+
+
+def check_named(model: nn.Module, names: NameMap | None) -> None:
+    """Refuse a model whose names on disk nobody knows."""
+    if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
+        raise TypeError(
+            f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
+            "whole model before parallelize, and to save_huggingface like=, its configuration."
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:

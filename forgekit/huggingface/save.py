@@ -29,6 +29,7 @@ from forgekit.huggingface.check_export import check_logits as compare_logits
 from forgekit.huggingface.check_export import check_values
 from forgekit.huggingface.families import FAMILIES, Family, differences, family_named, family_of
 from forgekit.huggingface.load import (
+    check_named,
     huggingface_spec,
     local_part,
     name_map,
@@ -48,11 +49,7 @@ from forgekit.huggingface.tokenizer import (
     special_ids,
     write_tokenizer,
 )
-from forgekit.huggingface.transformers_models import (
-    is_of_transformers,
-    transformers_config,
-    transformers_names,
-)
+from forgekit.huggingface.transformers_models import transformers_config, transformers_names
 from forgekit.inputs import brief, path_of, wrong_type
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
@@ -114,15 +111,10 @@ def save_huggingface(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise wrong_type("dtype", dtype, "a torch.dtype such as torch.bfloat16")
     spec = model.spec if isinstance(model, Transformer) and names is None else None
-    is_foreign = names is None and spec is None
-    if is_foreign and not is_of_transformers(model):
-        raise TypeError(
-            f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
-            "whole model before parallelize, and like= with its configuration."
-        )
+    check_named(model, names)
     family, config, source = _resolve(like)
     ranks = all_ranks()
-    if is_foreign:
+    if names is None and spec is None:
         names = ranks.together(lambda: transformers_names(model))
         config |= transformers_config(model)
     tensors = ranks.together(lambda: _weights(model))

@@ -19,48 +19,34 @@ import forgekit as fk
 
 reference = cache(adapted.reference)
 
+FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
 CASES = {
     "fsdp2": ("dense", 2, {"dp_shard": 2}, {}),
-    "tp2": ("dense", 2, {"dp_shard": 1, "tp": 2}, {}),
-    "pp2": ("dense", 2, {"dp_shard": 1, "pp": 2}, {}),
+    "tp2": ("dense", 2, {"tp": 2}, {}),
+    "pp2": ("dense", 2, {"pp": 2}, {}),
     "ep2": ("experts", 2, {"dp_shard": 2, "ep": 2}, {}),
-    "experts tp2": ("experts", 2, {"dp_shard": 1, "tp": 2}, {}),
+    "experts tp2": ("experts", 2, {"tp": 2}, {}),
 }
 LONG = {
     "hsdp": ("dense", 4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     "fsdp2 tp2": ("dense", 4, {"dp_shard": 2, "tp": 2}, {}),
-    "fsdp2 tp2 recomputed": (
-        "dense",
-        4,
-        {"dp_shard": 2, "tp": 2},
-        {"activation_checkpoint": "full"},
-    ),
+    "fsdp2 tp2 recomputed": ("dense", 4, {"dp_shard": 2, "tp": 2}, FULL),
     "fsdp2 pp2": ("dense", 4, {"dp_shard": 2, "pp": 2}, {}),
-    "tp2 pp2": ("dense", 4, {"dp_shard": 1, "tp": 2, "pp": 2}, {}),
-    "cp2": ("dense", 2, {"dp_shard": 1, "cp": 2}, {}),
-    "recomputed": ("dense", 2, {"dp_shard": 2}, {"activation_checkpoint": "full"}),
-    "selective": ("dense", 2, {"dp_shard": 2}, {"activation_checkpoint": "selective"}),
-    "late fsdp2": ("late", 2, {"dp_shard": 2}, {"activation_checkpoint": "full"}),
-    "late tp2": ("late", 2, {"dp_shard": 1, "tp": 2}, {}),
-    "zero bubble": ("deep", 2, {"dp_shard": 1, "pp": 2}, {"pipeline_schedule": "zbv"}),
-    "experts pp2": ("experts", 2, {"dp_shard": 1, "pp": 2}, {}),
+    "tp2 pp2": ("dense", 4, {"tp": 2, "pp": 2}, {}),
+    "cp2": ("dense", 2, {"cp": 2}, {}),
+    "recomputed": ("dense", 2, {"dp_shard": 2}, FULL),
+    "selective": ("dense", 2, {"dp_shard": 2}, SELECTIVE),
+    "late fsdp2": ("late", 2, {"dp_shard": 2}, FULL),
+    "late tp2": ("late", 2, {"tp": 2}, {}),
+    "zero bubble": ("deep", 2, {"pp": 2}, {"pipeline_schedule": "zbv"}),
+    "experts pp2": ("experts", 2, {"pp": 2}, {}),
     "experts fsdp2": ("experts", 2, {"dp_shard": 2}, {}),
     "experts ep2 fsdp2": ("experts", 4, {"dp_shard": 4, "ep": 2}, {}),
-    "experts ep2 recomputed": (
-        "experts",
-        2,
-        {"dp_shard": 2, "ep": 2},
-        {"activation_checkpoint": "selective"},
-    ),
+    "experts ep2 recomputed": ("experts", 2, {"dp_shard": 2, "ep": 2}, SELECTIVE),
     "experts fsdp2 tp2": ("experts", 4, {"dp_shard": 2, "tp": 2}, {}),
     "experts ep2 tp2": ("experts", 4, {"dp_shard": 2, "ep": 2, "tp": 2}, {}),
-    "experts ep2 tp2 recomputed": (
-        "experts",
-        4,
-        {"dp_shard": 2, "ep": 2, "tp": 2},
-        {"activation_checkpoint": "full"},
-    ),
-    "experts tp2 pp2": ("experts", 4, {"dp_shard": 1, "tp": 2, "pp": 2}, {}),
+    "experts ep2 tp2 recomputed": ("experts", 4, {"dp_shard": 2, "ep": 2, "tp": 2}, FULL),
+    "experts tp2 pp2": ("experts", 4, {"tp": 2, "pp": 2}, {}),
     "uneven experts ep4": ("uneven", 4, {"dp_shard": 4, "ep": 4}, {}),
     "uneven experts ep4 tp2": ("uneven", 8, {"dp_shard": 4, "ep": 4, "tp": 2}, {}),
     "uneven experts ep4 fsdp2": ("uneven", 8, {"dp_shard": 8, "ep": 4}, {}),
@@ -70,7 +56,7 @@ LONG = {
 
 def find(rank, world, kind, sizes, options):
     """What one rank finds: initial values, gradients, a step, and what became of the base."""
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
     drawn = fk.parallelize(build(kind, device="meta"), mesh, **options)
     found = {"start": {n: full(p) for n, p in drawn.named_parameters() if "lora_" in n}}
     model = fk.parallelize(move(build(kind)), mesh, **options)

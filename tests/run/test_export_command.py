@@ -92,14 +92,6 @@ CASES = {
         r"checkpoints has no checkpoint\.",
     ),
     "no such step": (lambda run: [str(run), "new", "--step", "7"], "has no committed step 7"),
-    "no such family": (
-        lambda run: [str(run), "new", "--like", "gpt2"],
-        "like is 'gpt2': no directory, and no family of llama",
-    ),
-    "no such tokenizer": (
-        lambda run: [str(run), "new", "--tokenizer", "gone"],
-        r"tokenizer: gone is no tokenizer\.json",
-    ),
     "a full directory": (lambda run: [str(run), str(run)], "holds files that were not written"),
     "no model": (
         lambda run: (run / "config.json").write_text('{"model": {"dims": 3}}') and [str(run), "n"],

@@ -355,7 +355,7 @@ def test_logits_of_transformers_are_compared_where_asked_for(tmp_path, monkeypat
     assert not (tmp_path / "new").exists()
 
 
-def test_an_export_that_differs_or_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
     save_model("Llama", tmp_path / "theirs")
     model = load(tmp_path / "theirs")
     write = save.write_tensors
@@ -366,16 +366,6 @@ def test_an_export_that_differs_or_is_interrupted_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(save, "write_tensors", damaged)
     with pytest.raises(fk.CheckpointError, match=r"layernorm\.weight' was read back with other"):
         fk.save_huggingface(model, tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-    def stopped(path, entries, tensors):
-        write(path, entries, tensors)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "write_tensors", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            fk.save_huggingface(model, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
