@@ -22,13 +22,13 @@ def devices_here(*, bindable: bool = False) -> list[str]:
 
 
 def check_device(
-    device: str | torch.device, found: Sequence[str] | None = None
+    device: str | torch.device, available: Sequence[str] | None = None
 ) -> tuple[str, int | None]:
     """Raise unless a device is there.
 
     Args:
         device: As the user wrote it.
-        found: The types of devices that will do; those of ``devices_here`` if not given.
+        available: The types of devices that will do; those of ``devices_here`` if not given.
 
     Returns:
         Its type and, of an accelerator, its index if one was given.
@@ -40,12 +40,12 @@ def check_device(
         >>> check_device("cpu")
         ('cpu', None)
     """
-    found = found or devices_here()
+    available = available or devices_here()
     kind, _, index = str(device).partition(":")
-    if kind not in found:
+    if kind not in available:
         raise ValueError(
             f"device is {str(device)!r} and torch finds no such device here; it finds "
-            f"{' and '.join(found)}. Use one of them, or leave it out to get {found[0]}."
+            f"{' and '.join(available)}. Use one of them, or leave it out to get {available[0]}."
         )
     if kind == "cpu" or not index:
         return kind, None

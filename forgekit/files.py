@@ -85,7 +85,7 @@ def atomic_directory(
 
 
 @contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Lock a directory, so that others can distinguish its writer from a dead one.
 
     Where another process has the lock, or the file system has none, the body runs without it.
@@ -93,13 +93,12 @@ def locked(path: Path, *, shared: bool = False, wait: bool = False) -> Iterator[
     Args:
         path: The directory.
         shared: Let others share the lock, as readers do.
-        wait: Wait until no other process has it.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     lock = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, kind if wait else kind | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)
@@ -197,7 +196,11 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file so that readers, and a crash, find the old content or the new, never a part."""
+    """Write a file so that readers, and a crash, find the old content or the new, never a part.
+
+    Which of the two a crash of the machine leaves is settled by ``sync(path.parent)`` only: no
+    caller but a checkpoint's depends on it, and that one syncs its folder.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -112,8 +112,8 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         Traceback (most recent call last):
         ValueError: method is 'best'; it is one of "zigzag", "contiguous".
     """
-    if value not in (known := tuple(choices)):
-        raise ValueError(f"{name} is {brief(value)}; it is one of {quoted(known)}.")
+    if value not in (allowed := tuple(choices)):
+        raise ValueError(f"{name} is {brief(value)}; it is one of {quoted(allowed)}.")
 
 
 def check_rank(rank: Any, world: Any) -> None:

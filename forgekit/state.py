@@ -108,10 +108,10 @@ def layout_of(model: nn.Module) -> Layout:
 
     ``TrainState`` does so once. Only what has no state at hand, as ``generate``, asks the model.
     """
-    found = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
+    layouts = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
     # Of several the one in float16: without its loss scale that part would lose gradients.
     plain = Layout(longest=longest_of(model))
-    return max(filter(None, found), key=lambda one: one.dynamic_loss_scale, default=plain)
+    return max(filter(None, layouts), key=lambda one: one.dynamic_loss_scale, default=plain)
 
 
 def was_parallelized(model: nn.Module) -> bool:

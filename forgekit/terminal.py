@@ -28,7 +28,7 @@ def printable(text: object) -> str:
         >>> print(printable("\x1b[31mred\x07 and caf\u00e9"))
         \x1b[31mred\x07 and café
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 class Steady:

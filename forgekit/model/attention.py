@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
 
 
 @attrs.define
-class _Known:
+class _Entry:
     """What is known of one tensor of document ids while it had a version."""
 
     version: int
@@ -69,13 +69,13 @@ class Documents:
 
     def note(self, ids: Tensor, host: Tensor | None) -> None:
         """Remember, as long as ``ids`` live, what they are on the host: ``[b s]``, whole rows."""
-        known = self._known(ids)
-        if known.host is None and host is not ids:  # a value that held its key would keep it
-            known.host = host
+        entry = self._entry_of(ids)
+        if entry.host is None and host is not ids:  # a value that held its key would keep it
+            entry.host = host
 
     def host(self, ids: Tensor) -> Tensor | None:
         """Return the whole rows' ids on the host; None if they were not noted."""
-        return self._known(ids).host
+        return self._entry_of(ids).host
 
     @_disable_dynamo
     def bounds(self, ids: Tensor, *, may_read: bool = False) -> Bounds | None:
@@ -88,31 +88,31 @@ class Documents:
         Returns:
             The bounds; None if they are not known, or an id comes back after another in a row.
         """
-        known = self._known(ids)
-        if not known.has_bounds:
-            if known.host is None and not may_read and ids.device.type != "cpu":
+        entry = self._entry_of(ids)
+        if not entry.has_bounds:
+            if entry.host is None and not may_read and ids.device.type != "cpu":
                 return None
-            host = ids.cpu() if known.host is None else known.host
-            known.bounds, known.has_bounds = _bounds(host, ids.device), True
-        return known.bounds
+            host = ids.cpu() if entry.host is None else entry.host
+            entry.bounds, entry.has_bounds = _bounds(host, ids.device), True
+        return entry.bounds
 
     @_disable_dynamo
     def block_mask(self, ids: Tensor) -> Any:
         """Make the ``BlockMask`` of ids, once."""
-        known = self._known(ids)
-        if known.mask is None:
+        entry = self._entry_of(ids)
+        if entry.mask is None:
             # Detached: a mask that held the ids themselves would keep them for ever.
             rows, positions = ids.shape
-            known.mask = _block_mask(ids.device, rows, positions, ids.detach())
-        return known.mask
+            entry.mask = _block_mask(ids.device, rows, positions, ids.detach())
+        return entry.mask
 
-    def _known(self, ids: Tensor) -> _Known:
+    def _entry_of(self, ids: Tensor) -> _Entry:
         if ids.is_inference():  # without a version it cannot be told whether they have changed
-            return _Known(0)
-        known = self._by_ids.get(ids)
-        if known is None or known.version != ids._version:
-            known = self._by_ids[ids] = _Known(ids._version)
-        return known
+            return _Entry(0)
+        entry = self._by_ids.get(ids)
+        if entry is None or entry.version != ids._version:
+            entry = self._by_ids[ids] = _Entry(ids._version)
+        return entry
 
     def __reduce__(self) -> Any:
         return Documents, ()

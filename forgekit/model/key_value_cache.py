@@ -84,11 +84,11 @@ def attentions(model: nn.Module) -> dict[str, Attention]:
     """
     if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
         return {}
-    found = {}
+    by_name = {}
     for index, block in enumerate(model.layers):
         attention = getattr(block, "attention", None)
-        own = (type(block).forward, type(attention).forward) if attention is not None else ()
-        if own != (Block.forward, Attention.forward):
+        forwards = (type(block).forward, type(attention).forward) if attention is not None else ()
+        if forwards != (Block.forward, Attention.forward):
             return {}
-        found[f"layers.{index}.attention"] = attention
-    return found
+        by_name[f"layers.{index}.attention"] = attention
+    return by_name

@@ -110,17 +110,22 @@ class LoraLinear(nn.Linear):
             adapter: The adapter.
             packs: Whether the weight is packed into NF4.
         """
-        own: Any = _taken_over(layer, cls)
-        own.adapters, own.bases, own.add_up, own.drop = {"weight": adapter}, {}, _same, F.dropout
-        low, high = (adapter.rank, own.in_features), (own.out_features, adapter.rank)
-        own.lora_A, own.lora_B = (_new(own.weight, shape) for shape in (low, high))
-        magnitude = _new(own.weight, high[:1]) if adapter.dora else None
-        own.register_parameter("lora_magnitude_vector", magnitude)
-        own.full_dtype, own.merged = own.weight.dtype, None
+        lora: Any = _swap_class(layer, cls)
+        lora.adapters, lora.bases, lora.add_up, lora.drop = (
+            {"weight": adapter},
+            {},
+            _same,
+            F.dropout,
+        )
+        low, high = (adapter.rank, lora.in_features), (lora.out_features, adapter.rank)
+        lora.lora_A, lora.lora_B = (_new(lora.weight, shape) for shape in (low, high))
+        magnitude = _new(lora.weight, high[:1]) if adapter.dora else None
+        lora.register_parameter("lora_magnitude_vector", magnitude)
+        lora.full_dtype, lora.merged = lora.weight.dtype, None
         if packs:
-            own.weight = nn.Parameter(pack(own.weight), requires_grad=False)
-        _fill(own)
-        return own
+            lora.weight = nn.Parameter(pack(lora.weight), requires_grad=False)
+        _fill(lora)
+        return lora
 
     def forward(self, input: Tensor) -> Tensor:
         """``[... in]`` -> ``[... out]``."""
@@ -134,8 +139,8 @@ class LoraLinear(nn.Linear):
         low = F.linear(
             self.drop(rows, adapter.dropout) if is_dropped else rows, self.lora_A.to(x.dtype)
         )
-        own_bias = None if adapter.dora else self.bias
-        out = self._multiply(rows, own_bias)
+        bias = None if adapter.dora else self.bias
+        out = self._multiply(rows, bias)
         # One product that adds to what is there: no pass over the output for scale and sum.
         out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
         if self.lora_magnitude_vector is not None:
@@ -208,9 +213,9 @@ class LoraExperts(Experts):
     @classmethod
     def of(cls, experts: Experts) -> LoraExperts:
         """Make experts of the parameters and hooks of others, without adapters yet."""
-        own: Any = _taken_over(experts, cls)
-        own.adapters, own.bases = {}, {}
-        return own
+        lora: Any = _swap_class(experts, cls)
+        lora.adapters, lora.bases = {}, {}
+        return lora
 
     def add_adapter(self, stack: str, adapter: Adapter) -> None:
         """Give a stack adapters that add zero, in place."""
@@ -221,8 +226,11 @@ class LoraExperts(Experts):
         self.adapters[stack] = adapter
         # TP shards one dimension; only the factor that has it is sharded, the other is whole.
         by_rows = self.widths[stack] == 1
-        own = {f"{stack}_lora_A": None if by_rows else 2, f"{stack}_lora_B": 1 if by_rows else None}
-        self.widths = {**self.widths, **own}
+        widths = {
+            f"{stack}_lora_A": None if by_rows else 2,
+            f"{stack}_lora_B": 1 if by_rows else None,
+        }
+        self.widths = {**self.widths, **widths}
         _fill(self, stack)
 
     def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
@@ -245,11 +253,11 @@ class LoraExperts(Experts):
         return _initial(self, restart)
 
 
-def _taken_over(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+def _swap_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Swap a module's class in a copy that shares its parameters, hooks and names."""
-    own = kind.__new__(kind)
-    vars(own).update(vars(module) | {"_parameters": dict(module._parameters)})
-    return own
+    copy = kind.__new__(kind)
+    vars(copy).update(vars(module) | {"_parameters": dict(module._parameters)})
+    return copy
 
 
 LoraLayer = LoraLinear | LoraExperts

@@ -117,13 +117,13 @@ class Router(nn.Module):
             weights = scores.gather(-1, choice)
             if self.spec.renormalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
-            counts, taken = self._admit(choice, routing.is_token)
+            counts, admitted = self._admit(choice, routing.is_token)
             term = None
             if torch.is_grad_enabled():
-                kept = (taken < self.spec.experts).sum()
+                kept = (admitted < self.spec.experts).sum()
                 note, term = self._terms(logits, scores, choice, routing)
                 routing.notes[self.layer] = {"counts": counts, "kept": kept, **note}
-        return weights * self.spec.scale, taken, term
+        return weights * self.spec.scale, admitted, term
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, is_good: Tensor, rate: float) -> None:
@@ -254,7 +254,7 @@ class _AddGradient(torch.autograd.Function):
 
 
 def check_choices(
-    given: Mapping[str, Tensor],
+    replay: Mapping[str, Tensor],
     layers: Iterable[str],
     shape: tuple[int, int, int],
     experts: int,
@@ -265,7 +265,7 @@ def check_choices(
     Reads the smallest and largest number on the host, once for all layers.
 
     Args:
-        given: By layer the experts of each position.
+        replay: By layer the experts of each position.
         layers: Names of all layers that have experts.
         shape: ``(b, s, k)``.
         experts: Number of experts, ``e``.
@@ -278,13 +278,13 @@ def check_choices(
         ValueError: If layers, shapes or numbers are others.
     """
     layers = list(layers)
-    if given.keys() != set(layers):
+    if replay.keys() != set(layers):
         raise ValueError(
-            f"replay has choices for the layers {list(given)}; the model has {layers}."
+            f"replay has choices for the layers {list(replay)}; the model has {layers}."
         )
     choices: dict[str, Tensor] = {}
     for layer in layers:
-        choice = given[layer]
+        choice = replay[layer]
         if tuple(choice.shape) != shape or choice.is_floating_point():
             raise ValueError(
                 f"replay[{layer!r}] is {tuple(choice.shape)} of {choice.dtype}; it must be "

@@ -263,7 +263,7 @@ class Transformer(nn.Module):
 
     def _routing(
         self,
-        given: Routing | None,
+        routing: Routing | None,
         input_ids: Tensor,
         doc_ids: Tensor | None,
         targets: Tensor | None,
@@ -287,7 +287,7 @@ class Transformer(nn.Module):
             shape, layers = (rows, positions, moe.top_k), self.spec.routed.values()
             choices = check_choices(replay, layers, shape, moe.experts, is_token)
         masks = {"is_token": is_token, "targets": None if targets is None else targets.bool()}
-        return attrs.evolve(given or Routing(), **masks, choices=choices, shares={})
+        return attrs.evolve(routing or Routing(), **masks, choices=choices, shares={})
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         spec, scaling = self.spec, self.spec.rope_scaling

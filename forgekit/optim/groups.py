@@ -50,9 +50,9 @@ def decay_groups(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter; set requires_grad on some.")
-    taken = set(without)
-    decayed = [p for p in trainable if p.ndim >= 2 and p not in embedded | taken]
-    kept = [p for p in trainable if (p.ndim < 2 or p in embedded) and p not in taken]
+    excluded = set(without)
+    decayed = [p for p in trainable if p.ndim >= 2 and p not in embedded | excluded]
+    kept = [p for p in trainable if (p.ndim < 2 or p in embedded) and p not in excluded]
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": kept, "weight_decay": 0.0},
@@ -78,11 +78,11 @@ def parameters_by_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str,
     """
     members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
     steps = {p: type(m).__name__ for m in members for g in m.param_groups for p in g["params"]}
-    found: dict[str, list[str]] = {type(member).__name__: [] for member in members}
+    by_optimizer: dict[str, list[str]] = {type(member).__name__: [] for member in members}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or parameter in steps:
-            found.setdefault(steps.get(parameter, "none"), []).append(name)
-    return found
+            by_optimizer.setdefault(steps.get(parameter, "none"), []).append(name)
+    return by_optimizer
 
 
 def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -105,7 +105,7 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
         >>> roles_of(model, {"1.weight": "matrix"})
         {'0.weight': 'other', '1.weight': 'matrix'}
     """
-    tables = {"": table} if table is not None else _own_tables(model)
+    tables = {"": table} if table is not None else _model_tables(model)
     if not tables:
         names = [name for name, _ in model.named_parameters()]
         raise ValueError(
@@ -113,7 +113,7 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
             "and embeddings, heads and routers have as many dimensions. Pass patterns of names: "
             f'roles={{"layers.*.weight": "matrix"}}; it has {names[:3]} and others.'
         )
-    for role in (role for own in tables.values() for role in own.values()):
+    for role in (role for patterns in tables.values() for role in patterns.values()):
         check_choice("a role", role, ROLES)
     check_patterns("roles", model, table or ())
     named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -144,15 +144,15 @@ def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> 
             )
 
 
-def _own_tables(model: nn.Module) -> dict[str, Mapping[str, str]]:
+def _model_tables(model: nn.Module) -> dict[str, Mapping[str, str]]:
     """Tables by the name of the module that has one; of one inside another the outer one counts."""
-    found: dict[str, Mapping[str, str]] = {}
+    tables: dict[str, Mapping[str, str]] = {}
     for name, module in model.named_modules():
-        own = getattr(module, "roles", None)
-        is_inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(own, Mapping) and not is_inside:
-            found[name] = own
-    return found
+        table = getattr(module, "roles", None)
+        is_inside = any(outer == "" or name.startswith(f"{outer}.") for outer in tables)
+        if isinstance(table, Mapping) and not is_inside:
+            tables[name] = table
+    return tables
 
 
 def _role(name: str, tables: Mapping[str, Mapping[str, str]]) -> str:

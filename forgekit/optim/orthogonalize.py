@@ -91,9 +91,9 @@ def share_matrices(
     rest = [split for split in splits if split is not last]
     group = mesh.get_group(last.mesh_dim)
     counts = _counts(len(shards), mesh.size(last.mesh_dim), start)
-    mine = _collect(shards, last, counts, group)
-    mine = share_matrices(mine, rest, mesh, compute, start)
-    return _return(mine, shards, last, counts, group)
+    matrices_here = _collect(shards, last, counts, group)
+    matrices_here = share_matrices(matrices_here, rest, mesh, compute, start)
+    return _return(matrices_here, shards, last, counts, group)
 
 
 def _counts(matrices: int, ranks: int, start: int) -> list[int]:
@@ -106,21 +106,21 @@ def _collect(shards: Tensor, split: Split, counts: list[int], group: dist.Proces
     """Send each rank its matrices' shards; return this rank's matrices, joined."""
     if split.dim is None:
         return shards.split(counts)[split.rank]
-    mine = counts[split.rank]
-    shapes = [_resized(shards[:mine], split.dim, size) for size in split.sizes]
+    count = counts[split.rank]
+    shapes = [_resized(shards[:count], split.dim, size) for size in split.sizes]
     received = _exchange([*shards.split(counts)], [shape.numel() for shape in shapes], group)
     pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
     return torch.cat(pieces, dim=split.dim)
 
 
 def _return(
-    mine: Tensor, shards: Tensor, split: Split, counts: list[int], group: dist.ProcessGroup
+    matrices_here: Tensor, shards: Tensor, split: Split, counts: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send each rank its shard of this rank's matrices; return this rank's shards of all."""
     if split.dim is None:
-        parts = [mine] * len(counts)
+        parts = [matrices_here] * len(counts)
     else:
-        parts = [*mine.split(list(split.sizes), dim=split.dim)]
+        parts = [*matrices_here.split(list(split.sizes), dim=split.dim)]
     each = shards[:1].numel()
     return torch.cat(_exchange(parts, [each * count for count in counts], group)).view_as(shards)
 
