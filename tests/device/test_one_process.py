@@ -378,13 +378,15 @@ def time_rows(_rank, _world, out):
         time.sleep(0.3)
         log.event(state, {"eval/second/loss": 1.0})
         step(0.1)
-        with log.outside(state.targets.device):
-            time.sleep(0.3)
+        with pytest.MonkeyPatch.context() as patch:  # steps that are queued still take a while
+            patch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(0.1))
+            with log.outside(state.targets.device):
+                time.sleep(0.3)
         step(0.1)
     first, second = rows[1], rows[3]
     assert (first["step"], second["step"]) == (4, 6)
-    for row in (first, second):
-        assert 0.1 <= row["perf/step_seconds"] < 0.2, row
+    for row, least in ((first, 0.1), (second, 0.15)):
+        assert least <= row["perf/step_seconds"] < least + 0.1, row
         targets = row["perf/tokens_per_second"] * row["perf/step_seconds"]
         assert targets == pytest.approx(metrics["targets"].item())
 

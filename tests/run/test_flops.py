@@ -53,13 +53,11 @@ def counted(model, monkeypatch, call=None):
 
 THEIRS = {
     "Llama tied": {},
-    "Qwen3": {},
     "Mixtral": {},
     "Qwen3Moe dense first": {},
     "Mistral": None,  # windows
     "DeepseekV3": None,  # latent attention
     "Mamba": None,  # convolutions
-    "T5": None,  # two stacks
 }
 
 
@@ -73,8 +71,7 @@ def test_operations_of_a_model_of_transformers_are_right_or_not_known(kind, monk
     settings |= {"experts_implementation": "eager"} if "Moe" in kind or kind == "Mixtral" else {}
     config = getattr(transformers, f"{name}Config")(**settings)
     with torch.device("cpu" if THEIRS[kind] is not None else "meta"):
-        form = "ConditionalGeneration" if name == "T5" else "CausalLM"
-        model = getattr(transformers, f"{name}For{form}")(config)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
     flops = Flops.of(model)
     assert flops.parameters == sum(p.numel() for p in model.parameters())
     if THEIRS[kind] is None:
@@ -167,18 +164,6 @@ def test_what_comes_before_the_first_adapter_has_no_backward(targets, tied, erro
     assert flops.per_token < 0.6 * whole.per_token
 
 
-def test_the_last_layers_of_a_model_of_transformers_alone(monkeypatch):
-    import transformers
-
-    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 48, "attn_implementation": "eager"})
-    model = transformers.LlamaForCausalLM(config).requires_grad_(False)
-    model.model.layers[2].mlp.down_proj.requires_grad_(True)
-    flops = Flops.of(model)
-    matrices, _ = counted(model, monkeypatch, lambda ids: model(ids).logits)
-    assert flops.per_token * ROWS * LENGTH == matrices
-    assert flops.per_pair == (4 + 4 + 12) * config.hidden_size  # of that layer all is counted
-
-
 def test_recomputation_is_no_work(monkeypatch):
     plain = Flops.of(fk.Transformer(DENSE))
     again = fk.parallelize(
@@ -199,10 +184,6 @@ MIXTRAL = fk.TransformerSpec(
     vocab_size=32_000, dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14_336, max_seq_len=4096,
     moe=fk.MoESpec(experts=8, top_k=2, ffn_dim=14_336, shared=0),
 )  # fmt: skip
-DEEPSEEK_V3 = fk.TransformerSpec(
-    vocab_size=129_280, dim=7168, layers=61, heads=128, kv_heads=128, ffn_dim=18_432,
-    max_seq_len=4096, moe=fk.MoESpec(experts=256, top_k=8, ffn_dim=2048, shared=1, first=3),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -217,17 +198,6 @@ def test_sizes_are_the_published_ones(spec, total, active):
     # and the operations are six for each that is multiplied: all but the embedding
     multiplied = flops.active_parameters - spec.vocab_size * spec.dim
     assert flops.per_token == pytest.approx(6 * multiplied, rel=1e-3)
-
-
-def test_deepseek_v3_is_the_published_size_but_for_its_attention():
-    """Latent attention is none of ours: its size by hand, in place of that of as many heads."""
-    with torch.device("meta"):
-        flops = Flops.of(fk.Transformer(DEEPSEEK_V3))
-    ours = 61 * 4 * 7168 * 7168
-    query = 7168 * 1536 + 1536 * 128 * 192
-    latent = query + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert flops.active_parameters - ours + 61 * latent == pytest.approx(37e9, rel=0.02)
-    assert flops.parameters - ours + 61 * latent == pytest.approx(671e9, rel=0.002)
 
 
 def by_hand(batch):

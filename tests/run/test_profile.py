@@ -233,37 +233,7 @@ def test_a_trace_that_cannot_be_written_leaves_nothing_switched_on(tmp_path, mon
     assert isinstance(named("forward"), nullcontext)
 
 
-def test_two_windows_write_a_trace_each(tmp_path):
-    model = fk.Transformer(SPEC)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    step = fk.make_step(
-        lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"]), schedule=fk.constant(1e-3)
-    )
-    loader = SimpleNamespace(wait_seconds=0.0)
-    with (
-        Profile(tmp_path, first=1, steps=2, loader=loader) as one,
-        Profile(tmp_path, first=4, steps=9) as two,
-    ):
-        for _ in range(5):  # the second window ends behind the run
-            state, _ = step(state, [batch()])
-            loader.wait_seconds += 2.0
-            said = (one(state), two(state))
-            if state.step == 2:
-                line = next(x for x in said[0].splitlines() if x.startswith("data wait"))
-                assert line.split()[2:5] == ["2000.00"] * 3, "milliseconds per step"
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps_00000001_00000002"]
-    assert isinstance(named("forward"), nullcontext)
-
-
 def test_without_a_profiler_names_cost_nothing():
     assert isinstance(named("forward"), nullcontext)
     with torch.profiler.profile():
         assert not isinstance(named("forward"), nullcontext)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("options", [{"first": -1}, {"steps": 0}, {"memory_history": -1}])
-def test_numbers_out_of_range_are_refused(options, tmp_path):
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
-        Profile(tmp_path, **options)
