@@ -200,27 +200,6 @@ def test_run_passes_arguments_and_exit_code_through(arguments, code, recipes, ca
     assert sys.argv == before
 
 
-def test_a_recipe_run_this_way_reads_its_configuration(recipes, capsys):
-    (recipes / "strict.py").write_text(
-        "from __future__ import annotations\n"
-        "from pathlib import Path\n"
-        "import attrs\n"
-        "from forgekit.config import load_config\n\n"
-        "@attrs.frozen\n"
-        "class Config:\n"
-        "    out: Path = Path('a')\n\n"
-        "print(load_config(Config).out)\n"
-    )
-    assert main(["run", "strict", "--out", "b"], recipes=recipes) == 0
-    assert capsys.readouterr().out == "b\n"
-    assert main(["run", "strict", "--uot=b"], recipes=recipes) == 2
-    assert capsys.readouterr().err == (
-        "strict.py: the configuration was refused.\n"
-        "  uot: unknown key; the nearest is out.\n"
-        "strict.py --help lists every key.\n"
-    )
-
-
 def test_a_failing_recipe_keeps_its_traceback(recipes):
     before = list(sys.argv)
     with pytest.raises(KeyError, match="broken"):
@@ -327,25 +306,6 @@ def test_prepare_that_is_interrupted_says_that_it_can_go_on(texts, here, monkeyp
     )
     assert main(arguments) == 0
     assert capsys.readouterr().err.splitlines()[0].startswith("tokens: reading")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source": "nowhere"}, "nowhere does not exist; name an existing file or folder."),
-        ({"--vocab": "0"}, "vocab"),
-        ({"--held-out-every": "0"}, "held_out_every"),
-    ],
-)
-def test_prepare_explains_a_mistake_in_one_sentence(changes, message, texts, here, capsys):
-    options = {"--out": "tokens", "--vocab": "300", "--held-out-every": "5"} | changes
-    source = options.pop("source", str(texts))
-    arguments = [word for pair in options.items() for word in pair]
-    assert main(["prepare", source, *arguments]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("forgekit: ")
-    assert message in last
-    assert not (here / "tokens").exists()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in recipes_folder().glob("*.py")))

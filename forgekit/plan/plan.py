@@ -263,8 +263,8 @@ def measure_step(
 ) -> PlannedRank:
     """Take two steps of a recipe and measure the second one, which all later ones are like.
 
-    The first is taken in its parts, without what a run proves once. Of many micro-batches two are
-    run, as those between the first and the last are like the first; in a pipeline all of them,
+    The first is taken in its parts, without what a run proves once. Of many micro-batches three are
+    run, as those between the first and the last are like the second; in a pipeline all of them,
     since its schedule depends on their number. Experts get equal loads.
 
     Args:
@@ -282,7 +282,7 @@ def measure_step(
         if isinstance(module, Router):  # what tokens would choose takes values
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
     is_staged = state.layout.stages is not None
-    run = micro_batches if is_staged else min(micro_batches, 2)
+    run = micro_batches if is_staged else min(micro_batches, 3)
     batches = groups(built.loader, run)
     if agreed is not None:
         state = donate(state, agreed=agreed)
@@ -295,7 +295,7 @@ def measure_step(
     _end_step(watch, state)
     work, mesh = watch.work, state.mesh
     if run < micro_batches:
-        work = work.plus(marked.marks[1].plus(marked.marks[0], -1), micro_batches - run)
+        work = work.plus(marked.marks[2].plus(marked.marks[1], -1), micro_batches - run)
     whole = Flops.of(state.model)
     sizes = {name: size_of(mesh, name) for name in DIMENSIONS}
     return PlannedRank(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
@@ -238,7 +239,7 @@ def _raise_together(agreed: Agreement, failed: Tensor, problem: Exception | None
     failed, event, problem = agreed.waiting.popleft()
     if event is not None:
         event.synchronize()
-    if failed.numpy() == 0:
+    if isinstance(failed, FakeTensor) or failed.numpy() == 0:  # the first has no value
         return
     told = exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from runs import (
     assert_same_run,
-    launch,
     results,
     rows_of,
     run_here,
@@ -123,19 +122,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(recipe, settings, base, tmp_path, mon
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
     losses = [row["train/loss"] for row in rows_of(tmp_path / "whole") if "train/loss" in row]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.oracle
-def test_a_killed_run_goes_on_bit_for_bit(base, tmp_path):
-    given = command_line("finetune", base, tmp_path / "whole", steps=30)
-    run_here("finetune", given)
-    killed = [word.replace("whole", "killed") for word in given]
-    with launch("finetune", killed, log=tmp_path / "log") as job:
-        job.wait_for(lambda: saved_step(tmp_path / "killed") >= 4, "checkpoint")
-        job.kill()
-    assert saved_step(tmp_path / "killed") < 30
-    run_here("finetune", killed)
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft and transformers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -356,21 +355,6 @@ def test_a_task_that_fails_ends_the_others(cluster, program):
     with cluster.submit(TWO, recipe=program) as job:
         job.end()
     assert cluster.events == ["started 0", "failed"]
-
-
-def test_sigusr1_kills_torchrun_that_was_not_told_of_it(tmp_path):
-    """Why the script has ``--signals-to-handle``."""
-    waits = tmp_path / "waits.sh"
-    write_program(waits, f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 600\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", str(waits)]
-    job = Job(torchrun, log=tmp_path / "log")
-    try:
-        job.wait_for((tmp_path / "up").exists, "its worker")
-        job.process.send_signal(signal.SIGUSR1)
-        assert job.process.wait() == -signal.SIGUSR1
-        assert len(job.members()) == 1, "it leaves its worker behind"
-    finally:
-        job.kill()
 
 
 def test_a_job_without_a_run_directory_is_a_usage_error():

@@ -299,29 +299,6 @@ def test_documents_take_the_work_and_memory_of_a_kernel_without_a_mask(documents
     assert watch.memory()["peak"] < 2 * 2 * 512 * 512  # a mask has more
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
-def test_a_loss_in_chunks_has_a_product_for_each_gradient(dtype, trained):
-    """Under adapters the output projection is frozen: neither work nor memory for its gradient."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (1, 8, 6), (1000, 6)
-    both = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    with StepWatch() as watch:
-        given = [x.requires_grad_(is_trained) for x, is_trained in zip(both, trained, strict=True)]
-        loss = fk.linear_cross_entropy(*given, torch.zeros(1, 8, dtype=torch.int64))
-        held = watch.memory()["peak"]
-        loss.sum.backward()
-    assert watch.work.flops.total() == (1 + sum(trained)) * 2 * 8 * 6 * 1000
-    assert [x.grad is not None for x in given] == list(trained)
-    assert (held > 2 * 8 * 1000 * 4 + 1000 * 6 * 4) == trained[1]
-    hidden, weight = copies = [x.detach().float().requires_grad_() for x in both]
-    logits = (hidden @ weight.T)[0]
-    torch.nn.functional.cross_entropy(logits, torch.zeros(8).long(), reduction="sum").backward()
-    for found, expected in zip(given, copies, strict=True):
-        if found.grad is not None:
-            torch.testing.assert_close(found.grad.float(), expected.grad, rtol=0.05, atol=0.02)
-
-
 def test_collectives_by_hand():
     with pretending(5, 8, {}), StepWatch() as watch:
         mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=2, dp_shard=2, ep=2, tp=2), device="cpu")
@@ -355,7 +332,8 @@ def test_micro_batches_that_are_not_run_count():
         built.step(state, next(batches))
     assert planned.work.calls == watch.work.calls
     assert planned.work.flops == watch.work.flops
-    assert planned.work.kernels["count"] == pytest.approx(watch.work.kernels["count"], rel=0.02)
+    assert planned.work.kernels["count"] == watch.work.kernels["count"]
+    assert planned.work.kernels["bytes"] == pytest.approx(watch.work.kernels["bytes"], rel=1e-3)
     assert planned.targets == 2 * 4 * WIDE.rows * WIDE.positions
 
 
@@ -493,16 +471,6 @@ def test_a_base_is_checked_and_not_read(tmp_path):
     with patch.object(load, "view_of", side_effect=AssertionError("read")):
         (planned,) = plan_ranks(job_of(cell, setup=on_base))
     assert planned.memory["parameters"] >= planned.parameters * 4 / 2
-
-
-@pytest.mark.oracle
-def test_adapters_have_gradients_and_moments_and_their_base_has_none():
-    cell = Cell(name="lora", world=8, sizes={}, lora={})
-    whole, adapted = (plan_step(job_of(c)) for c in (Cell(name="", world=8, sizes={}), cell))
-    there, here = (plan.ranks[0]["memory"] for plan in (whole, adapted))
-    assert here["parameters"] > there["parameters"]
-    assert here["optimizer"] < 0.4 * there["optimizer"]
-    assert here["gradients"] < 0.4 * there["gradients"]
 
 
 def reads_its_loss(model, batch):
