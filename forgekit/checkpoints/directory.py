@@ -96,6 +96,7 @@ class Keep:
         largest: Count the largest metrics as the best.
 
     Raises:
+        TypeError: If a number is no integer.
         ValueError: If a number is out of range.
 
     Examples:
@@ -112,13 +113,8 @@ class Keep:
     largest: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(
-                f"keep {self.last} must be at least 1: retention never deletes the newest "
-                "checkpoint. Pass None to keep all."
-            )
         every = 1 if self.every is None else self.every
-        check_integers(every=(every, 1), best=(self.best, 0))
+        check_integers(keep=(self.last, 1), every=(every, 1), best=(self.best, 0))
 
     def of(self, metrics: Mapping[int, float | None]) -> set[int]:
         """Choose among checkpoints.

@@ -158,7 +158,7 @@ def checkpoint_save(
         >>> pending.wait().name
         'step_00000000'
     """
-    rule = Keep(last=keep) if isinstance(keep, int) else keep
+    rule = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
     if state.saves.is_averaged:
         raise ValueError(
             "checkpoint_save was called within forgekit.averaged, where the average stands in the "

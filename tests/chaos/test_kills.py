@@ -60,7 +60,7 @@ def die_often(scene, draw, *, kills, steps, seed):
         assert last_step(scene.out) - newest <= 2 * SAVE_OFTEN
         assert not last_step(scene.out) or status_of(scene.out)["status"] == "running"
         during["set-up"] += not was_set_up
-        during["save"] += bool(list(scene.out.glob("checkpoints/.tmp-*")))
+        during["save"] += bool(list(scene.out.glob("checkpoints/.step_*.new")))
     faults = {rank: {"note_rows": str(path)} for rank, path in enumerate(notes)}
     life = scene.live(faults=faults, **settings)
     assert life.end() == [0, 0], life.output

@@ -454,6 +454,42 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, no_space):
         checkpoint_save(state, tmp_path, blocking=True)
 
 
+def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkeypatch, caplog):
+    """The order of contents, manifest, rename and symlink, from the outside."""
+    fsync, calls, failing = os.fsync, [], [0]
+
+    def fail_at(descriptor):
+        calls.append(descriptor)
+        if len(calls) == failing[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_at)
+    (tmp_path / "good").mkdir()
+    expected = {1: everything(saved(tmp_path / "good", 1)), 2: everything(train(build(), 2))}
+    syncs = len(calls)
+    newest = []
+    for failing[0] in range(1, syncs + 1):
+        calls.clear()
+        directory = tmp_path / str(failing[0])
+        shutil.copytree(tmp_path / "good", directory, symlinks=True)
+        caplog.clear()
+        pending = checkpoint_save(train(build(), 2), directory)
+        if failing[0] < syncs:  # until the new name is durable; then comes `latest`
+            with pytest.raises(CheckpointError, match=r"Input/output error\. Checkpoints that"):
+                pending.wait()
+        else:
+            assert pending.wait() == directory / "step_00000002"
+            assert "Input/output error" in caplog.text
+        state = checkpoint_load(build(seed=1), directory)
+        assert_same(everything(state), expected[state.step])
+        assert (directory / "latest" / "manifest.json").exists()
+        assert not list(directory.glob(".*"))
+        newest.append(state.step)
+    # Before the sync of its new name the checkpoint is there, and is not reported as saved.
+    assert newest == [1] * (syncs - 2) + [2] * 2
+
+
 def test_a_failure_nobody_waited_for_is_raised_once_by_the_next_save(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     state = train(build(), 1)

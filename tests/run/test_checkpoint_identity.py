@@ -65,9 +65,7 @@ def failing(times, error, monkeypatch, name="rank_00000.safetensors"):
 
 ERRORS = {
     "OSError": OSError(errno.EIO, "Input/output error"),
-    "stale": OSError(errno.ESTALE, "Stale file handle"),
     "ConnectionError": ConnectionError("the store does not answer"),
-    "PermissionError": PermissionError(errno.EACCES, "Permission denied"),
 }
 
 

@@ -51,7 +51,7 @@ def test_the_newest_always_stays_and_more_rules_keep_more(metrics, rule):
 
 
 BAD = {
-    "last": ({"last": 0}, "keep 0 must be at least 1: .* Pass None to keep all"),
+    "last": ({"last": 0}, r"keep 0 must be at least 1\."),
     "every": ({"every": 0}, r"every 0 must be at least 1\."),
     "best": ({"best": -1}, "best -1 must be at least 0"),
 }
@@ -62,6 +62,13 @@ BAD = {
 def test_rules_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         fk.Keep(**options)
+
+
+@pytest.mark.parametrize("keep", [1.5, "3"])
+def test_what_is_no_rule_is_refused_before_anything_is_written(tmp_path, keep):
+    with pytest.raises(TypeError, match=r"keep is .*; pass an integer"):
+        fk.checkpoint_save(build(), tmp_path / "checkpoints", keep=keep)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 # On disk
