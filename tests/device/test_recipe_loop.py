@@ -44,9 +44,12 @@ def _waits(_rank, _world, recipe, out):
 
 
 @pytest.mark.parametrize("recipe", LOOPS)
-def test_from_the_first_step_to_the_last_the_host_waits_for_nothing(recipe, tmp_path):
+def test_from_the_first_step_to_the_last_the_host_waits_once_for_each_row(recipe, tmp_path):
+    """And for nothing else: before the last step three rows were due."""
     setup = "device.pretend:install"
     ((waits, rows),) = run_ranks(_waits, 1, recipe, tmp_path, group=False, setup=setup)
     assert len(waits) == STEPS
     assert rows == [2, 4, 6, 8]
-    assert not waits[-1][len(waits[0]) :], waits[-1][-1]
+    later = waits[-1][len(waits[0]) :]
+    assert len(later) == 3, later
+    assert all("_read_row" in wait for wait in later), later
