@@ -38,7 +38,7 @@ def check_values(tensors: Mapping[str, Tensor], names: NameMap, directory: Path)
     """
     stored = stored_tensors(directory)
     check_stored(names, stored, directory)
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # each file is opened once: headers of many experts are long
         paths = {one.file for one in stored.values()}
         files = {path: stack.enter_context(reading(path)) for path in paths}
         for name, tensor in tensors.items():

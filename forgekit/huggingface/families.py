@@ -263,18 +263,18 @@ def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
         spec: Of the model, its vocabulary padded perhaps.
         rows: Tokens on disk.
     """
-    block, own = "model.layers.*", "layers.*"
+    block, layer = "model.layers.*", "layers.*"
     yield pad(rename("embedding.weight", "model.embed_tokens.weight"), rows)
     yield rename("norm.weight", "model.norm.weight")
     if not spec.tied:
         yield pad(rename("output.weight", "lm_head.weight"), rows)
     for name, key in {**BLOCK, **(QK_NORM if spec.qk_norm else {})}.items():
-        yield rename(f"{own}.{name}.weight", f"{block}.{key}.weight")
+        yield rename(f"{layer}.{name}.weight", f"{block}.{key}.weight")
     if len(spec.routed) < spec.layers:
-        yield from _feed_forward(f"{own}.feed_forward", f"{block}.mlp")
+        yield from _feed_forward(f"{layer}.feed_forward", f"{block}.mlp")
     if (moe := spec.moe) is None:
         return
-    name, key = f"{own}.feed_forward", f"{block}.{family.feed_forward}"
+    name, key = f"{layer}.feed_forward", f"{block}.{family.feed_forward}"
     yield rename(f"{name}.router.weight", f"{key}.gate.weight")
     yield leave_out(f"{name}.router.load")
     if moe.has_bias:
@@ -301,13 +301,13 @@ def _flag(config: Config, key: str) -> bool:
 def _check_supported(config: Config, length: int) -> None:
     """Refuse what a ``Transformer`` does not have, by key and value."""
     types = config.get("layer_types") or ()
-    odd = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
-    for key, only in [*odd, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
+    more = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
+    for key, only in [*more, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
         raise ValueError(f"{key} is {brief(config[key])}, and a Transformer has only {only!r}.")
     slides = "use_sliding_window" not in config or _flag(config, "use_sliding_window")
     if "max_window_layers" in config:  # where it is not, the window is that of every layer
-        few = config["max_window_layers"] < config["num_hidden_layers"]
-        slides = slides and (SLIDING in types if types else few)
+        is_left = config["max_window_layers"] < config["num_hidden_layers"]
+        slides = slides and (SLIDING in types if types else is_left)
     window = config.get("sliding_window")
     if slides and window is not None and window < length:
         raise ValueError(

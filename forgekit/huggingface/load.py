@@ -144,7 +144,7 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
         CheckpointError: If tensors are missing, too many, or of another shape.
     """
     shapes = {key: one.shape for key, one in stored.items() if not key.endswith(IGNORED)}
-    odd = {
+    problems = {
         "it lacks": [key for key in names.shapes if key not in shapes],
         "only it has": [key for key in shapes if key not in names.shapes],
         "shapes differ:": [
@@ -153,8 +153,8 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
             if shapes.get(key, shape) != shape
         ],
     }
-    if problems := [f"{kind} {', '.join(few[:3])}" for kind, few in odd.items() if few]:
-        raise CheckpointError(f"{where} does not fit the model: {'; '.join(problems)}.")
+    if sentences := [f"{kind} {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]:
+        raise CheckpointError(f"{where} does not fit the model: {'; '.join(sentences)}.")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
@@ -232,11 +232,11 @@ def _check(
 def _names_of(model: nn.Module, path: Path) -> NameMap:
     config = read_config(path)
     if not isinstance(model, Transformer):
-        own: Any = model.config
-        if config.get("model_type") != own.model_type:
+        kind = getattr(model.config, "model_type", None)
+        if config.get("model_type") != kind:
             raise CheckpointError(
                 f"{path} is of another model: its model_type is {config.get('model_type')!r}, here "
-                f"{own.model_type!r}. Build the model with transformers.AutoConfig.from_pretrained."
+                f"{kind!r}. Build the model with transformers.AutoConfig.from_pretrained."
             )
         return transformers_names(model)
     spec = model.spec

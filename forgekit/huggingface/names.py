@@ -36,7 +36,7 @@ class Rule:
             stored.
         dim: Dimension of the model's tensors along which several are joined on disk, or here.
         is_stacked: Whether each index of the first dimension is a tensor on disk; its number
-            stands for ``{}`` in ``theirs``.
+            stands for ``{}`` in the key.
         is_transposed: Whether the last two dimensions are swapped on disk.
         dtype: On disk; the model's if None.
         rows: Rows that are on disk, the first ones; all if None.
@@ -183,6 +183,7 @@ class NameMap:
         names, shape = self.names.setdefault(part.key, []), self.shapes.get(part.key)
         stops = tuple(stop for _, stop in part.key_box)
         if shape is not None:
+            # Tensors that share a key lie one behind the other: only the first begins at 0.
             starts_anew = not any(start for start, _ in part.key_box)
             if part.name in names or starts_anew or len(shape) != len(stops):
                 raise ValueError(
@@ -237,8 +238,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _fill(pattern: str, stars: list[str]) -> str:
-    filled = iter(stars)
-    return re.sub(r"\*", lambda _: next(filled), pattern)
+    for star in stars:
+        pattern = pattern.replace("*", star, 1)
+    return pattern
 
 
 def _parts_of(
@@ -261,7 +263,7 @@ def _parts_of(
     for number, pattern in enumerate(rule.keys):
         key, box = _fill(pattern, stars), [(0, size) for size in shape]
         key_box = list(box)
-        if shape:
+        if shape:  # a number has no dimension to be joined along
             size = shape[dim] // len(rule.keys)
             box[dim] = number * size, (number + 1) * size
             key_box[dim] = offset, offset + size

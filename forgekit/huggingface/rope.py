@@ -54,9 +54,9 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
         )
     if fields.get("partial_rotary_factor") == 1:  # all channels of a head turn
         del fields["partial_rotary_factor"]
-    if odd := sorted(fields.keys() - OTHERS - {*NUMBERS.get(kind, ())}):
+    for key in sorted(fields.keys() - OTHERS - {*NUMBERS.get(kind, ())}):
         raise ValueError(
-            f"the rotary settings of type {kind!r} have {odd[0]} {brief(fields[odd[0]])}, which a "
+            f"the rotary settings of type {kind!r} have {key} {brief(fields[key])}, which a "
             "Transformer's have not; they are one set for all layers."
         )
     theta = float(fields.get("rope_theta", theta))

@@ -241,18 +241,19 @@ def _plan(
     owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
     for rank, entries in enumerate(held):
         owners = {name: (rank, *entry) for name, entry in entries.items()} | owners
-    if odd := [name for name in owners if name not in names.parts]:
+    if unnamed := [name for name in owners if name not in names.parts]:
         raise CheckpointError(
-            f"the model has {odd[0]!r}, which has no name on disk. Merge adapters before the "
+            f"the model has {unnamed[0]!r}, which has no name on disk. Merge adapters before the "
             "export, or pass names= with a rule for it."
         )
     if lost := [name for name, parts in names.parts.items() if parts and name not in owners]:
         raise CheckpointError(f"no rank has {lost[0]!r}, which has a name on disk.")
     groups: list[Entries] = [{}]
     for key, shape in names.shapes.items():
-        own = owners[names.names[key][0]][1]
-        own = dtype if dtype is not None and own.is_floating_point else own
-        entry = names.dtypes.get(key, own), shape
+        written = owners[names.names[key][0]][1]
+        if dtype is not None and written.is_floating_point:
+            written = dtype
+        entry = names.dtypes.get(key, written), shape
         if groups[-1] and sum(map(_bytes, [*groups[-1].values(), entry])) > max_shard_size:
             groups.append({})
         groups[-1][key] = entry

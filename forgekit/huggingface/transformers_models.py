@@ -95,13 +95,13 @@ def transformers_names(model: nn.Module) -> NameMap:
     config: Any = model.config
     with torch.device("meta"):
         tensors = named_tensors(_class_of(model)(config))
-    known = EXPERTS.get(config.model_type)
-    if known is None and (odd := [name for name in tensors if name.endswith(GATE_UP)]):
+    experts = EXPERTS.get(config.model_type)
+    if experts is None and (fused := [name for name in tensors if name.endswith(GATE_UP)]):
         raise CheckpointError(
-            f"{odd[0]!r} holds all experts of a layer, and how a model of the type "
+            f"{fused[0]!r} holds all experts of a layer, and how a model of the type "
             f"{config.model_type!r} names them on disk is known of {[*EXPERTS]} only. Pass names=."
         )
-    return NameMap([_rule(name, known) for name in tensors], tensors)
+    return NameMap([_rule(name, experts) for name in tensors], tensors)
 
 
 def _class_of(model: nn.Module) -> Any:

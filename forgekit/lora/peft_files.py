@@ -402,8 +402,8 @@ def _config(
         "lora_dropout": dropouts.pop() if len(dropouts) == 1 else 0.0,
         "target_modules": [name for name in adapters if name not in experts],
         "target_parameters": [*experts] or None,
-        "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
-        "alpha_pattern": {name: own for name, own in alphas.items() if own != alpha},
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "use_dora": any(adapter.dora for adapter in adapters.values()),
         "use_rslora": is_rslora,
         "bias": "none",
@@ -469,8 +469,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     tensors = load(read_regular(path))
-    if odd := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{odd[0]!r} holds values that are not finite.")
+    if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{broken[0]!r} holds values that are not finite.")
     return tensors
 
 

@@ -411,8 +411,8 @@ RULES = {
         r"^\['c'\] match no tensor of the model; it has \['a\.0\.w'",
     ),
     "two tensors of one name": (
-        lambda: [BOTH[0], rename("b", "x.1.w")],
-        r"^'a\.1\.w' and 'b' are both 'x\.1\.w' on disk, in the same position",
+        lambda: [rename("a.0.w", "x"), rename("a.1.w", "x"), BOTH[1]],
+        r"^'a\.0\.w' and 'a\.1\.w' are both 'x' on disk, in the same position",
     ),
     "stars on one side": (
         lambda: [rename("a.*.w", "x.w")],

@@ -249,7 +249,8 @@ def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
     tokenizer.save(str(path))
     for number, given in enumerate((tokenizer, path)):
         ours = tmp_path / str(number)
-        fk.save_huggingface(model, ours, given, like={"model_type": "llama", "vocab_size": 100})
+        like = {"model_type": "llama", "vocab_size": 100, "eos_token_id": 2}
+        fk.save_huggingface(model, ours, given, like=like)
         again = transformers.AutoTokenizer.from_pretrained(ours)
         assert again.eos_token == "<|endoftext|>"
         assert again("to be")["input_ids"] == tokenizer.encode("to be").ids
