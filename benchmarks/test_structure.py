@@ -24,7 +24,7 @@ from forgekit.parallel.activation_checkpoint import compile_blocks
 BARE, AGAIN, STEP, HEAD = "bare loop", "bare loop again", "make_step", "make_step, head"
 STEPS = {BARE: bare_step, STEP: our_step, HEAD: our_head_step}
 LOSSES = {BARE: bare_loss, STEP: loss_fn, HEAD: head_loss}
-MOST_KERNELS = 20
+MOST_KERNELS = 22
 MOST_BREAKS, MOST_RECOMPILATIONS = 0, 1
 MOST_HOST_TIME = {STEP: 1.2, HEAD: 1.35}
 SMALL = Size(dim=64, layers=1, seq_len=32, vocab_size=512)
