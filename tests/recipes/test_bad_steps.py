@@ -117,8 +117,8 @@ def test_code_that_a_run_directory_names_is_shown_and_not_run(runs, tmp_path, ca
     assert main(["replay", str(tmp_path)]) == 2
     shown = capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
-    assert "replay runs the code of the recipe, so it has to be named (here the one that" in shown
-    assert f"forgekit replay {tmp_path} --script '{tmp_path}/a \\x1b[31m'\"'\"'b.py'" in shown
+    assert "replay runs a recipe's code: name it with --script FILE (the run noted " in shown
+    assert "/a \\x1b[31m'b.py)." in shown
     assert "\x1b" not in shown
 
 
@@ -135,12 +135,9 @@ def test_a_good_step_is_replayed_bitwise(runs):
 
 REFUSED = {
     "no bad step": ([], "has no bad_steps.jsonl: the run has no bad steps. --step N looks"),
-    "step 0": (["--step", "0"], "--step 0: steps are counted from 1, as in metrics.jsonl"),
-    "a step to come": (["--step", "15"], "--step 15: .*knows has logged no step after 14; choose"),
-    "no script": (
-        ["--step", "2"],
-        r"to be named \(which this run has not noted\): forgekit replay .*knows --step 2 --script",
-    ),
+    "step 0": (["--step", "0"], "--step 0: .*knows has logged steps from 1 to 14"),
+    "a step to come": (["--step", "15"], "--step 15: .*knows has logged steps from 1 to 14"),
+    "no script": (["--step", "2"], r"runs a recipe's code: name it with --script FILE\."),
     "a script that is not there": (
         ["--step", "2", "--script", "/gone.py"],
         "/gone.py is not there; --script FILE names the recipe.",
