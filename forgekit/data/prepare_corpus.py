@@ -13,6 +13,7 @@ ends with the same bytes. Memory does not depend on the amount of text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +26,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
@@ -180,7 +181,13 @@ def prepare(
             asked = vocab_size if given is None else None
             _join(folder, parts, {"made_from": made_from, "vocab_size_asked": asked})
         prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
-    _warn_of_few(prepared)
+    file = prepared.train
+    if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):  # the model must fit it
+        log.warning(
+            f"the tokenizer has {file.vocab_size:,} tokens instead of {asked:,}: the "
+            f"{file.metadata['text_bytes']:,} bytes of training text hold no more pairs of tokens "
+            f"to join. Prepare more text, or ask for a vocabulary of {file.vocab_size:,}"
+        )
     return prepared
 
 
@@ -327,10 +334,10 @@ def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_
         yield _Part(parts[-1], position, is_last, content)
 
 
-def _facts_of(part: Path) -> dict[str, Any] | None:
-    """Read the facts of a finished part; None if it is not finished."""
+def _facts_of(part: Path) -> dict[str, Any]:
+    """Read the facts of a finished part; nothing if it is not finished."""
     file = part / PART
-    return json.loads(file.read_text()) if file.is_file() else None
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _load_and_write_part(part: _Part, tokenizer: Path, write: Write) -> None:
@@ -360,7 +367,7 @@ def _join(folder: Path, parts: list[Path], metadata: dict[str, Any]) -> None:
     for left in folder.iterdir():  # by a call that was killed here
         if left.name not in (TOKENIZER, PARTS):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    facts = [_facts_of(part) or {} for part in parts]
+    facts = [_facts_of(part) for part in parts]
     end = facts[-1]["end"]
     for problem in end["problems"]:
         log.warning("left out: %s", printable(problem))
@@ -399,13 +406,11 @@ def _tokenizer(
 
 def _open_made(out: Path, made_from: str) -> Prepared | None:
     """Open an existing folder if it is complete and was made from exactly this, else None."""
-    if not _is_prepared(out):
-        return None
-    try:
+    with contextlib.suppress(OSError, ValueError, LookupError):
         prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=False)
-        return prepared if prepared.train.metadata["made_from"] == made_from else None
-    except (OSError, ValueError, LookupError):
-        return None
+        if _is_prepared(out) and prepared.train.metadata["made_from"] == made_from:
+            return prepared
+    return None
 
 
 def _is_prepared(out: Path) -> bool:
@@ -417,22 +422,8 @@ def _is_prepared(out: Path) -> bool:
     )
 
 
-def _warn_of_few(prepared: Prepared) -> None:
-    """Warn that a trained tokenizer is smaller than requested: the model must fit it."""
-    file = prepared.train
-    if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):
-        log.warning(
-            f"the tokenizer has {file.vocab_size:,} tokens instead of {asked:,}: the "
-            f"{file.metadata['text_bytes']:,} bytes of training text hold no more pairs of tokens "
-            f"to join. Prepare more text, or ask for a vocabulary of {file.vocab_size:,}"
-        )
-
-
 def _documents(source: Any) -> Documents:
     if isinstance(source, str) and source == "stdlib":
         return stdlib_documents()
-    if hasattr(source, "fingerprint"):
-        return cast(Documents, source)
-    if isinstance(source, list) and source and isinstance(source[0], tuple):
-        return as_documents(source)
-    return text_documents(cast(Paths, source))
+    is_pairs = isinstance(source, list) and source and isinstance(source[0], tuple)
+    return as_documents(source) if is_pairs or hasattr(source, "read") else text_documents(source)

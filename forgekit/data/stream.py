@@ -33,7 +33,7 @@ from forgekit.data.groups import count_micro_batches
 from forgekit.data.loader import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
 from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
-from forgekit.inputs import check_integers, check_rank, wrong_type
+from forgekit.inputs import check_integers, check_rank
 from forgekit.terminal import printable
 
 BROKEN_NAMED = 10
@@ -104,14 +104,10 @@ def stream_documents(
         batch_size=(batch_size, 1),
         epochs=(1 if epochs is None else epochs, 1),
     )
-    if tokenizer is not None and not hasattr(tokenizer, "encode_batch_fast"):
-        wanted = "what forgekit.data.load_tokenizer(path) returns, or a backend_tokenizer"
-        raise wrong_type("tokenizer", tokenizer, wanted)
     if eos_id is None:
         if tokenizer is None:
             raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
-    check_integers(eos_id=(eos_id, 0, 2**32 - 1))
     rows = DocumentRows(
         documents=as_documents(documents),
         tokenizer=tokenizer,
@@ -199,8 +195,8 @@ class DocumentStream:
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"]:
             raise ValueError(
-                f"the stream's position is in other documents: {state['fingerprint']!r}, and now "
-                f"they are {now['fingerprint']!r}. Stream the same ones, or start a new run."
+                "the stream's position is in other documents. Stream the same ones, or start a new "
+                "run."
             )
         if any(state[name] != now[name] for name in ("rank", "world", "worker", "workers")):
             raise ValueError(
@@ -351,11 +347,6 @@ class DocumentRows:
                 content = () if self.tokenizer is None else ""
                 if broken <= BROKEN_NAMED:
                     log.warning("left out: %s", printable(record.problem))
-            is_text = isinstance(content, str)
-            if is_text == (self.tokenizer is None):
-                has, needs = ("text", "a tokenizer") if is_text else ("token ids", "no tokenizer")
-                raise TypeError(
-                    f"these documents are {has}, so the stream needs {needs}; pass it so."
-                )
-            ids = content if is_text else check_ids(record.name, content)
-            yield Cursor(record.after, epoch=cursor.epoch, broken=broken), ids
+            if self.tokenizer is None:
+                content = check_ids(record.name, content)
+            yield Cursor(record.after, epoch=cursor.epoch, broken=broken), content

@@ -288,35 +288,17 @@ def test_bad_arguments_are_refused(options, error, message):
 
 
 BAD_DOCUMENTS = {
-    "none": (
-        [[]],
-        {},
-        ValueError,
-        "reader 0 of 1 found no document .0 are broken.. Stream at leas",
-    ),
-    "text": (["a"], {}, TypeError, "are text, so the stream needs a tokenizer"),
-    "ids": (
-        [[1]],
-        {"tokenizer": TOKENIZER},
-        TypeError,
-        "are token ids, so the stream needs no tok",
-    ),
-    "floats": (
-        [[0.5]],
-        {},
-        ValueError,
-        r"document 0 is float64 of shape \(1,\); a document is a 1-",
-    ),
+    "none": ([[]], "reader 0 of 1 found no document .0 are broken.. Stream at leas"),
+    "text": (["a"], r"document 0 is <U1 of shape \(\); .*; encode text with a tokenizer first"),
+    "floats": ([[0.5]], r"document 0 is float64 of shape \(1,\); a document is a 1-"),
 }
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("documents", "options", "error", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS
-)
-def test_documents_that_cannot_be_streamed_are_refused(documents, options, error, message):
-    with pytest.raises(error, match=message):
-        next(iter(stream_of(documents, **options)))
+@pytest.mark.parametrize(("documents", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
+def test_documents_that_cannot_be_streamed_are_refused(documents, message):
+    with pytest.raises(ValueError, match=message):
+        next(iter(stream_of(documents)))
 
 
 COLLECTIONS = {
@@ -334,7 +316,7 @@ def test_a_position_in_a_collection_belongs_to_its_contents(before, after):
     options = {"tokenizer": TOKENIZER} if is_text else {}
     state = stream_of(before, 4, 1, **options).state_dict()
     stream_of(before, 4, 1, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"is in other documents: .* Stream the same ones"):
+    with pytest.raises(ValueError, match=r"is in other documents\. Stream the same ones"):
         stream_of(after, 4, 1, **options).load_state_dict(state)
 
 
@@ -345,5 +327,5 @@ def test_a_position_of_another_rank_or_in_other_documents_is_refused():
         now = rf"rank 1 of 4, and this is rank {rank} of {world}\. .* cannot be divided among"
         with pytest.raises(ValueError, match=now):
             stream.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"is in other documents: .* Stream the same ones"):
+    with pytest.raises(ValueError, match=r"is in other documents\. Stream the same ones"):
         stream_of(random_documents(9, 31), rank=1, world=4).load_state_dict(state)
