@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from forgekit.inputs import brief, check_choice, check_integers, quoted
 LongExamples = Literal["error", "truncate", "drop"]
 
 
-@attrs.frozen
+@attrs.define
 class ChatCounts:
     """What became of the lines of a data set.
 
@@ -39,14 +39,14 @@ class ChatCounts:
         shared: Trained tokens that also hold characters of the prompt.
     """
 
-    lines: int
-    examples: int
-    tokens: int
-    trained: int
-    truncated: int
-    dropped: int
-    turn_by_turn: int
-    shared: int
+    lines: int = 0
+    examples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    turn_by_turn: int = 0
+    shared: int = 0
 
     def __str__(self) -> str:
         others = ("truncated", "dropped", "turn_by_turn", "shared")
@@ -204,8 +204,8 @@ def _dataset(
     for number, (name, line) in enumerate(lines, start=1):
         is_held_out = held_out_every is not None and number % held_out_every == 0
         (held_out if is_held_out else train).add(encode(name, line))
-    rest = held_out.dataset(encoder) if held_out.kept else None
-    return train.dataset(encoder, rest)
+    rest = held_out.dataset(encoder.tokenizer) if held_out.kept else None
+    return train.dataset(encoder.tokenizer, rest)
 
 
 @attrs.define
@@ -215,14 +215,12 @@ class _Part:
     seq_len: int
     long: LongExamples
     kept: list[tuple[Example, ...]] = attrs.field(factory=list)
-    lines: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    split: int = 0
+    counts: ChatCounts = attrs.field(factory=ChatCounts)
 
     def add(self, groups: list[tuple[Example, ...]]) -> None:
-        self.lines += 1
-        self.split += len(groups) > 1
+        counts = self.counts
+        counts.lines += 1
+        counts.turn_by_turn += len(groups) > 1
         for group in groups:
             size = sum(len(example.ids) for example in group)
             is_long = size > self.seq_len
@@ -233,30 +231,25 @@ class _Part:
                 )
             if is_long and self.long == "truncate":
                 group = tuple(example.truncated(self.seq_len) for example in group)
-                self.truncated += 1
-            if (is_long and self.long == "drop") or not _trained(group):
-                self.dropped += 1
-            else:
-                self.kept.append(group)
+                counts.truncated += 1
+            # The first token of a document is no target.
+            trained = sum(int(example.trained[1:].sum()) for example in group)
+            if (is_long and self.long == "drop") or not trained:
+                counts.dropped += 1
+                continue
+            self.kept.append(group)
+            counts.examples += len(group)
+            counts.tokens += sum(len(example.ids) for example in group)
+            counts.trained += trained
+            counts.shared += sum(example.shared for example in group)
 
-    def dataset(self, encoder: ChatEncoder, rest: RowDataset | None = None) -> RowDataset:
-        examples = [example for group in self.kept for example in group]
-        trained = _trained(examples)
-        counts = ChatCounts(
-            lines=self.lines,
-            examples=len(examples),
-            tokens=sum(len(example.ids) for example in examples),
-            trained=trained,
-            truncated=self.truncated,
-            dropped=self.dropped,
-            turn_by_turn=self.split,
-            shared=sum(example.shared for example in examples),
-        )
-        if not trained:
+    def dataset(self, tokenizer: Any, rest: RowDataset | None = None) -> RowDataset:
+        if not self.kept:
             raise ValueError(
-                f"nothing is supervised: {counts}. Pass a larger seq_len, or look at the lines."
+                f"nothing is supervised: {self.counts}. Pass a larger seq_len, or look at the "
+                "lines."
             )
-        tokenizer = encoder.tokenizer
+        examples = [example for group in self.kept for example in group]
         ids, trained = (
             np.concatenate([getattr(example, key) for example in examples])
             for key in ("ids", "trained")
@@ -269,12 +262,7 @@ class _Part:
             eos_id=tokenizer.eos_token_id or 0,
         )
         bins = _bins(self.kept, self.seq_len)
-        return RowDataset(documents, self.seq_len, bins, counts=counts, rest=rest)
-
-
-def _trained(examples: Iterable[Example]) -> int:
-    """Count targets; the first token of a document is none."""
-    return sum(int(example.trained[1:].sum()) for example in examples)
+        return RowDataset(documents, self.seq_len, bins, counts=self.counts, rest=rest)
 
 
 def _bins(groups: Sequence[tuple[Example, ...]], capacity: int) -> Bins:

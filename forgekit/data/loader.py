@@ -384,10 +384,13 @@ def compute_ahead(
     torch.get_num_threads()
     compute = work if pool is None else partial(_compute_in, pool)
     results: BaseNode[Any] = ParallelMapper(
-        IterableWrapper(numbers), _Guarded(compute), num_workers=workers, snapshot_frequency=0
+        IterableWrapper(numbers),
+        partial(_attempt, compute),
+        num_workers=workers,
+        snapshot_frequency=0,
     )
     if copies is not None:
-        results = Mapper(results, _Guarded(copies.start))
+        results = Mapper(results, partial(_attempt, copies.start))
         if copies.ahead:
             results = Prefetcher(results, copies.ahead, snapshot_frequency=0)
     try:
@@ -410,15 +413,11 @@ class _Raised:
     error: BaseException
 
 
-@attrs.frozen
-class _Guarded:
-    work: Callable[[Any], Any]
-
-    def __call__(self, given: Any) -> Any:
-        try:
-            return given if isinstance(given, _Raised) else self.work(given)
-        except BaseException as error:
-            return _Raised(error)
+def _attempt(work: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return given if isinstance(given, _Raised) else work(given)
+    except BaseException as error:
+        return _Raised(error)
 
 
 def _compute_in(pool: ProcessPoolExecutor, number: int) -> Any:

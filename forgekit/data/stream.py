@@ -175,22 +175,16 @@ class DocumentStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last micro-batch, in JSON values."""
-        worker, workers = _torch_worker()
-        return {
-            "fingerprint": self.fingerprint,
-            "rank": self._rank,
-            "world": self.world,
-            "worker": worker,
-            "workers": workers,
-            **attrs.asdict(self._cursor),
-        }
+        part, parts = self._part()
+        facts = {"fingerprint": self.fingerprint, "reader": part, "readers": parts}
+        return {**facts, **attrs.asdict(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position, exactly.
 
         Raises:
-            ValueError: If it is the position of another rank, of another number of ranks or
-                workers, or in other documents.
+            ValueError: If it is the position of another reader, of another number of readers, or
+                in other documents.
         """
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"]:
@@ -198,12 +192,12 @@ class DocumentStream:
                 "the stream's position is in other documents. Stream the same ones, or start a new "
                 "run."
             )
-        if any(state[name] != now[name] for name in ("rank", "world", "worker", "workers")):
+        if any(state[name] != now[name] for name in ("reader", "readers")):
             raise ValueError(
-                f"the stream's position is that of {_describe(state)}, and this is "
-                f"{_describe(now)}. Half-read documents cannot be divided among other readers "
-                "without repeating or skipping some. Resume on as many ranks and workers, or "
-                "prepare token files, which resume on any number."
+                f"the stream's position is that of reader {state['reader']} of {state['readers']}, "
+                f"and this is reader {now['reader']} of {now['readers']}. Half-read documents "
+                "cannot be divided among other readers without repeating or skipping some. Resume "
+                "on as many ranks and workers, or prepare token files, which resume on any number."
             )
         self.close()
         self._cursor = Cursor(**{name: state[name] for name in attrs.asdict(self._cursor)})
@@ -225,23 +219,16 @@ class DocumentStream:
         self._reader.close()
 
     def _open(self) -> Generator[Any]:
-        worker, workers = _torch_worker()
-        part, parts = self._rank * workers + worker, self.world * workers
-        batches = self._rows.read(self._cursor, part, parts)
+        batches = self._rows.read(self._cursor, *self._part())
         return compute_ahead(
             lambda _: next(batches, None), itertools.count(), workers=self._workers
         )
 
-
-def _torch_worker() -> tuple[int, int]:
-    """Number of this worker of torch's DataLoader, and of workers; 0 of 1 outside of one."""
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def _describe(state: dict[str, Any]) -> str:
-    worker = f", worker {state['worker']} of {state['workers']}" if state["workers"] > 1 else ""
-    return f"rank {state['rank']} of {state['world']}{worker}"
+    def _part(self) -> tuple[int, int]:
+        """Number this reader among all: ranks, and workers of torch's DataLoader on each."""
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._rank * workers + worker, self.world * workers
 
 
 @attrs.frozen

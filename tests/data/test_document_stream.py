@@ -195,9 +195,7 @@ def test_workers_of_torchs_loader_share_the_documents_too(kinds, kind):
     for worker in (0, 1):
         alone = stream_of(kinds[kind], 16, 3, tokenizer=TOKENIZER, rank=2 + worker, world=4)
         assert found[worker] == [content(batch) for batch in islice(alone, 5)]
-    with pytest.raises(
-        ValueError, match=r"is that of rank 1 of 2, worker 1 of 2, and this is rank"
-    ):
+    with pytest.raises(ValueError, match=r"is that of reader 3 of 4, and this is reader 1 of 2"):
         stream.load_state_dict(state)
 
 
@@ -324,7 +322,7 @@ def test_a_position_of_another_rank_or_in_other_documents_is_refused():
     state = stream_of(random_documents(9, 30), rank=1, world=4).state_dict()
     for rank, world in ((1, 2), (0, 4), (3, 8)):
         stream = stream_of(random_documents(9, 30), rank=rank, world=world)
-        now = rf"rank 1 of 4, and this is rank {rank} of {world}\. .* cannot be divided among"
+        now = rf"reader 1 of 4, and this is reader {rank} of {world}\. .* cannot be divided among"
         with pytest.raises(ValueError, match=now):
             stream.load_state_dict(state)
     with pytest.raises(ValueError, match=r"is in other documents\. Stream the same ones"):

@@ -158,7 +158,7 @@ def test_another_number_of_ranks_is_refused_before_anything_is_read(tmp_path):
 
 def test_what_one_rank_refuses_all_ranks_refuse(tmp_path):
     run_again(_save, 3, tmp_path)
-    message = r"rank 1: ValueError: .* position is that of rank 1 of 3, and this is rank 2 of 3"
+    message = r"rank 1: ValueError: .* position is that of reader 1 of 3, and this is reader 2 of 3"
     run_ranks(_refuse, 3, tmp_path, message, _swapped)
     run_ranks(_refuse, 3, tmp_path, r"rank 0: .* position is in other documents", _other)
 
