@@ -290,11 +290,8 @@ class RowDataset:
         documents = self.bins.documents[here]
         starts = offsets[documents] + self.bins.starts[here]
         stops = starts + self.bins.lengths[here]
-        last = np.minimum(stops + 1, offsets[documents + 1])
-        return [
-            self._read(*each)
-            for each in zip(starts.tolist(), stops.tolist(), last.tolist(), strict=True)
-        ]
+        ends = np.minimum(stops + 1, offsets[documents + 1])
+        return [self._read(*each) for each in np.stack([starts, stops, ends], 1).tolist()]
 
     def _read(self, start: int, stop: int, end: int) -> Piece:
         """Read the tokens from ``start`` to ``stop``, and the labels of those up to ``end``."""

@@ -307,7 +307,7 @@ class Unshifted(Rows):
         return TensorDict({"input_ids": torch.full((4,), row)})
 
 
-@pytest.mark.parametrize("more", [{}, {"workers": 2}, {"workers": 1, "processes": True}])
+@pytest.mark.parametrize("more", [{}, {"workers": 2}])
 def test_transforms_make_micro_batches_in_their_order_and_padding_stays_masked(more):
     order = {"shuffle": False, "epochs": 1, "transforms": (_add_ten, _shift)}
     with make_loader(Unshifted(5), 2, rank=0, world=1, **order, **more) as loader:
