@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from lab import Watch, full
 from optim import rms
 from optim.optimizers import (
@@ -316,3 +318,67 @@ def test_an_optimizer_of_ones_own_is_one_file_and_a_row():
         step_with(model, ours, step)
         step_with(other, torchs, step)
     assert_close(parameters_of(model), parameters_of(other), 1e-12)
+
+
+# Optimizers of others on sharded parameters
+
+
+class Eager(torch.optim.Optimizer):
+    """Momentum that begins in the constructor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"].lerp_(parameter.grad, 0.5)
+            parameter.sub_(self.state[parameter]["mean"], alpha=0.01)
+
+
+OTHERS = {
+    "Adafactor": (torch.optim.Adafactor, False),
+    "SGD": (partial(torch.optim.SGD, fused=True, momentum=0.9), False),
+    "Adafactor of transformers": (transformers.Adafactor, False),
+    "state from the constructor": (Eager, True),
+    "SGD, a loop": (partial(torch.optim.SGD, lr=0.01, momentum=0.9), True),
+    "Adam": (partial(torch.optim.Adam, fused=True, amsgrad=True), True),
+}
+
+
+def _first_steps(rank, world):
+    """By optimizer what is raised when a state is made, or how far a first step moves weights."""
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    return {name: _first_step(mesh, make) for name, (make, _) in OTHERS.items()}
+
+
+def _first_step(mesh, make):
+    model = build(torch.float32, mesh=mesh)
+    before = parameters_of(model)
+    rest = fk.adamw(model)
+    for group in rest.param_groups:
+        group["params"] = [p for p in group["params"] if p.ndim != 2]
+    chain = fk.chain_optimizers(make([p for p in model.parameters() if p.ndim == 2]), rest)
+    count = len(chain.state)
+    try:
+        fk.TrainState.create(model, chain, mesh=mesh)
+    except ValueError as error:
+        assert all(torch.equal(before[n], p) for n, p in parameters_of(model).items())
+        return str(error)
+    assert len(chain.state) == count, "the trial leaves no state"
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    chain.step()
+    return max((before[n] - p).abs().max().item() for n, p in parameters_of(model).items())
+
+
+def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_first_update():
+    for by_name in run_again(_first_steps, 2):
+        for name, (_, is_able) in OTHERS.items():
+            if is_able:
+                assert by_name[name] > 9e-4, name
+            else:
+                message = f"{name.split()[0]} cannot step sharded parameters ("
+                assert str(by_name[name]).startswith(message), by_name[name]
