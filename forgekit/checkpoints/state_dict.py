@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -314,7 +315,8 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
     for name in saved_fields(state).keys() & manifest["fields"].keys():
         tree = manifest["fields"][name]
         tree = dict(_per_rank(tree)).get(rank, tree)
-        fields[name] = decode(tree, _value(state, name), tensors, specs)
+        make = _field_maker(getattr(state, name), specs)
+        fields[name] = decode(tree, _value(state, name), tensors, make)
     if has_average(manifest):
         tensors |= _average_tensors(state)
     return Allocation(tensors, optimizer, fields)
@@ -415,20 +417,36 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
     )
 
 
+def _field_maker(value: Any, specs: Mapping[str, Any]) -> Callable[[str, Any], Tensor]:
+    """Return what makes the tensors of a field; those of an optimizer follow its parameters."""
+    groups = value.param_groups if isinstance(value, Optimizer) else []
+    owners = [(parameter, group) for group in groups for parameter in group["params"]]
+
+    def make(key: str, now: Any) -> Tensor:
+        # An optimizer's state_dict files entries under the position of their parameter.
+        number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
+        return _new_tensor(specs, *(owners[int(number[1])] if number else (None, {})), key, now)
+
+    return make
+
+
 def _new_tensor(
-    spec: dict[str, Any],
+    specs: Mapping[str, Any],
+    parameter: Tensor | None,
+    group: Mapping[str, Any],
+    key: str,
     now: Any,
-    parameter: Tensor | None = None,
-    group: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     """Make an entry as its owner would have made it, for this layout and device.
 
     Args:
-        spec: Shape and dtype in the checkpoint.
-        now: The value that is there today.
+        specs: Shapes and dtypes in the checkpoint, by key.
         parameter: Whose entry of an optimizer it is, if it is one.
         group: The optimizer's group of that parameter.
+        key: The entry's key.
+        now: The value that is there today.
     """
+    spec = specs[key]
     shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
     if isinstance(now, Tensor) and now.shape == shape:
         return torch.empty_like(now, dtype=dtype, requires_grad=False)
@@ -455,8 +473,7 @@ def decode(
     node: Any,
     now: Any,
     tensors: dict[str, Any],
-    specs: Mapping[str, Any],
-    make: Callable[[Any, Any], Tensor] = _new_tensor,
+    make: Callable[[str, Any], Tensor],
 ) -> Any:
     """Build a value from a tree.
 
@@ -464,20 +481,19 @@ def decode(
         node: The tree.
         now: Today's value, after which tensors are modelled.
         tensors: Gets every tensor that was made, by key; changed in place.
-        specs: Shapes and dtypes of tensors by key.
-        make: Makes a tensor of a shape and dtype from today's value.
+        make: Makes a tensor from its key and today's value.
     """
     if not isinstance(node, dict):
         return node
     ((tag, inner),) = node.items()
     if tag == "$tensor":
-        return tensors.setdefault(inner, make(specs[inner], now))
+        return tensors.setdefault(inner, make(inner, now))
     if tag == "$dict":
         before = now if isinstance(now, dict) else {}
-        return {k: decode(value, before.get(k), tensors, specs, make) for k, value in inner}
+        return {k: decode(value, before.get(k), tensors, make) for k, value in inner}
     before = [*now] if isinstance(now, list | tuple) else []
     before += [None] * len(inner)
-    built = [decode(v, b, tensors, specs, make) for v, b in zip(inner, before, strict=False)]
+    built = [decode(v, b, tensors, make) for v, b in zip(inner, before, strict=False)]
     return built if tag == "$list" else tuple(built)
 
 
@@ -537,12 +553,11 @@ def _allocate_optimizer(
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
     optimizer: dict[Tensor, dict[str, Any]] = {}
     for name, parameter in _optimizer_parameters(state).items():
-        make = partial(_new_tensor, parameter=parameter, group=groups[parameter])
+        make = partial(_new_tensor, manifest["tensors"], parameter, groups[parameter])
         before = state.optimizer.state.get(parameter, {})
         if entries := manifest["optimizer"][name]:
             optimizer[parameter] = {
-                key: decode(node, before.get(key), tensors, manifest["tensors"], make)
-                for key, node in entries.items()
+                key: decode(node, before.get(key), tensors, make) for key, node in entries.items()
             }
     return optimizer
 
