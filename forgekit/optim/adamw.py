@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.optim.groups import decay_groups
+from forgekit.optim.groups import check_decay_rates, decay_groups
 from forgekit.optim.shards import global_indices
 from forgekit.optim.step_each import State, call_closure, is_skipped, step_one, with_gradient, zeros
 from forgekit.tensors import local
@@ -98,6 +98,7 @@ class StochasticAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
+        check_decay_rates(*betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, defaults)
 

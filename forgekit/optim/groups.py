@@ -162,3 +162,13 @@ def _role(name: str, tables: Mapping[str, Mapping[str, str]]) -> str:
             inner = name.removeprefix(prefix)
             return next((role for p, role in table.items() if fnmatchcase(inner, p)), "other")
     return "other"
+
+
+def check_decay_rates(*rates: float) -> None:
+    """Refuse a decay rate of a running mean that is below 0 or not below 1.
+
+    Raises:
+        ValueError: With what was given: the mean would never move, or grow without a word.
+    """
+    if not all(0 <= rate < 1 for rate in rates):
+        raise ValueError(f"decay rates are {rates}; each must be at least 0 and below 1.")

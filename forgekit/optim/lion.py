@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.optim.groups import decay_groups
+from forgekit.optim.groups import check_decay_rates, decay_groups
 from forgekit.optim.step_each import State, step_each, zeros
 
 
@@ -53,6 +53,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
+        check_decay_rates(*betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from forgekit.inputs import check_integers
 from forgekit.optim.chain import Chained, chain_optimizers
-from forgekit.optim.groups import check_patterns, decay_groups, roles_of
+from forgekit.optim.groups import check_decay_rates, check_patterns, decay_groups, roles_of
 from forgekit.optim.orthogonalize import orthogonalize, share_matrices
 from forgekit.optim.shards import splits_of
 from forgekit.optim.step_each import (
@@ -140,6 +141,8 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        check_decay_rates(momentum)
+        check_integers(ns_steps=(ns_steps, 1))
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.optim.groups import decay_groups
+from forgekit.optim.groups import check_decay_rates, decay_groups
 from forgekit.optim.step_each import (
     State,
     call_closure,
@@ -96,6 +96,7 @@ class ScheduleFree(Optimizer):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ) -> None:
+        check_decay_rates(*betas)
         if betas[0] == 0:
             raise ValueError("betas[0] is 0; it must be above 0, or no average could be computed.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

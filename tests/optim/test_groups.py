@@ -61,6 +61,20 @@ def test_a_negative_decay_is_refused():
         fk.optim.decay_groups(nn.Linear(2, 2), -0.1)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: fk.lion(model, betas=(0.9, 1.0)),
+        lambda model: fk.schedule_free(model, betas=(-0.1, 0.9)),
+        lambda model: fk.adamw(model.bfloat16(), betas=(0.9, 1.5), stochastic_rounding=True),
+        lambda model: fk.muon(model, momentum=1.0, roles={"weight": "matrix"}),
+    ],
+)
+def test_a_decay_rate_that_would_silently_train_otherwise_is_refused(make):
+    with pytest.raises(ValueError, match=r"^decay rates are .*; each must be at least 0 and below"):
+        make(nn.Linear(2, 2))
+
+
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="no trainable parameter; set requires_grad on some"):
         fk.adamw(nn.Linear(2, 2).requires_grad_(False))

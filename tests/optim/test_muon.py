@@ -179,6 +179,10 @@ REFUSED = {
         {"roles": {"1.weight": "matrix"}, "split": {"*.qkv": (1, 2)}},
         r"^the pattern '\*.qkv' of split matches no parameter of Sequential; it has",
     ),
+    "no steps": (
+        {"roles": {"1.weight": "matrix"}, "ns_steps": 0},
+        "^ns_steps 0 must be at least 1",
+    ),
     "a vector": (
         {"roles": {"1.bias": "matrix"}},
         r"^'1.bias' has the role 'matrix' and the shape \(6,\); Muon takes matrices \[o i\]",
