@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import forgekit as fk
+from forgekit.state import donate
 
 SPEC = fk.TransformerSpec(
     vocab_size=37,
@@ -188,3 +189,14 @@ class Watch(TorchDispatchMode):
                 if tensor.is_floating_point():
                     self.dtypes.add(tensor.dtype)
         return out
+
+
+def train(state: Any, steps: int) -> Any:
+    """Every rank sees the same rows, so that the steps do not depend on the number of ranks."""
+    for _ in range(steps):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(state.step))
+        state.optimizer.zero_grad()
+        state.model(rows).square().sum().backward()
+        state.optimizer.step()
+        state = donate(state, step=state.step + 1, samples=state.samples + 4)
+    return state

@@ -170,7 +170,6 @@ def test_cp_on_a_full_disk_leaves_the_old_file(recipes, here, capsys):
     assert {path.name: path.read_text() for path in here.iterdir()} == {"my.py": "mine"}
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("command", ["cp", "run"])
 def test_an_unknown_recipe_gets_the_nearest_and_the_list(command, recipes, here, capsys):
     assert main([command, "trian"], recipes=recipes) == 2

@@ -212,7 +212,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("line", "sentence"), REFUSED)
 def test_a_mistake_is_named_with_its_path(line, sentence, capsys):
     sentences = refused(line.split(" "), capsys)
@@ -358,7 +357,6 @@ def test_a_script_with_a_wrong_configuration_exits_with_2(tmp_path):
     assert "Traceback" not in job.output
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("default", "said"),
     [

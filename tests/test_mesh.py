@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import SPEC, logits_loss
+from lab import SPEC, logits_loss
 from ranks import run_ranks
 from tensordict import TensorDict
 
@@ -63,7 +63,6 @@ def test_sizes_fill_the_world(spec, world, sizes):
     assert resolve_sizes(fk.MeshSpec(**spec), world) == sizes
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("spec", "world", "message"),
     [
@@ -96,7 +95,6 @@ def test_sizes_that_do_not_fit_say_what_would(spec, world, message):
     assert str(error.value) == message
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -183,7 +181,6 @@ IDENTITIES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("variables", "message"), IDENTITIES.values(), ids=IDENTITIES)
 def test_a_process_that_cannot_be_is_refused_before_it_waits_for_others(
     environment, variables, message
@@ -203,7 +200,6 @@ MEETINGS = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("variables", "message"), MEETINGS.values(), ids=MEETINGS)
 def test_a_meeting_point_that_cannot_be_is_refused_before_anybody_waits(
     environment, variables, message
@@ -214,7 +210,6 @@ def test_a_meeting_point_that_cannot_be_is_refused_before_anybody_waits(
     assert not dist.is_initialized()
 
 
-@pytest.mark.bad_input
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="names devices that may be here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "meta", "gpu", torch.device("cuda")])
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(environment, device):

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import SPEC
+from lab import SPEC
 from ranks import MOST_THREADS, RankError, run_ranks
 
 import forgekit as fk

@@ -260,7 +260,6 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, run):
     assert "Bad steps: 1" in page.text
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -354,7 +353,6 @@ def test_the_picture_shows_the_loads(tmp_path):
     assert len(set(pictures)) == 3
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("draw", "rows", "error", "message"),
     [

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 import torch
-from oracle import SPEC
+from lab import SPEC
 from tensordict import TensorDict
 from torch import Tensor, nn
 

@@ -10,8 +10,6 @@ from runs import load_recipe
 from forgekit.cli import main
 from forgekit.config import keys_of, load_config, name_of
 
-pytestmark = pytest.mark.bad_input
-
 COMMANDS = {
     "no such command": (["reports"], r"invalid choice: 'reports' (choose from "),
     "a copy that would not run": (

@@ -6,8 +6,6 @@ import pytest
 
 import forgekit as fk
 
-pytestmark = pytest.mark.bad_input
-
 TOKENIZERS = {
     "a settings file": (
         b'{"vocab_size": 9}',

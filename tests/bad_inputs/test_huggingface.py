@@ -24,8 +24,6 @@ from forgekit.huggingface.names import (
     stack,
 )
 
-pytestmark = pytest.mark.bad_input
-
 SPEC = fk.TransformerSpec(
     vocab_size=16, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=32
 )

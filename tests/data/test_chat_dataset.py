@@ -209,7 +209,6 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
         )
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("template", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_template_that_cannot_be_proved_is_refused(template, message):
     with pytest.raises(ValueError, match=message):
@@ -224,7 +223,6 @@ MESSAGES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("messages", "message"), MESSAGES.values(), ids=MESSAGES)
 def test_messages_that_are_none_are_refused(messages, message):
     with pytest.raises(ValueError, match=rf"^line:1\S* .*{message}|^line:1: {message}"):
@@ -340,14 +338,12 @@ FILES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("line", "message"), FILES.values(), ids=FILES)
 def test_a_line_that_cannot_be_trained_is_refused(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         chat_dataset(_write(tmp_path / "a.jsonl", line), _tokenizer(CHATML), 16)
 
 
-@pytest.mark.bad_input
 def test_a_file_with_nothing_to_train_is_refused(tmp_path):
     tokenizer = _tokenizer(CHATML)
     file = _write(tmp_path / "a.jsonl", {"prompt": "a" * 99, "completion": "b"})
@@ -389,7 +385,6 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
     )
 
 
-@pytest.mark.bad_input
 def test_a_line_that_is_no_pair_is_refused(tmp_path):
     tokenizer = _tokenizer(CHATML)
     file = _write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b"})

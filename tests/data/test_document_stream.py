@@ -278,7 +278,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused(options, error, message):
     with pytest.raises(error, match=message):
@@ -292,7 +291,6 @@ BAD_DOCUMENTS = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("documents", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
 def test_documents_that_cannot_be_streamed_are_refused(documents, message):
     with pytest.raises(ValueError, match=message):

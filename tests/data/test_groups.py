@@ -174,7 +174,6 @@ class Overstated(str):
         return 2
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused(call, error, message):
     with pytest.raises(error, match=message):

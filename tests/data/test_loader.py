@@ -274,7 +274,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

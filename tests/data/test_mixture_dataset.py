@@ -157,7 +157,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_mixed_is_refused(call, message):
     with pytest.raises(ValueError, match=message):

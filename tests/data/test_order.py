@@ -98,7 +98,6 @@ def test_without_shuffle_rows_keep_their_order():
     assert sample_rows(range(7), 3, seed=5, shuffle=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("index", [5, -1])
 def test_an_index_outside_of_its_range_is_refused(index):
     with pytest.raises(IndexError, match=rf"index {index} is outside range\(5\)"):
@@ -425,7 +424,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_an_order_is_refused(call, message):
     with pytest.raises(ValueError, match=message):

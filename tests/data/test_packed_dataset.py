@@ -224,7 +224,6 @@ BAD_BINS = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("bins", "message"), BAD_BINS.values(), ids=BAD_BINS)
 def test_bins_of_other_documents_are_refused(bins, message):
     with pytest.raises(ValueError, match=message):

@@ -75,7 +75,6 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("content", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused(tmp_path, content, error, message):
     if content is not None:
@@ -84,7 +83,6 @@ def test_bad_files_are_refused(tmp_path, content, error, message):
         list(text_documents(tmp_path / "a.txt"))
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("content", "message"), BAD_LINES.values(), ids=BAD_LINES)
 def test_bad_lines_are_named_by_file_and_number(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
@@ -106,7 +104,6 @@ def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
         text_documents([])
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("content", ['{"text": "\\ud83d"}', "[" * 100_000])
 def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)

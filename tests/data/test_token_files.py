@@ -123,7 +123,6 @@ BAD_WRITES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "message"), BAD_WRITES.values(), ids=BAD_WRITES)
 def test_bad_documents_and_sizes_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -163,7 +162,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_files_are_refused_with_what_was_read(tmp_path, damage, message):
     write(tmp_path / "a")
@@ -188,7 +186,6 @@ CHANGED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("damage", "message"), CHANGED.values(), ids=CHANGED)
 def test_a_changed_byte_is_found_and_named_when_a_file_is_verified(tmp_path, damage, message):
     write(tmp_path / "a", shard_tokens=5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from device.pretend import NAME, PEAK, watching
 from distributed.models import adamw
-from oracle import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, relative_error
 from ranks import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -104,7 +104,6 @@ def choose(_rank, _world, device, count, started=1, message=None):
     return chosen
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("asked", "message"), INDICES.items(), ids=map(str, INDICES))
 def test_a_device_that_is_not_there_or_not_this_rank_s_is_refused(asked, message):
     assert run_ranks(choose, 1, *asked, message, setup=SETUP) == [[]]

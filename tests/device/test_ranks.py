@@ -10,7 +10,7 @@ from device.pretend import NAME, PEAK, watching
 from distributed.cells import lay_out, own_batches
 from distributed.matrix import Cell
 from distributed.models import LOSSES
-from oracle import SPEC, full_tensors, global_batch, head_loss, relative_error
+from lab import SPEC, full_tensors, global_batch, head_loss, relative_error
 from ranks import run_ranks
 
 import forgekit as fk

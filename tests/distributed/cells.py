@@ -16,7 +16,7 @@ from distributed.batches import global_batch
 from distributed.experts import balance_of
 from distributed.matrix import Cell
 from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model, prefer
-from oracle import full
+from lab import full
 from ranks import run_again
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

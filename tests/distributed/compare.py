@@ -11,7 +11,7 @@ from distributed.cells import DTYPES, Found
 from distributed.experts import group_of
 from distributed.matrix import Cell
 from distributed.reference import Expected, Training, expect
-from oracle import relative_error
+from lab import relative_error
 from torch import Tensor
 
 __all__ = ["BOUNDS", "Bounds", "check", "errors"]

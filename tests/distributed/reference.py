@@ -14,7 +14,7 @@ from distributed.batches import global_batch
 from distributed.experts import Chosen, balance_of, compute_densely, follow, gradients_with_terms
 from distributed.matrix import LAYOUTS, ROUTED, Cell, Row
 from distributed.models import BUILDERS, MAX_NORM, SCHEDULES, build_model
-from oracle import reference_gradients
+from lab import reference_gradients
 from tensordict import TensorDict
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapted import adapted_weights, batches_of, build, head_loss, loss_fn, move
-from oracle import full
+from lab import full
 from ranks import run_again, run_ranks
 
 import forgekit as fk
@@ -233,6 +233,5 @@ def refuse(rank, world):
         fk.add_lora(fk.parallelize(fk.Transformer(adapted.SPEC), mesh))
 
 
-@pytest.mark.bad_input
 def test_a_stage_without_adapters_and_adapters_that_come_late_are_refused():
     run_ranks(refuse, 2)

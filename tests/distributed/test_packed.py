@@ -9,7 +9,7 @@ import packed
 import pytest
 import torch
 from adapted import batches_of, loss_fn, move
-from oracle import full
+from lab import full
 from ranks import run_again
 
 import forgekit as fk

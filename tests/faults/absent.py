@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import verified
 from faults.user_code import USER
-from oracle import full
+from lab import full
 from torch import Tensor
 
 import forgekit as fk

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from faults.folders import by_rank_0, shared_folder
 from faults.planting import Plant, value
 from faults.table import Check, Fault
-from oracle import SPEC, global_batch, logits_loss
+from lab import SPEC, global_batch, logits_loss
 
 import forgekit as fk
 

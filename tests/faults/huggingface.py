@@ -11,7 +11,7 @@ import torch
 from faults.folders import by_rank_0, shared_folder
 from faults.planting import value
 from faults.table import Check, Fault, judge_numbers
-from oracle import SPEC
+from lab import SPEC
 from safetensors.torch import load_file, save_file
 
 import forgekit as fk

@@ -11,7 +11,7 @@ import torch
 from faults.folders import shared_folder
 from faults.planting import function, value
 from faults.table import Check, Fault, judge_numbers
-from oracle import full, relative_error
+from lab import full, relative_error
 
 import forgekit as fk
 

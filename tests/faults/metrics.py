@@ -12,7 +12,7 @@ import torch.distributed as dist
 from faults.folders import shared_folder
 from faults.planting import function, value
 from faults.table import Check, Fault, judge_numbers
-from oracle import SPEC, global_batch, reference_gradients
+from lab import SPEC, global_batch, reference_gradients
 
 import forgekit as fk
 

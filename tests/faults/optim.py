@@ -9,7 +9,7 @@ from distributed import models
 from faults.planting import function, value
 from faults.table import Check, Fault, judge_numbers
 from faults.training import training
-from oracle import SPEC, full, global_batch, logits_loss
+from lab import SPEC, full, global_batch, logits_loss
 
 import forgekit as fk
 

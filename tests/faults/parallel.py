@@ -14,7 +14,7 @@ from faults.steps import local_square
 from faults.table import Check, Fault, judge_numbers
 from faults.training import training
 from faults.user_code import USER, on_rank_1, own_model, own_plan, refusing
-from oracle import SPEC, full, global_batch, head_loss, reference_gradients, relative_error
+from lab import SPEC, full, global_batch, head_loss, reference_gradients, relative_error
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk

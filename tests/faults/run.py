@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from faults.planting import value
 from faults.table import Check, Fault
-from oracle import SPEC, global_batch, logits_loss
+from lab import SPEC, global_batch, logits_loss
 
 import forgekit as fk
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import verified
 from faults.planting import Plant, both, value
 from faults.table import Check
-from oracle import SPEC
+from lab import SPEC
 
 import forgekit as fk
 

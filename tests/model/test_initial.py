@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import in_turn, some_of
-from oracle import SPEC, full_tensors
+from lab import SPEC, full_tensors
 from ranks import run_again
 from torch import nn
 

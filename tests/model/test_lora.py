@@ -262,14 +262,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_no_adapter_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-@pytest.mark.bad_input
 def test_adding_after_parallelize_is_refused_in_one_process_too():
     model = fk.parallelize(dense(), fk.build_mesh(fk.MeshSpec(), device="cpu"))
     with pytest.raises(ValueError, match="went through parallelize, and gradients of adapters"):

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import full_tensors, relative_error
+from lab import full_tensors, relative_error
 
 import forgekit as fk
 from forgekit.model import moe as moe_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import relative_error
+from lab import relative_error
 
 import forgekit as fk
 from forgekit.model.moe import MoE

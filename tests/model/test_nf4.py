@@ -264,7 +264,6 @@ def _after_a_step(model):
     return fk.TrainState.create(model, fk.adamw(model))
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_cannot_be_packed_is_refused(call, message):
     with pytest.raises(ValueError, match=message):

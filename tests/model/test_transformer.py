@@ -8,8 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import Watch
-from oracle import SPEC
+from lab import SPEC, Watch
 from torch import Tensor
 
 import forgekit as fk

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from oracle import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, relative_error
 from torch._functorch import config
 
 import forgekit as fk

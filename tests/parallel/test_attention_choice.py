@@ -98,7 +98,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_attention_that_cannot_run_is_refused_before_anything_is_laid_out(mesh, case):
     spec, options, message = REFUSED[case]
@@ -141,7 +140,6 @@ def refuse_in_ring(_rank, _world):
     return True
 
 
-@pytest.mark.bad_input
 def test_a_kernel_for_whole_rows_is_refused_in_a_ring():
     assert all(run_ranks(refuse_in_ring, 2))
 

@@ -356,7 +356,6 @@ BAD_SPLITS = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("arguments", "message"), BAD_SPLITS.values(), ids=BAD_SPLITS)
 def test_ranks_that_cannot_be_split_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import full, full_tensors, relative_error
+from lab import full, full_tensors, relative_error
 from ranks import run_ranks
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split, terms_of, watch
 

@@ -6,9 +6,9 @@ import attrs
 import pytest
 import torch
 from covering import first_of
-from lab import Watch
-from oracle import (
+from lab import (
     SPEC,
+    Watch,
     full_tensors,
     global_batch,
     logits_loss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from oracle import (
+from lab import (
     SPEC,
     full_tensors,
     global_batch,
@@ -70,7 +70,6 @@ def _refuse_mesh(rank, world):
         fk.data_ranks(mesh)
 
 
-@pytest.mark.bad_input
 def test_a_mesh_with_other_dimensions_is_refused():
     run_ranks(_refuse_mesh, 2)
 
@@ -118,7 +117,6 @@ def _refuse_shared(rank, world):
     return True
 
 
-@pytest.mark.bad_input
 def test_a_module_that_two_blocks_share_is_refused_where_fsdp_wraps_them():
     assert run_again(_refuse_shared, 2) == [True, True]
 
@@ -154,7 +152,6 @@ UNTRAINABLE = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("name", UNTRAINABLE)
 def test_parameters_that_a_step_cannot_add_up_are_refused(name):
     build, message = UNTRAINABLE[name]
@@ -172,6 +169,5 @@ def _refuse_computed_weights(rank, world):
     return True
 
 
-@pytest.mark.bad_input
 def test_a_weight_that_a_module_computes_cannot_be_sharded_by_a_plan():
     assert run_again(_refuse_computed_weights, 2) == [True, True]

@@ -10,8 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import in_turn
-from lab import Watch
-from oracle import SPEC, full_tensors, relative_error
+from lab import SPEC, Watch, full_tensors, relative_error
 from ranks import run_again
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -175,7 +174,6 @@ class _Tied(nn.Module):
         return self.head(self.embed(input_ids))
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
@@ -196,7 +194,6 @@ def test_options_that_do_not_fit_are_refused(mesh, build, options, message):
         fk.parallelize(build(), mesh, **options)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("build", "message"),
     [

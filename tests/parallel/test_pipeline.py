@@ -7,7 +7,7 @@ import itertools
 import attrs
 import pytest
 import torch
-from oracle import SPEC
+from lab import SPEC
 from ranks import run_ranks
 from torch import nn
 

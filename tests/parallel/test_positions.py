@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import full_tensors, relative_error
+from lab import full_tensors, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -160,7 +160,6 @@ def _refused(rank, world, kind, method, precision):
     return all(torch.equal(before[name], after[name]) for name in before) and state.model.training
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("method", "precision"), [("ring", "fp32"), ("ulysses", "bf16")])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_makes_its_own_positions_is_refused(kind, method, precision):
@@ -177,6 +176,5 @@ def _refused_by_stages(rank, world):
     return True
 
 
-@pytest.mark.bad_input
 def test_stages_without_positions_are_refused():
     assert run_ranks(_refused_by_stages, 4) == [True] * 4

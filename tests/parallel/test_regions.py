@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from covering import one_at_a_time, some_of
 from flash_kernels import flash_kernels
-from oracle import SPEC, full_tensors, logits_loss, relative_error
+from lab import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -253,7 +253,6 @@ def _refused(rank, world, layout, kind, plan, options):
     return raised
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("case", "where"), one_at_a_time(FORGOTTEN, LAYOUTS))
 def test_what_a_plan_forgets_is_refused_before_the_first_update(case, where):
     (kind, plan, message), (world, layout) = FORGOTTEN[case], LAYOUTS[where]

@@ -103,7 +103,6 @@ def _torch_takes(schedule, ranks, micro_batches):
     return True
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "message"),
     [

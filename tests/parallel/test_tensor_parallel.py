@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering
-from oracle import LOSSES, SPEC, full_tensors, relative_error
+from lab import LOSSES, SPEC, full_tensors, relative_error
 from ranks import run_again
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import full, full_tensors, relative_error
+from lab import full, full_tensors, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
@@ -234,7 +234,6 @@ def _refused(rank, world):
             fk.parallelize(build("Qwen3Moe", "meta"), mesh)
 
 
-@pytest.mark.bad_input
 def test_layouts_without_a_socket_are_refused():
     run_ranks(_refused, 2)
 
@@ -263,7 +262,6 @@ def load_all(directory):
     return found
 
 
-@pytest.mark.bad_input
 def test_a_plan_with_a_style_of_theirs_alone_is_refused():
     from forgekit.parallel.tensor.plan import read_plan
 
@@ -274,7 +272,6 @@ def test_a_plan_with_a_style_of_theirs_alone_is_refused():
         read_plan(model, 2)
 
 
-@pytest.mark.bad_input
 def test_directories_and_models_without_names_are_refused(tmp_path):
     save_model("Mistral", tmp_path, **EVEN)
     message = r"^.* is of another model: its model_type is 'mistral', here 'llama'\. Build"

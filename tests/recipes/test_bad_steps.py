@@ -107,7 +107,6 @@ def test_the_last_bad_step_is_replayed(runs, capsys):
     assert "replay_step_9.json" in capsys.readouterr().out
 
 
-@pytest.mark.bad_input
 def test_code_that_a_run_directory_names_is_shown_and_not_run(runs, tmp_path, capsys):
     """A directory from somebody else may name any file, in a name that a terminal obeys too."""
     planted = tmp_path / "a \x1b[31m'b.py"
@@ -149,7 +148,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_step_that_cannot_be_replayed_is_refused(case, runs, capsys):
     arguments, message = REFUSED[case]

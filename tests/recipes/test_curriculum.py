@@ -142,7 +142,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("argument", "message"), BAD.values(), ids=BAD)
 def test_a_mistake_exits_with_2_and_is_named(argument, message, given, tmp_path, capsys):
     (tmp_path / "more").mkdir()

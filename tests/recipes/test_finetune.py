@@ -240,7 +240,6 @@ CASES = [
 ]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("recipe", "case"), CASES)
 def test_a_run_that_cannot_be_is_refused_before_it_starts(
     recipe, case, base, tmp_path, monkeypatch, capsys
@@ -314,7 +313,6 @@ def _refused(rank, world, folder, given):
     return found
 
 
-@pytest.mark.bad_input
 def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(base, tmp_path):
     given = command_line("dpo", base, tmp_path)
     found = run_ranks(_refused, 2, tmp_path, given, group=False)

@@ -215,7 +215,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_run_that_cannot_be_is_refused_before_it_starts(case, tmp_path, tokens, capsys):
     given, sentence = REFUSED[case]

@@ -323,7 +323,6 @@ NOWHERE = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", NOWHERE)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_its_ranks_cannot_make_exits_2_with_a_sentence(

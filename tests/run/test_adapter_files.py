@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 from adapted import build, move
-from oracle import full, relative_error
+from lab import full, relative_error
 from ranks import run_ranks
 from run.huggingface_models import logits_of, make_model, some_ids
 from safetensors.torch import load_file, save_file
@@ -308,7 +308,6 @@ LOADED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("change", "model", "message"), LOADED.values(), ids=LOADED.keys())
 def test_an_adapter_for_another_base_is_refused_and_nothing_is_changed(
     change, model, message, tmp_path
@@ -371,7 +370,6 @@ SAVED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("model", "message"), SAVED.values(), ids=SAVED.keys())
 def test_what_a_file_could_not_say_is_not_saved(model, message, tmp_path):
     with pytest.raises((ValueError, fk.CheckpointError), match=message):

@@ -9,7 +9,6 @@ from torch import nn
 import forgekit as fk
 from forgekit.data.hashing import facts_of
 
-pytestmark = pytest.mark.bad_input
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
 
 

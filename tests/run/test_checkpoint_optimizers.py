@@ -6,8 +6,8 @@ from itertools import chain
 
 import pytest
 import torch
+from lab import train
 from ranks import run_ranks
-from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import in_turn, some_of
+from lab import train
 from ranks import run_again, run_ranks
-from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

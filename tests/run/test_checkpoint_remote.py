@@ -8,8 +8,8 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from lab import train
 from ranks import run_again, run_ranks
-from states import train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import SPEC, full_tensors, reference_gradients, relative_error
+from lab import SPEC, full_tensors, reference_gradients, relative_error
 from ranks import RankError, run_again, run_ranks
 from tensordict import TensorDict
 

@@ -144,7 +144,6 @@ def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
     assert "a file was locked twice" in checks["lock"].text
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("below", [".", "run", "a/b"])
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, below, is_link):

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import first_of
-from oracle import (
+from lab import (
     SPEC,
     build_state,
     full_tensors,
@@ -226,7 +226,6 @@ REFUSED_SETS = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED_SETS)
 def test_a_set_that_the_model_cannot_be_measured_on_is_named(case, tmp_path):
     build, message = REFUSED_SETS[case]
@@ -236,7 +235,6 @@ def test_a_set_that_the_model_cannot_be_measured_on_is_named(case, tmp_path):
         fk.evaluate(state, sets, logits_loss)
 
 
-@pytest.mark.bad_input
 def test_a_set_of_another_tokenizer_than_the_training_data_is_named(tmp_path):
     state = dropout_state()
     (tmp_path / "mine").mkdir()
@@ -250,7 +248,6 @@ def test_a_set_of_another_tokenizer_than_the_training_data_is_named(tmp_path):
         fk.evaluate(state, {"own": own, "other": other}, logits_loss, trained_on=data)
 
 
-@pytest.mark.bad_input
 def test_sets_have_their_own_names():
     with pytest.raises(ValueError, match=r"^name is 'x' and batches a dict of the sets \['a'\]; "):
         fk.evaluate(dropout_state(), {"a": [held_out()]}, logits_loss, name="x")

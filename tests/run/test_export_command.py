@@ -100,7 +100,6 @@ CASES = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
 def test_what_cannot_be_exported_is_one_sentence_and_exit_code_2(
     run, tmp_path, arguments, message, capsys, monkeypatch

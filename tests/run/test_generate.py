@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from oracle import SPEC, build_state
+from lab import SPEC, build_state
 from ranks import run_again
 from torch import nn
 
@@ -260,7 +260,6 @@ def test_logits_may_be_in_an_object():
     assert found.tolist() == [[7, 8, 9, 0]]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [

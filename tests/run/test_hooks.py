@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from device.pretend import NAME, watching
-from oracle import SPEC, full_tensors, logits_loss, reference_gradients
+from lab import SPEC, full_tensors, logits_loss, reference_gradients
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -209,7 +209,6 @@ def test_gradient_noise_proves_nothing_again_that_a_first_step_proves():
         assert by_step > 3
 
 
-@pytest.mark.bad_input
 def test_gradient_noise_needs_two_micro_batches():
     (row,) = micro_batches(1)[0]
     with pytest.raises(ValueError, match=r"got 1 of at least 2 micro-batches, .* Lower batch_size"):
@@ -286,7 +285,6 @@ def test_a_hook_that_raises_has_donated_nothing():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.bad_input
 def test_a_hook_is_called_every_step_at_most():
     with pytest.raises(ValueError, match=r"^steps 0 must be at least 1\.$"):
         every_steps(0, layer_norms)

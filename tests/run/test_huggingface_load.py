@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from oracle import full, relative_error
+from lab import full, relative_error
 from ranks import run_again
 from run.huggingface_models import MODELS, logits_of, save_model, some_ids
 

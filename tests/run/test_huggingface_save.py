@@ -10,7 +10,7 @@ import signal
 import attrs
 import pytest
 import torch
-from oracle import full_tensors, relative_error
+from lab import full_tensors, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, logits_of, make_model, save_model, some_ids
 from safetensors import safe_open

@@ -318,7 +318,6 @@ def test_what_is_shown_cannot_steer_a_terminal(tmp_path, state, capsys):
     ]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     "torn",
     [

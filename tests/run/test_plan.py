@@ -777,7 +777,6 @@ def test_a_sweep_finds_settings_that_fit_and_puts_last_what_does_not(capsys):
     assert "device-hours" in said.out
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -810,7 +809,6 @@ def setup(config):
 """
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("body", "code", "match"),
     [

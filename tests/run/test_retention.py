@@ -57,7 +57,6 @@ BAD = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_rules_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

@@ -76,7 +76,6 @@ USAGE = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("refused", "reason"), USAGE.values(), ids=USAGE)
 def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(
     tmp_path, capsys, refused, reason
@@ -119,7 +118,6 @@ def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "metrics.jsonl", "run"]
 
 
-@pytest.mark.bad_input
 def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")

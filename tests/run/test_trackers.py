@@ -323,7 +323,6 @@ def test_a_full_disk_costs_one_message(tmp_path, capfd):
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-@pytest.mark.bad_input
 def test_a_run_with_an_unknown_tracker_is_a_usage_error(tmp_path, capfd):
     with pytest.raises(SystemExit) as left, fk.open_run(tmp_path, {"trackers": ("mlflow",)}):
         pass

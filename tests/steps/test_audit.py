@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 from covering import covering, in_turn
-from oracle import SPEC, full_tensors, logits_loss, relative_error
+from lab import SPEC, full_tensors, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from covering import in_turn
-from oracle import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch
+from lab import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch
 from ranks import run_again, run_ranks
 from torch import Tensor
 
@@ -170,7 +170,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("loss_of", [_by_logits, _by_hidden])
 @pytest.mark.parametrize(("dtype", "vocab", "message"), REFUSED.values(), ids=REFUSED)
 def test_labels_that_cannot_be_right_are_refused(loss_of, dtype, vocab, message):
@@ -178,7 +177,6 @@ def test_labels_that_cannot_be_right_are_refused(loss_of, dtype, vocab, message)
         loss_of(torch.zeros(1, 3).to(dtype), vocab)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("label", [SPEC.vocab_size, 2**31, -1, -99, -101])
 def test_a_step_with_a_label_outside_the_vocabulary_raises(label):
     state = build_state({}, 1)

@@ -12,7 +12,7 @@ import adapted
 import attrs
 import pytest
 import torch
-from oracle import full
+from lab import full
 from ranks import run_ranks
 from steps import trl_figures
 from steps.preferences import SPEC, alone, expected, rows
@@ -270,7 +270,6 @@ def test_gradients_are_those_of_one_process_in_more_layouts(world, cells):
     check_cells(world, cells)
 
 
-@pytest.mark.bad_input
 def test_a_reference_that_is_none_is_refused():
     model, batch = model_of(1), rows()
     for refuses in (partial(fk.dpo_loss, batch=batch), fk.check_dpo):
@@ -298,7 +297,6 @@ def refuse(rank, world):
     return found
 
 
-@pytest.mark.bad_input
 def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
     pipelined = "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1"
     sliced = "ranks that share a sequence (cp 2) hold slices. Use a mesh with cp=1"
@@ -328,7 +326,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_preference_is_refused(case):
     options, change, message = REFUSED[case]

@@ -9,8 +9,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import Watch
-from oracle import full, full_tensors, relative_error
+from lab import Watch, full, full_tensors, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 
@@ -512,7 +511,6 @@ def _around_the_model(model, batch):
     return fk.cross_entropy(logits, batch["labels"])
 
 
-@pytest.mark.bad_input
 def test_experts_that_a_step_cannot_follow_are_refused():
     with pytest.raises(ValueError, match=r"^loss_fn did not call Transformer with gradients, so"):
         fk.accumulate(create(), [rows()], _around_the_model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import in_turn
-from oracle import full, full_tensors, relative_error
+from lab import full, full_tensors, relative_error
 from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
@@ -138,7 +138,6 @@ def _hooked_after(rank, world, layout, name):
     return _gradients(state)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("layout", "name"), in_turn(list(LAYOUTS), ["layers.0.0.weight", "top.weight"])
 )
@@ -157,7 +156,6 @@ def _wrapped(rank, world, sizes, options):
         fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("sizes", "options"), [({"tp": 2}, {"plan": PLAN}), ({"pp": 2}, {})], ids=["tp", "pp"]
 )
@@ -176,7 +174,6 @@ def _grown(rank, world, layout):
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_that_are_added_later_and_not_sharded_are_refused(layout):
     assert run_again(_grown, 2, layout) == [True, True]
@@ -216,7 +213,6 @@ def _apart(rank, world, layout, case):
         _gradients(_state(layout, _Model(skips[rank]).double()))
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("layout", "case"), in_turn(list(LAYOUTS), list(APART)))
 def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
     run_again(_apart, 2, layout, case)
@@ -229,7 +225,6 @@ def _hooked_before(rank, world, layout, kind):
         _state(layout, model)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("layout", "kind"),
     in_turn(list(LAYOUTS), ["register_hook", "register_post_accumulate_grad_hook"]),

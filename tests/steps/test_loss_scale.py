@@ -8,9 +8,9 @@ import attrs
 import pytest
 import torch
 from covering import first_of, in_turn
-from lab import Watch
-from oracle import (
+from lab import (
     SPEC,
+    Watch,
     full_tensors,
     global_batch,
     logits_loss,

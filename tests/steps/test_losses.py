@@ -248,7 +248,6 @@ def test_with_mean_weights_micro_batch_means_by_their_targets(split):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import attrs
-import oracle
+import lab
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import forgekit as fk
 
-SPEC = attrs.evolve(oracle.SPEC, vocab_size=36)  # which tensor parallelism can divide
+SPEC = attrs.evolve(lab.SPEC, vocab_size=36)  # which tensor parallelism can divide
 SOURCES = ("code", "prose", "never")
 ROWS, PLACES = 8, 8
 LAYOUTS = {

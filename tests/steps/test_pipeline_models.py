@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from oracle import full_tensors, relative_error
+from lab import full_tensors, relative_error
 from ranks import RankError, run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn

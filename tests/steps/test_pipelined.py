@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from oracle import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import full, full_tensors, relative_error
+from lab import full, full_tensors, relative_error
 from ranks import run_again
 from tensordict import TensorDict
 from torch import nn
@@ -151,7 +151,6 @@ def _refused(rank, world, name, sizes):
     return is_kept
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("sizes", [{}, REPLICAS], ids=str)
 @pytest.mark.parametrize("name", ["whole", "shard", "before"])
 def test_a_shard_that_a_loss_reads_is_refused(name, sizes):
@@ -174,14 +173,12 @@ def _mixed(rank, world, name, sizes, kind):
     return True
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, REPLICAS], ids=str)
 @pytest.mark.parametrize("name", MIXED)
 def test_shards_that_meet_plain_tensors_are_named(name, sizes):
     assert run_again(_mixed, 2, name, sizes, "") == [True, True]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("sizes", [{}, REPLICAS], ids=str)
 @pytest.mark.parametrize("kind", ["namespace", "kept"])
 def test_blocks_that_fsdp_cannot_follow_are_named(kind, sizes):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from oracle import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, relative_error
 from ranks import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -355,7 +355,6 @@ def _read_early(rank, world, layout, names):
     return {n: g * factor for n, g in full_tensors(model, gradients=True).items()}
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("layout", "names"), SHARDED.values(), ids=SHARDED)
 def test_a_projection_that_is_read_before_the_model_is_called_is_refused(layout, names):
     world, rows = 1, layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import first_of, some_of
 from distributed.experts import Routed
-from oracle import SPEC
+from lab import SPEC
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor

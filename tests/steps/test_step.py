@@ -6,9 +6,9 @@ import attrs
 import pytest
 import torch
 from covering import covering, in_turn, some_of
-from lab import Watch
-from oracle import (
+from lab import (
     SPEC,
+    Watch,
     build_state,
     full_tensors,
     global_batch,
@@ -61,7 +61,6 @@ def test_parameters_are_bitwise_independent_of_the_loss_scale(build):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("scale", [0.0, -0.5, 0.3, float("inf")])
 def test_a_loss_scale_that_rounds_is_refused(scale):
     model = fk.Transformer(SPEC)
@@ -416,7 +415,6 @@ BAD = [
 ]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(("batches", "loss_fn", "error", "message"), BAD)
 def test_bad_input_to_a_step(batches, loss_fn, error, message):
     state = _linear_state()
@@ -425,7 +423,6 @@ def test_bad_input_to_a_step(batches, loss_fn, error, message):
     assert state.step == 0
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
 def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match=r"max_norm is .*; it must be positive"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from oracle import SPEC, full_tensors, head_loss, logits_loss, relative_error
+from lab import SPEC, full_tensors, head_loss, logits_loss, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 
@@ -171,7 +171,6 @@ def _refused(rank, world, name, sizes, options):
     return all(torch.equal(before[n], after[n]) for n in before) and state.model.training
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("name", "options"),
     in_turn(list(NOT_ADDED), [{}, {"context_parallel": "ulysses", "precision": "bf16"}]),
@@ -180,7 +179,6 @@ def test_a_loss_that_is_no_sum_over_positions_is_refused(name, options):
     assert run_ranks(_refused, 2, name, {"cp": 2}, options) == [True, True]
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("name", ["preference by targets", "rows as count"])
 def test_stages_refuse_it_together(name):
     assert run_ranks(_refused, 4, name, {"cp": 2, "pp": 2}, {}) == [True] * 4
@@ -250,7 +248,6 @@ def test_a_teacher_that_shares_sequences_too_is_exact():
         assert relative_error(found, expected) < 1e-10
 
 
-@pytest.mark.bad_input
 def test_a_teacher_that_sees_slices_only_is_refused():
     assert run_again(_distilled, 2, False) == [True, True]
 

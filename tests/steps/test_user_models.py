@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from oracle import (
+from lab import (
     SPEC,
     build_state,
     full_tensors,

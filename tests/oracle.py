@@ -1,3 +1,0 @@
-"""The names of ``lab`` under the one that it had."""
-
-from lab import *  # noqa: F403
