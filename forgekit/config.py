@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import attrs
 from cattrs import Converter
 
-from forgekit.inputs import path_problem
+from forgekit.checks import path_problem
 from forgekit.terminal import printable, tell_once
 
 __all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]

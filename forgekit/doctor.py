@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from forgekit.checks import parse_json
 from forgekit.devices import devices_here
 from forgekit.environment import identity
 from forgekit.files import read_regular, sync
-from forgekit.inputs import parse_json
 from forgekit.mesh import build_mesh, shutdown
 from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks

@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from forgekit.inputs import path_of
+from forgekit.checks import path_of
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems that cannot lock, exchange names, or sync a directory."""

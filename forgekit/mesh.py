@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.checks import counted, divisors
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
-from forgekit.inputs import counted, divisors
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")

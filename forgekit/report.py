@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from forgekit.checks import parse_json
 from forgekit.environment import require
 from forgekit.files import is_locked, read_regular, write_atomic
-from forgekit.inputs import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -42,6 +42,7 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
 
 import attrs
 
+from forgekit.checks import check_integers, parse_json
 from forgekit.files import (
     atomic_directory,
     is_locked,
@@ -51,7 +52,6 @@ from forgekit.files import (
     restore_replaced,
     sync,
 )
-from forgekit.inputs import check_integers, parse_json
 from forgekit.ranks import CheckpointError, Ranks, explain
 
 MANIFEST = "manifest.json"

@@ -42,8 +42,8 @@ from forgekit.checkpoints.state_dict import (
     rename,
     restore,
 )
+from forgekit.checks import brief
 from forgekit.data.hashing import compare_facts, facts_of
-from forgekit.inputs import brief
 from forgekit.model.lora import adapter_names, check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain
 from forgekit.state import TrainState, donate

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from forgekit.checks import quoted
 from forgekit.cli.recipe_setup import (
     build,
     configured,
@@ -25,7 +26,6 @@ from forgekit.cli.recipe_setup import (
     script_of,
 )
 from forgekit.cli.usage import UsageError, add_settings, file_path
-from forgekit.inputs import quoted
 from forgekit.terminal import tell
 
 if TYPE_CHECKING:

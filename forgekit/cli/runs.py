@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from forgekit.checks import parse_json
 from forgekit.cli.recipe_setup import build, micro_batches, opened
 from forgekit.cli.usage import UsageError, file_path, script_file
 from forgekit.files import read_regular, write_atomic
-from forgekit.inputs import parse_json
 
 if TYPE_CHECKING:
     from forgekit.evaluation.replay import Replay

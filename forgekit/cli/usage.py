@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forgekit.inputs import path_of
+from forgekit.checks import path_of
 
 
 class UsageError(Exception):

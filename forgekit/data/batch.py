@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.inputs import check_choice, check_integers, check_rank, nearest_multiples, quoted
+from forgekit.checks import check_choice, check_integers, check_rank, nearest_multiples, quoted
 
 Slicing = Literal["zigzag", "contiguous"]
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import attrs
 import numpy as np
 
+from forgekit.checks import brief, check_choice, check_integers, quoted
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
 from forgekit.data.packing import Bins, pack
@@ -19,7 +20,6 @@ from forgekit.data.rows import InMemory, RowDataset
 from forgekit.data.text_files import Paths, json_objects
 from forgekit.data.tokenizer import vocabulary_size
 from forgekit.environment import require
-from forgekit.inputs import brief, check_choice, check_integers, quoted
 
 LongExamples = Literal["error", "truncate", "drop"]
 

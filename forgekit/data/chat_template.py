@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.inputs import brief, quoted
+from forgekit.checks import brief, quoted
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]

@@ -24,9 +24,9 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from forgekit.checks import check_choice, path_of, quoted
 from forgekit.data.hashing import hash_integers
 from forgekit.environment import require
-from forgekit.inputs import check_choice, path_of, quoted
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]

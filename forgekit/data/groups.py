@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 from tensordict import TensorDict
 
+from forgekit.checks import LARGEST, check_choice, check_integers, nearest_multiples
 from forgekit.data.batch import mask_batch
-from forgekit.inputs import LARGEST, check_choice, check_integers, nearest_multiples
 
 
 class End(Protocol):

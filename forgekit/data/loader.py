@@ -27,11 +27,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
+from forgekit.checks import LARGEST, check_integers, check_rank
 from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.order import Skips, renumber, sample_rows
 from forgekit.devices import check_device
-from forgekit.inputs import LARGEST, check_integers, check_rank
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]

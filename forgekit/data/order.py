@@ -28,6 +28,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
+from forgekit.checks import check_integers, check_numbers, quoted
 from forgekit.data.batch import check_alike, read_rows
 from forgekit.data.hashing import (
     SAMPLE_ORDER,
@@ -37,7 +38,6 @@ from forgekit.data.hashing import (
     permute,
     state_facts,
 )
-from forgekit.inputs import check_integers, check_numbers, quoted
 
 Integers = NDArray[np.int64]
 

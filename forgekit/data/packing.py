@@ -23,10 +23,10 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from forgekit.checks import check_choice, check_integers, nearest_multiples, path_of
 from forgekit.data.hashing import tokenizer_of
 from forgekit.data.token_files import TokenFile
 from forgekit.files import sync
-from forgekit.inputs import check_choice, check_integers, nearest_multiples, path_of
 
 Ints = NDArray[np.int64]
 PackingMethod = Literal["best_fit", "sequential"]

@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
+from forgekit.checks import check_integers, path_of
 from forgekit.data.documents import Documents, as_documents
 from forgekit.data.hashing import hash_integers
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
@@ -53,7 +54,6 @@ from forgekit.data.tokenizer import (
     vocabulary_size,
 )
 from forgekit.files import atomic_directory, sync
-from forgekit.inputs import check_integers, path_of
 from forgekit.terminal import printable
 
 Progress: TypeAlias = Callable[[str, int, int], None]

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
+from forgekit.checks import check_integers
 from forgekit.data.batch import IGNORED, PADDING, apply_transforms, collate
 from forgekit.data.documents import check_ids
 from forgekit.data.hashing import state_facts, tokenizer_of
 from forgekit.data.packing import Bins, pack
 from forgekit.data.token_files import TokenFile, open_tokens
-from forgekit.inputs import check_integers
 
 Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]

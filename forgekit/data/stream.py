@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
+from forgekit.checks import check_integers, check_rank
 from forgekit.data.batch import apply_transforms
 from forgekit.data.documents import Documents, Record, as_documents, check_ids
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.loader import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
 from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
-from forgekit.inputs import check_integers, check_rank
 from forgekit.terminal import printable
 
 BROKEN_NAMED = 10

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, NoReturn, TypeAlias, cast, get_args
 
 import attrs
 
+from forgekit.checks import brief, check_choice, parse_json, path_of
 from forgekit.data.documents import ROWS_AT_ONCE, Errors, Record, check_column
 from forgekit.environment import require
-from forgekit.inputs import brief, check_choice, parse_json, path_of
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 

@@ -27,9 +27,9 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from forgekit.checks import check_integers, path_of
 from forgekit.data.documents import NumberedDocuments, check_ids
 from forgekit.files import atomic_directory, restore_replaced
-from forgekit.inputs import check_integers, path_of
 
 INDEX = "index.json"
 OFFSETS = "offsets.npy"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from forgekit.checks import brief, check_integers, path_of, quoted
 from forgekit.environment import require
-from forgekit.inputs import brief, check_integers, path_of, quoted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgekit.checks import brief, check_integers
 from forgekit.files import write_atomic
-from forgekit.inputs import brief, check_integers
 from forgekit.mesh import process_rank
 from forgekit.model.key_value_cache import CachedAttend, NewPositions, attentions
 from forgekit.parallel.context.context_parallel import with_sockets

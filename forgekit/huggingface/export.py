@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from forgekit.checks import path_of
 from forgekit.huggingface.load import read_config
 from forgekit.huggingface.save import save_huggingface
-from forgekit.inputs import path_of
 from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.lora.peft_files import save_adapter
 from forgekit.mesh import process_rank

@@ -15,9 +15,9 @@ from typing import Any
 import attrs
 import torch
 
+from forgekit.checks import brief
 from forgekit.huggingface.names import Rule, cast, leave_out, pad, rename, stack
 from forgekit.huggingface.rope import read_rope, write_rope
-from forgekit.inputs import brief
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
 from forgekit.ranks import CheckpointError

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from forgekit.checks import path_of
 from forgekit.files import restore_replaced
 from forgekit.huggingface.families import Family, differences, family_of, rules
 from forgekit.huggingface.names import Box, NameMap, Part, named_tensors
@@ -29,7 +30,6 @@ from forgekit.huggingface.safetensors_files import (
     view_of,
 )
 from forgekit.huggingface.transformers_models import is_of_transformers, transformers_names
-from forgekit.inputs import path_of
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed

@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.inputs import brief, check_integers
+from forgekit.checks import brief, check_integers
 
 T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]

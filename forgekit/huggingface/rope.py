@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from forgekit.inputs import brief
+from forgekit.checks import brief
 from forgekit.model.rope_scaling import RopeScaling
 
 NUMBERS = MappingProxyType(

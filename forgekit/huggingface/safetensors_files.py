@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forgekit.checkpoints.state_dict import DTYPES
+from forgekit.checks import brief, parse_json
 from forgekit.files import open_regular, read_regular
 from forgekit.huggingface.names import Box
-from forgekit.inputs import brief, parse_json
 from forgekit.ranks import CheckpointError, explain
 
 INDEX = "model.safetensors.index.json"

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forgekit.checks import brief, path_of, wrong_type
 from forgekit.files import atomic_directory
 from forgekit.huggingface.check_export import check_logits as compare_logits
 from forgekit.huggingface.check_export import check_values
@@ -50,7 +51,6 @@ from forgekit.huggingface.tokenizer import (
     write_tokenizer,
 )
 from forgekit.huggingface.transformers_models import transformers_config, transformers_names
-from forgekit.inputs import brief, path_of, wrong_type
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks

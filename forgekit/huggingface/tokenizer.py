@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forgekit.checks import path_of
 from forgekit.data.tokenizer import END_OF_TEXT
 from forgekit.huggingface.safetensors_files import read_json, write_json
-from forgekit.inputs import path_of
 from forgekit.ranks import CheckpointError
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forgekit.checks import path_of
 from forgekit.environment import require
 from forgekit.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
 from forgekit.huggingface.safetensors_files import read_json
-from forgekit.inputs import path_of
 from forgekit.ranks import CheckpointError
 
 QWEN = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")

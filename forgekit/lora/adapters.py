@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from forgekit.inputs import check_choice, check_integers, quoted
+from forgekit.checks import check_choice, check_integers, quoted
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import (
     Adapter,

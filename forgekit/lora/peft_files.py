@@ -33,8 +33,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from forgekit.checks import parse_json, path_of, quoted
 from forgekit.files import atomic_directory, read_regular, restore_replaced
-from forgekit.inputs import parse_json, path_of, quoted
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import Adapter, adapter_names, check_unmerged, lora_layers

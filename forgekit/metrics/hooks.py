@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.inputs import check_integers
+from forgekit.checks import check_integers
 from forgekit.model.moe import MoE
 from forgekit.parallel.fsdp import clear_gradients, fsdp_modules, release
 from forgekit.parallel.layout import size_of, world_of

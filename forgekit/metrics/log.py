@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from forgekit.inputs import check_integers, counted
+from forgekit.checks import check_integers, counted
 from forgekit.mesh import process_rank
 from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number

@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch.profiler import profile
 
+from forgekit.checks import check_integers
 from forgekit.files import write_atomic
-from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, rank_name
 from forgekit.metrics.log import Waits, over_ranks
 from forgekit.state import TrainState

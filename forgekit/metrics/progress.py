@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import IO, Any, cast
 
-from forgekit.inputs import counted
+from forgekit.checks import counted
 from forgekit.terminal import Steady
 
 PAIRS = ("margin", "accuracy")

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from forgekit.checks import parse_json
 from forgekit.files import append_lines, overwrite, read_regular, write_atomic
-from forgekit.inputs import parse_json
 
 
 def finite(value: Any) -> Any:

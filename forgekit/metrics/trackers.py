@@ -23,9 +23,9 @@ from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, Protocol
 
+from forgekit.checks import quoted
 from forgekit.environment import require
 from forgekit.files import write_atomic
-from forgekit.inputs import quoted
 from forgekit.metrics.records import finite
 
 ROOM = 1000

@@ -10,7 +10,7 @@ import attrs
 from attrs import field
 from attrs.validators import ge, gt, lt, optional
 
-from forgekit.inputs import check_choice, check_numbers
+from forgekit.checks import check_choice, check_numbers
 
 Rate = Callable[[int, int | None], float]
 """``rate(step, total)``: a pure function of the step, from 0, and the number of steps."""

@@ -12,7 +12,7 @@ from attrs import field
 from attrs.validators import ge, gt, lt, optional
 from torch import Tensor
 
-from forgekit.inputs import check_choice
+from forgekit.checks import check_choice
 
 
 def _check_kind(_scaling: RopeScaling, _field: Any, kind: str) -> None:

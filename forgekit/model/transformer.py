@@ -18,7 +18,7 @@ from attrs import field
 from attrs.validators import ge, gt, lt, optional
 from torch import Tensor, nn
 
-from forgekit.inputs import divisors, nearest_multiples
+from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
 from forgekit.model.lora import weight_of

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from forgekit.inputs import check_choice, check_numbers
+from forgekit.checks import check_choice, check_numbers
 from forgekit.optim.chain import Chained
 
 ROLES = ("matrix", "embedding", "head", "router", "norm", "adapter", "other")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import attrs
 from torch.optim import Optimizer
 
-from forgekit.inputs import check_integers, check_numbers
+from forgekit.checks import check_integers, check_numbers
 
 Schedule = Callable[[int], float]
 Decay = Literal["linear", "cosine", "sqrt", "rex"]

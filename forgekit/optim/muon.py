@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from forgekit.inputs import check_integers
+from forgekit.checks import check_integers
 from forgekit.optim.chain import Chained, chain_optimizers
 from forgekit.optim.groups import check_decay_rates, check_patterns, decay_groups, roles_of
 from forgekit.optim.orthogonalize import orthogonalize, share_matrices

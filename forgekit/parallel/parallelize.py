@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.inputs import check_choice
+from forgekit.checks import check_choice
 from forgekit.mesh import check_dimensions, expert_ranks, expert_view
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.parallel.activation_checkpoint import (

@@ -15,7 +15,7 @@ from forgekit.checkpoints.directory import committed, discard_after, storage_of
 from forgekit.checkpoints.load import checkpoint_load
 from forgekit.checkpoints.save import ranks_of, wait_for_saves
 from forgekit.checkpoints.state_dict import is_per_rank, saved_fields
-from forgekit.inputs import check_choice, check_integers, counted
+from forgekit.checks import check_choice, check_integers, counted
 from forgekit.ranks import CheckpointError
 from forgekit.state import TrainState, donate
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.inputs import check_choice
+from forgekit.checks import check_choice
 from forgekit.tensors import HostCopy
 
 EndPolicy = Literal["pad", "drop", "error"]

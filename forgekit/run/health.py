@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checkpoints.save import GROUP_NAME
-from forgekit.inputs import check_integers
+from forgekit.checks import check_integers
 from forgekit.metrics.log import Waits
 from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.run.rendezvous import HangError, RankStore, differences

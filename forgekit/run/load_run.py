@@ -16,10 +16,10 @@ from torch import nn
 
 from forgekit.checkpoints.directory import storage_of
 from forgekit.checkpoints.load import checkpoint_load, choose_checkpoint
+from forgekit.checks import path_of
 from forgekit.huggingface.load import huggingface_spec
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.huggingface.transformers_models import transformers_model
-from forgekit.inputs import path_of
 from forgekit.lora.adapters import add_chosen
 from forgekit.model.lora import Adapter
 from forgekit.model.moe_spec import MoESpec

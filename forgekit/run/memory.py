@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forgekit.inputs import check_integers
+from forgekit.checks import check_integers
 
 GIB = 2.0**30
 LINES = 40

@@ -25,8 +25,8 @@ import torch
 
 from forgekit.checkpoints.directory import Keep, committed, storage_of
 from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
+from forgekit.checks import check_integers
 from forgekit.environment import is_library
-from forgekit.inputs import check_integers
 from forgekit.mesh import process_rank, shutdown
 from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog

@@ -13,8 +13,8 @@ import attrs
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.checks import divisors
 from forgekit.data.loader import Loader, make_loader
-from forgekit.inputs import divisors
 from forgekit.mesh import data_ranks
 from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from forgekit.checks import check_choice, parse_json, path_of
 from forgekit.files import (
     UNSUPPORTED,
     append_lines,
@@ -28,7 +29,6 @@ from forgekit.files import (
     read_regular,
     write_atomic,
 )
-from forgekit.inputs import check_choice, parse_json, path_of
 from forgekit.state import TrainState
 
 log = logging.getLogger("forgekit")

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from forgekit.checks import check_choice, check_numbers
 from forgekit.data.batch import IGNORED
-from forgekit.inputs import check_choice, check_numbers
 from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.state import Layout, layout_of

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from forgekit.checks import nearest_multiples
 from forgekit.data.batch import shard_sequence
-from forgekit.inputs import nearest_multiples
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.checks import divisors
 from forgekit.data.batch import slice_positions
-from forgekit.inputs import divisors
 from forgekit.mesh import group_of
 from forgekit.model.attention import Attend, Documents, attend_causal
 from forgekit.model.attention_kernels import ORDER, AttentionChoice, AttentionUse, choose

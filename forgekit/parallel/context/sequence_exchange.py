@@ -25,7 +25,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from forgekit.inputs import divisors, nearest_multiples
+from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.attention import Attend, Documents, attend_causal
 
 

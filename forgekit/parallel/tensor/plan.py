@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.inputs import divisors, nearest_multiples, quoted
+from forgekit.checks import divisors, nearest_multiples, quoted
 from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import EXPERT
 

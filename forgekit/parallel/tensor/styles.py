@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
-from forgekit.inputs import nearest_multiples
+from forgekit.checks import nearest_multiples
 from forgekit.model.lora import WHOLE_FACTORS, LoraLinear
 from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
