@@ -224,14 +224,17 @@ def parse_json(content: str | bytes) -> Any:
         The value.
 
     Raises:
-        ValueError: If it is no JSON, or names a key twice.
+        ValueError: If it is no JSON, names a key twice, or is nested too deeply.
 
     Examples:
         >>> parse_json('{"a": 1, "a": 2}')
         Traceback (most recent call last):
         ValueError: the key "a" stands twice in one object
     """
-    return _JSON.decode(content if isinstance(content, str) else content.decode("utf-8"))
+    try:
+        return _JSON.decode(content if isinstance(content, str) else content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import attrs
@@ -17,7 +16,7 @@ from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
 from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import InMemory, RowDataset
-from forgekit.data.text_files import Paths, json_objects
+from forgekit.data.text_files import Paths, files_at, json_objects
 from forgekit.data.tokenizer import vocabulary_size
 from forgekit.environment import require
 
@@ -139,7 +138,14 @@ def _tokenizer(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     transformers = require("transformers", extra="hf")
-    return transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    except Exception as error:  # transformers has many of its own
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{tokenizer} has no tokenizer that transformers can load: {why} Name a directory with "
+            "a tokenizer.json, or pass a tokenizer."
+        ) from error
 
 
 def _encode_line(
@@ -198,8 +204,7 @@ def _dataset(
     check_integers(
         seq_len=(seq_len, 2), held_out_every=(2 if held_out_every is None else held_out_every, 2)
     )
-    named = [paths] if isinstance(paths, str | os.PathLike) else paths
-    lines = itertools.chain.from_iterable(json_objects(Path(path)) for path in named)
+    lines = itertools.chain.from_iterable(map(json_objects, files_at(paths)))
     train, held_out = _Part(seq_len, long), _Part(seq_len, long)
     for number, (name, line) in enumerate(lines, start=1):
         is_held_out = held_out_every is not None and number % held_out_every == 0

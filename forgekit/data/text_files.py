@@ -75,7 +75,7 @@ def text_documents(
         ['once upon a time']
     """
     check_choice("errors", errors, get_args(Errors))
-    return TextDocuments(tuple(_files_at(paths)), text_key, errors)
+    return TextDocuments(tuple(files_at(paths)), text_key, errors)
 
 
 def stdlib_documents() -> TextDocuments:
@@ -305,7 +305,7 @@ def _damage_of(file: Path, error: Exception) -> ValueError:
     return ValueError(f"{file} cannot be read: {problem}. Write it again.")
 
 
-def _files_at(paths: Paths) -> list[Path]:
+def files_at(paths: Paths) -> list[Path]:
     """List the files to read, each once, in a fixed order."""
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:

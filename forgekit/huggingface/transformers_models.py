@@ -57,15 +57,24 @@ def transformers_model(
         dtype: Of the parameters.
         device: Where; on meta for ``parallelize``. Elsewhere they have random values.
         **settings: Keys of the configuration that are to be others, such as ``use_cache=False``.
+
+    Raises:
+        CheckpointError: If transformers cannot build it.
     """
     path = path_of("directory", directory)
     transformers = require("transformers", extra="hf")
     read_json(path / "config.json")  # a name would be looked for on the Hub
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
-    with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
+        with torch.device(device):
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # transformers has many of its own
+        why = " ".join(str(error).split())
+        raise CheckpointError(
+            f"transformers cannot build the model of {path}: {type(error).__name__}: {why}"
+        ) from error
 
 
 def transformers_config(model: Any) -> dict[str, Any]:

@@ -56,6 +56,7 @@ USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 
 StateT = TypeVar("StateT", bound=TrainState)
 
+VALIDATORS = os.path.join("attr", "validators.py")
 STDLIB = str(Path(os.__file__).parent) + os.sep
 
 
@@ -427,9 +428,13 @@ def _started_with(state: TrainState) -> dict[str, Any]:
 def _is_refusal(error: BaseException) -> bool:
     """Whether the library raised it; what a recipe raises itself keeps its traceback."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[-1].startswith(STDLIB) and "site-packages" not in frames[-1]:
-        frames.pop()  # where a missing file is noticed
-    return bool(frames) and is_library(frames[-1])
+    while frames and (
+        (frames[-1].startswith(STDLIB) and "site-packages" not in frames[-1])
+        or frames[-1].endswith(VALIDATORS)
+    ):
+        frames.pop()  # where a missing file is noticed, or a field that does not fit
+    # attrs names what it generates after the class: <attrs generated methods forgekit...>.
+    return bool(frames) and (is_library(frames[-1]) or " forgekit." in frames[-1])
 
 
 def _exit(error: BaseException, *, code: int, is_writer: bool) -> NoReturn:

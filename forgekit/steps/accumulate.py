@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from typing import get_args
 
 import attrs
 import torch
@@ -18,6 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgekit.checks import check_choice
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import (
     FsdpModules,
@@ -95,6 +97,7 @@ def accumulate(
             one that is not sharded. Whatever is raised, no gradient is left behind and the step
             can be tried again.
     """
+    check_choice("sync", sync, get_args(Sync))
     layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)

@@ -6,7 +6,7 @@ A step that stands out from those before it may be left out like a broken one.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -93,11 +93,22 @@ class SpikeLimit:
         sigmas: Standard deviations above the mean from which on a step is a spike.
         window: Good steps that mean and deviation are of.
         least: Good steps that have to be there before any is judged, from 2 to ``window``.
+
+    Raises:
+        ValueError: If ``sigmas`` is not positive, or not ``2 <= least <= window``.
     """
 
-    sigmas: float = 6.0
+    sigmas: float = attrs.field(default=6.0, validator=attrs.validators.gt(0))
     window: int = 128
-    least: int = 32
+    least: int = attrs.field(default=32, validator=attrs.validators.ge(2))
+
+    @least.validator  # pyright: ignore[reportAttributeAccessIssue]
+    def _fits(self, _: Any, least: int) -> None:
+        if least > self.window:
+            raise ValueError(
+                f"least is {least} good steps and window {self.window}; the window must hold them, "
+                "or no step would ever be judged."
+            )
 
 
 def limit_spikes(

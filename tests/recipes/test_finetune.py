@@ -215,7 +215,7 @@ REFUSED = {
         {"lora.rank": 2, "lora.targets": '["*.querry"]'},
         "error: the pattern '.*querry' matches no linear layer",
     ),
-    "four bits without adapters": ({"lora.base": "nf4"}, "error: rank 0 must be at least 1"),
+    "four bits without adapters": ({"lora.base": "nf4"}, "error: 'rank' must be >= 1: 0"),
     "matrices that four bits do not fit": (
         {"lora.rank": 2, "lora.base": "nf4"},
         r'error: .* is \[16, 16\]; base="nf4" packs 16384 values together',

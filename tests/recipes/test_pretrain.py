@@ -210,7 +210,7 @@ REFUSED = {
         ["data.seq_len=17"],
         "error: seq_len 17 of the data is above max_seq_len 16 of the model; set data.seq_len=16",
     ),
-    "spikes above nothing": (["spikes=0"], "error: sigmas is 0.0; it must be positive and finite"),
+    "spikes above nothing": (["spikes=0"], "error: 'sigmas' must be > 0: 0.0"),
     "gradients clipped to nothing": (["max_norm=0"], "error: max_norm is 0.0; it must be positive"),
 }
 

@@ -14,7 +14,6 @@ IMPOSSIBLE = {
     "a mesh that does not fit": ("pretrain", {"mesh__tp": 4}),
     "a mesh with two sizes left open": ("pretrain", {"mesh__tp": -1}),
     "key and value heads over tp": ("pretrain", {"mesh__tp": 2, "model__kv_heads": 1}),
-    "heads of a model": ("pretrain", {"model__heads": 3}),
     "heads over ulysses": (
         "pretrain",
         {
