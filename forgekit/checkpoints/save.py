@@ -39,7 +39,6 @@ from forgekit.checkpoints.directory import (
     storage_of,
 )
 from forgekit.checkpoints.state_dict import (
-    DTYPES,
     check_optimizer_state,
     collect,
     copy_to_host,
@@ -50,6 +49,7 @@ from forgekit.checkpoints.state_dict import (
 from forgekit.files import write_atomic
 from forgekit.model.lora import check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain
+from forgekit.safetensors_files import contents
 from forgekit.state import SaveHandle, TrainState
 
 GROUP_NAME = "forgekit checkpoints"
@@ -334,31 +334,15 @@ def _write(
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) -> dict[str, Any]:
-    """Write a safetensors file; return its size and checksum.
-
-    By hand, because ``save_file`` copies everything into memory once more before it writes.
-    """
+    """Write a safetensors file; return its size and checksum."""
     parts = {key: local_of(tensor).contiguous() for key, tensor in tensors.items()}
-    header, end = {}, 0
-    for key, part in parts.items():
-        start, end = end, end + part.numel() * part.itemsize
-        header[chunk_name(key, boxes[key])] = {
-            "dtype": DTYPES[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [start, end],
-        }
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)  # readers map the values, which must be aligned
+    entries = {chunk_name(key, boxes[key]): (part.dtype, part.shape) for key, part in parts.items()}
     size, crc32 = 0, 0
     with file.open("wb") as stream:
-        for content in (len(head).to_bytes(8, "little"), head, *map(_bytes_of, parts.values())):
+        for content in contents(entries, parts.values()):
             stream.write(content)
             size, crc32 = size + len(content), zlib.crc32(content, crc32)
     return {"bytes": size, "crc32": f"{crc32:08x}"}
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _remains(storage: Storage) -> str:

@@ -23,7 +23,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -38,28 +37,12 @@ from forgekit.model.lora import lora_layers
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.ranks import CheckpointError
+from forgekit.safetensors_files import DTYPES
 from forgekit.state import TrainState
 
 NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
 """What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
-DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    }
-)
-"""What safetensors files hold, by their names for it."""
 
 _AVERAGE = "average."
 """Before the names of averaged parameters, and before the count of steps that they hold."""

@@ -7,7 +7,6 @@ is read. One is written tensor by tensor: ``save_file`` would hold all of its te
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forgekit.checkpoints.state_dict import DTYPES
 from forgekit.checks import brief, parse_json
 from forgekit.files import open_regular, read_regular
 from forgekit.huggingface.names import Box
 from forgekit.ranks import CheckpointError, explain
+from forgekit.safetensors_files import bytes_of, contents
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -128,24 +127,12 @@ def write_tensors(
         entries: Dtype and shape of each, by name.
         tensors: Their values, in host memory, in the same order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in entries.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values are mapped, so they have to be aligned
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(_bytes_of(tensor).numpy().data)
+        for content in contents(entries, tensors, {"format": "pt"}):
+            file.write(content)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits; of NaN and zeros too."""
     is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return is_alike and torch.equal(_bytes_of(one), _bytes_of(other))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return is_alike and torch.equal(bytes_of(one), bytes_of(other))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import attrs
@@ -142,34 +141,3 @@ def test_what_a_dead_upload_left_is_no_unknown_format(tmp_path):
     write(tmp_path, ["step_00000007/data-0a1b2c3d/rank_00000.safetensors"])
     state = build({})
     assert fk.checkpoint_load(state, f"file://{tmp_path}") is state
-
-
-FLOOR_0 = {"files", "ranks", "inputs", "checks", "devices", "environment", "terminal", "tensors"}
-
-
-def files_passed(call):
-    """Package files with a function that runs in a call."""
-    package, seen = Path(fk.__file__).parent, set()
-
-    def started(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(package):
-            seen.add(path.relative_to(package).with_suffix(""))
-
-    before = sys.getprofile()
-    sys.setprofile(started)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return sorted(f"{f}" for f in seen if f.parts[0] != "optim" and str(f) not in FLOOR_0)
-
-
-def test_a_save_and_a_load_pass_through_few_files(tmp_path):
-    model = nn.Linear(3, 2)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    saved = files_passed(lambda: fk.checkpoint_save(state, tmp_path, blocking=True))
-    loaded = files_passed(lambda: fk.checkpoint_load(state, tmp_path, fingerprint="a"))
-    sys.stdout.write(f"a save: {', '.join(saved)}\na load: {', '.join(loaded)}\n")
-    assert 3 <= len(saved) <= 6
-    assert 3 <= len(loaded) <= 6
