@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from forgekit.checks import nearest_multiples
 from forgekit.data.batch import IGNORED
 from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
@@ -460,4 +461,9 @@ def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
         )
     if not values.placements[0].is_shard(dim):
         return None
+    if size % mesh.size():  # the last rank would take its columns for others
+        raise ValueError(
+            f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
+            f"must divide it; {nearest_multiples(size, mesh.size())}."
+        )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)

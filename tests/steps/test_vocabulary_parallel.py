@@ -123,6 +123,26 @@ def test_a_rank_whose_columns_are_all_minus_infinity():
     assert_alike(everyone, (loss, padded))
 
 
+def _uneven(rank, world):
+    logits = spread(draw(ROWS, PLACES, VOCAB + 1), mesh_of(world), Shard(-1))
+    with pytest.raises(ValueError, match=r"^logits has a vocabulary of 13, which 2 ranks share; "):
+        fk.cross_entropy(logits, LABELS)
+    other = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    with pytest.raises(ValueError, match=r"'dp_shard'; a loss takes shards over 'tp' alone"):
+        fk.cross_entropy(spread(LOGITS, other, Shard(-1)), LABELS)
+    for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
+        labels = LABELS.clone()
+        labels[1, 0] = label
+        with pytest.raises((IndexError, RuntimeError), match="is out of bounds"):
+            fk.cross_entropy(spread(LOGITS, mesh_of(world), Shard(2)), labels)
+        with pytest.raises((IndexError, RuntimeError), match="is out of bounds"):
+            fk.linear_cross_entropy(HIDDEN, spread(WEIGHT, mesh_of(world), Shard(0)), labels)
+
+
+def test_columns_that_a_rank_would_take_for_others_and_labels_of_none_are_refused():
+    run_again(_uneven, 2)
+
+
 # Linear
 
 
