@@ -55,7 +55,6 @@ class Layout:
             and ``"documents"``, or of the blocks of a ``"ring"``.
         documents: Where batches note the document ids that they move to a device; None where no
             kernel needs them on the host.
-        locates: Whether a module of the model has a ``locate`` socket for positions.
         owns_loss: Whether this rank's losses and counts enter the step's sums: every slice of a
             batch is counted on one tensor-parallel rank of the last stage.
         stages: This rank's pipeline stages; None where it holds the whole model.
@@ -75,7 +74,6 @@ class Layout:
     longest: int | None = None
     attention: Mapping[str, str] = attrs.field(factory=dict)
     documents: Any = None
-    locates: bool = False
     owns_loss: bool = True
     stages: Any = None
     styles: Mapping[str, Any] = attrs.field(factory=dict)

@@ -170,7 +170,6 @@ def parallelize(
         longest=longest_of(model),
         attention=kernels.kernels,
         documents=kernels.documents,
-        locates=any("locate" in replaced for replaced in context.sockets.values()),
         owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
         stages=stages,
         styles=styles,
