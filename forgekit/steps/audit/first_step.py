@@ -73,8 +73,7 @@ class Audit:
         """
         model, gathered = self._state.model, set(self._sharded)
         # Compiled code runs in place of hooks.
-        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        if not self._is_due or is_compiled:
+        if not self._is_due or any(m._compiled_call_impl is not None for m in model.modules()):
             yield
             return
         here = {name: module for name, module in model.named_modules() if module in gathered}
