@@ -273,9 +273,9 @@ def _experts_of(config: Any) -> int | None:
 def _head_channels(model: nn.Module) -> float:
     """``h c`` of all layers together, times their passes; NaN where it is not known."""
     passes = _passes(model)
-    own = [module for module in model.modules() if isinstance(module, Attention)]
-    if own:
-        return float(sum(module.query.out_features * passes[module] for module in own))
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    if attentions:
+        return float(sum(module.query.out_features * passes[module] for module in attentions))
     config: Any = getattr(model, "config", None)
     heads, count = (getattr(config, n, 0) for n in ("num_attention_heads", "num_hidden_layers"))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)

@@ -157,8 +157,8 @@ def live_tensors() -> list[LiveTensors]:
         counts[kind] += 1
         sizes[kind] += 0 if key in storages else storage.nbytes()
         storages.add(key)
-    found = [LiveTensors(sizes[kind], count, *kind) for kind, count in counts.items()]
-    return sorted(found, reverse=True)
+    live = [LiveTensors(sizes[kind], count, *kind) for kind, count in counts.items()]
+    return sorted(live, reverse=True)
 
 
 def resident_bytes() -> int:
@@ -180,15 +180,15 @@ def _allocator() -> Any:
 def _tensors() -> Iterator[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when they are looked at
-        for found in gc.get_objects():
+        for candidate in gc.get_objects():
             # By its type: a proxy would answer for what it stands for.
-            kind = type(found)
+            kind = type(candidate)
             if issubclass(kind, Tensor) and not issubclass(kind, DTensor):
                 try:
-                    found.untyped_storage().data_ptr()
+                    candidate.untyped_storage().data_ptr()
                 except (RuntimeError, NotImplementedError):
                     continue  # no storage of its own: fake, meta or sparse
-                yield found
+                yield candidate
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -142,11 +142,11 @@ def limit_spikes(
     """
     now = torch.stack([totals["loss"] / totals["targets"], correction.grad_norm]).double()
     recent = _window(recent, limit.window, now.device)
-    known = ~recent[:, 0].isnan()
+    remembered = ~recent[:, 0].isnan()
     mean = recent.nanmean(0)
     deviation = (recent - mean).square().nanmean(0).sqrt().maximum(ROUNDING * mean.abs())
-    # Comparisons with NaN are False: nothing stands out where nothing is known.
-    stands_out = (now > mean + limit.sigmas * deviation).any() & (known.sum() >= limit.least)
+    # Comparisons with NaN are False: nothing stands out where nothing is remembered.
+    stands_out = (now > mean + limit.sigmas * deviation).any() & (remembered.sum() >= limit.least)
     good = correction.finite & ~stands_out
     factor = torch.where(good, correction.factor, 0.0)
     moved = torch.cat([recent[1:], now[None]])

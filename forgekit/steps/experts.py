@@ -34,14 +34,14 @@ def find_routed(model: nn.Module) -> Transformer | None:
     Raises:
         ValueError: If there are two: their layers have the same names.
     """
-    found = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.moe is not None]
-    if len(found) > 1:
+    routed = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.moe is not None]
+    if len(routed) > 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(found)} Transformers with experts, whose layers a "
+            f"{type(model).__name__} has {len(routed)} Transformers with experts, whose layers a "
             "step could not tell apart. Keep all but one out of the model, such as a frozen "
             "reference in a field of the state."
         )
-    return found[0] if found else None
+    return routed[0] if routed else None
 
 
 class StepRouters:

@@ -106,22 +106,22 @@ def _names(state: TrainState, totals: Totals) -> list[str]:
 
 
 def _matches(names: list[str], patterns: Sequence[str]) -> dict[str, list[str]]:
-    found = {p: [name for name in names if fnmatchcase(name, p)] for p in patterns}
-    if missing := [pattern for pattern, members in found.items() if not members]:
+    matches = {p: [name for name in names if fnmatchcase(name, p)] for p in patterns}
+    if missing := [pattern for pattern, members in matches.items() if not members]:
         raise ValueError(
             f"the patterns {missing} match no parameter; the first parameters are {names[:4]}. "
             "A pattern is a name with * and ?, as 'layers.0.*'."
         )
-    return found
+    return matches
 
 
 def _squares(state: TrainState, names: list[str]) -> dict[str, Tensor]:
     """Squared norms of the raw gradients over all ranks, by name."""
     world = world_of(state.mesh)
-    own = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
+    raw = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
     zero = torch.zeros((), dtype=torch.float64, device=state.targets.device)
     squares = dict.fromkeys(names, zero)
-    for name, gradient in own.items():
+    for name, gradient in raw.items():
         # The ranks of other pipeline stages hold other parameters, never the same shard.
         shard, owners = shard_and_owners(gradient, world // size_of(state.mesh, "pp"))
         norm = torch.linalg.vector_norm(shard, dtype=torch.float64).to(zero.device)

@@ -344,8 +344,8 @@ UNCALLED = (
 def _shape_of(batch: TensorDictBase) -> torch.Size:
     """``[b s]``: the first two dimensions of the ids, or of the first tensor that has them."""
     tensors = [batch[key] for key in ("input_ids", *batch.keys()) if key in batch]
-    found = (t.shape[:2] for t in tensors if isinstance(t, Tensor) and t.ndim > 1)
-    return next(found, torch.Size((*batch.batch_size, 1)))
+    shapes = (t.shape[:2] for t in tensors if isinstance(t, Tensor) and t.ndim > 1)
+    return next(shapes, torch.Size((*batch.batch_size, 1)))
 
 
 def _call_with(args: tuple[Any, ...], keywords: dict[str, Any], module: nn.Module) -> Any:
