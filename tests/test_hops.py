@@ -15,9 +15,8 @@ import forgekit as fk
 from forgekit.report import write_report
 
 PACKAGE = f"{Path(fk.__file__).parent}/"
-FLOOR_0 = ("checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors")
-"""Files that call nothing of the package; they and the optimizers' do not count."""
-OTHERS = (*FLOOR_0, "terminal", "optim/")
+FLOOR_0 = {"checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors"}
+"""Files that call nothing of the package; they, the terminal's and the optimizers' do not count."""
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def watched():
             return
         name = code.co_filename.removeprefix(PACKAGE).removesuffix(".py")
         is_function = code.co_flags & inspect.CO_OPTIMIZED  # no module, no body of a class
-        if is_function and not name.startswith(OTHERS):
+        if is_function and name not in FLOOR_0 | {"terminal"} and not name.startswith("optim/"):
             seen.add(name)
 
     sys.setprofile(begin)

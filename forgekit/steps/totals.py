@@ -211,17 +211,17 @@ def reduce_totals(
     return totals.plus(grad_sq=torch.where(is_even, totals["grad_sq"], torch.nan))
 
 
-def _problem_of(totals: Totals, state: TrainState, known: tuple[Any, ...]) -> Exception | None:
+def _problem_of(totals: Totals, state: TrainState, names: tuple[Any, ...]) -> Exception | None:
     """Why this rank cannot take a step after the first."""
     if totals.unreduced:
         return UnreducedError(totals.unreduced)
     if totals.problem is not None:
         return ValueError(totals.problem)
     keys = _summed_keys(totals)
-    if not state.layout.has_last or list(known) == keys:
+    if not state.layout.has_last or list(names) == keys:
         return None
     return ValueError(
-        f"the names of a step's sums changed: {difference(known, keys)}. Report the same "
+        f"the names of a step's sums changed: {difference(names, keys)}. Report the same "
         "metrics in every step; use (0.0, 0) for a metric without observations."
     )
 

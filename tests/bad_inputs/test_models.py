@@ -65,6 +65,11 @@ CASES = {
         TypeError,
         r"^a micro-batch is a TensorDict with batch_size \[\]; a step needs .* in a list",
     ),
+    "a mistyped time of reduction": (
+        lambda: fk.accumulate(create(), [batch_of()], loss_fn, sync="lst"),
+        ValueError,
+        "^sync is 'lst'",
+    ),
     "a loss without a graph": (
         returning(lambda total: fk.Loss(total.detach(), 1)),
         ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from tensordict import TensorDict
@@ -111,3 +112,8 @@ def _half(rank, world):
 def test_a_spike_is_no_overflow_of_float16():
     for scales, good, spikes in run_ranks(_half, 2):
         assert (scales, good, spikes) == ([1.0] * 4, 3, 1)
+
+
+def test_a_limit_that_would_never_judge_a_step_is_refused():
+    with pytest.raises(ValueError, match="least is 32 good steps and window 10; the window must"):
+        fk.SpikeLimit(window=10)
