@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
+from lab import reference_gradients, torch_loss
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -145,21 +145,13 @@ def batches_of(world: int, vocabulary: int = 40) -> list[list[TensorDict]]:
 
 def reference(kind: str, world: int) -> dict[str, Tensor]:
     """Gradients of the token-mean loss by name of the factor, float64, one process."""
-    tensors = {n: p.detach() for n, p in move(build(kind)).named_parameters()}
-    leaves = {n: t.requires_grad_("lora_" in n) for n, t in tensors.items()}
     base = fk.Transformer(ADAPTED[kind][0], seed=0).double()
-    weights = adapted_weights(kind, leaves)
-    batches = [batch for row in batches_of(world) for batch in row]
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        logits: Any = functional_call(base, weights, (batch["input_ids"],))
-        labels = batch["labels"].flatten()
-        total = total + F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-        count += int((labels != -100).sum())
-    names = [name for name in leaves if "lora_" in name]
-    return dict(
-        zip(names, torch.autograd.grad(total / count, [leaves[n] for n in names]), strict=True)
-    )
+
+    def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
+        weights = adapted_weights(kind, dict(model.named_parameters()))
+        return torch_loss(lambda ids: functional_call(base, weights, (ids,)), batch)
+
+    return reference_gradients(move(build(kind)), batches_of(world), summed_loss)[0]
 
 
 def loss_fn(model: nn.Module, batch: Any) -> fk.Loss:

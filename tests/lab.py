@@ -1,14 +1,15 @@
 """What tests build and compare with: a model, batches by kind, states in a layout, the reference.
 
-The reference that every layout is held to is one process, float64, one plain backward. Nothing of
-the step is used there: the loss is torch's cross-entropy, summed over the whole global batch and
-divided by its number of targets; clipping and updates are torch's too.
+The reference that every layout is held to is that of ``verify``: one process, float64, plain
+backward passes over the whole global batch. Nothing of the step is used there; the loss is torch's
+cross-entropy, and clipping and updates are torch's too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import forgekit as fk
 from forgekit.state import donate
+from forgekit.verification.measure import plain_backward
 
 SPEC = fk.TransformerSpec(
     vocab_size=37,
@@ -61,23 +63,23 @@ def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[T
     return batches
 
 
+def torch_loss(model: Callable[..., Any], batch: Any) -> fk.Loss:
+    """Torch's own cross-entropy of what a model or a function returns."""
+    places = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}
+    logits, labels = model(batch["input_ids"], **places), batch["labels"].flatten()
+    total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    return fk.Loss(total, int((labels != -100).sum()))
+
+
 def reference_gradients(
-    model: nn.Module, batches: list[list[TensorDict]]
+    model: nn.Module,
+    batches: list[list[TensorDict]],
+    loss_fn: Callable[[Any, Any], fk.Loss] = torch_loss,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the token-mean loss of the global batch, and the loss, in float64."""
-    model = model.double()
-    flat = [batch for row in batches for batch in row]
-    targets = sum(int((batch["labels"] != -100).sum()) for batch in flat)
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in flat:
-        places = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}
-        logits = model(batch["input_ids"], **places).flatten(0, 1)
-        total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
-    model.zero_grad()
-    loss = total / max(targets, 1)
-    loss.backward()
+    loss = plain_backward(model.double(), chain.from_iterable(batches), loss_fn)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return gradients, loss.detach()
+    return gradients, torch.tensor(loss, dtype=torch.float64)
 
 
 def reference_training(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from adapted import batches_of, move
+from lab import reference_gradients, torch_loss
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -76,18 +76,14 @@ def adapted_weights(base: dict[str, Tensor], factors: dict[str, Tensor]) -> dict
 
 def reference(ranks: int) -> dict[str, Tensor]:
     """Gradients of the token-mean loss by name of the factor, float64, one process."""
-    moved = dict(move(build()).named_parameters())
-    factors = {n: p.detach().requires_grad_() for n, p in moved.items() if "lora_" in n}
-    weights = adapted_weights(unpacked_base(), factors)
-    plain = fk.Transformer(SPEC, seed=0).double()
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for batch in (batch for row in batches_of(ranks) for batch in row):
-        logits: Any = functional_call(plain, weights, (batch["input_ids"],))
-        labels = batch["labels"].flatten()
-        total = total + F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-        count += int((labels != -100).sum())
-    found = torch.autograd.grad(total / count, list(factors.values()))
-    return dict(zip(factors, found, strict=True))
+    plain, base = fk.Transformer(SPEC, seed=0).double(), unpacked_base()
+
+    def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
+        factors = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        weights = adapted_weights(base, factors)
+        return torch_loss(lambda ids: functional_call(plain, weights, (ids,)), batch)
+
+    return reference_gradients(move(build()), batches_of(ranks), summed_loss)[0]
 
 
 def packed_of(model: nn.Module) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.clip import clip
 from forgekit.steps.experts import StepRouters, rebalance
 from forgekit.steps.gradients import gradients
-from forgekit.steps.micro_batch import check_loss, compute_loss
+from forgekit.steps.micro_batch import compute_loss
 from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
 
@@ -155,11 +155,11 @@ def measure_plainly(job: RankJob, merge: bool) -> RankResult:
     for number, digests in enumerate(job.batches or ()):
         batches = [kept(job.folder, digest) for digest in digests]
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
-            _backward(state.model, joined, record.loss_fn)
+            plain_backward(state.model, joined, record.loss_fn)
             result.merged = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
         routers = StepRouters(state.model, torch.ones(()), state.targets.device)
         with routers.noting():
-            loss = _backward(state.model, batches, record.loss_fn)
+            loss = plain_backward(state.model, batches, record.loss_fn)
         if number == 0:
             result.loss = loss
             result.gradients = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
@@ -174,15 +174,26 @@ def measure_plainly(job: RankJob, merge: bool) -> RankResult:
     return result
 
 
-def _backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> float:
-    """Leave the gradient of the token-mean loss in the parameters, and return that loss."""
+def plain_backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> float:
+    """Leave the gradient of the token-mean loss in the parameters, by autograd alone.
+
+    This is what every layout is held to, by ``verify`` and by the library's own tests.
+
+    Args:
+        model: One process's whole model.
+        batches: All micro-batches of a step, of all ranks.
+        loss_fn: As in a step.
+
+    Returns:
+        The loss; without any targets 0, and so is the gradient.
+    """
     model.zero_grad()
     total, targets = 0.0, 0.0
     for batch in batches:
-        loss = check_loss(compute_loss(model, batch, loss_fn))
+        loss = compute_loss(model, batch, loss_fn)
         loss.sum.backward()
-        total, targets = total + float(loss.sum), targets + float(loss.count)
-    targets = targets or math.nan  # without any there is nothing to compare
+        total, targets = total + float(loss.sum.detach()), targets + float(loss.count)
+    targets = targets or 1.0
     for parameter in _trained(model).values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
