@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import attrs
 import pytest
@@ -36,29 +35,24 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
+MISSING = object()
+
+
 def change(path, **changes):
-    tree = json.loads(path.read_text())
-    path.write_text(json.dumps({**tree, **changes}))
+    tree = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in tree.items() if value is not MISSING}))
 
 
-UNSUPPORTED = {
-    "attention_bias": True,
-    "mlp_bias": True,
-    "hidden_act": "gelu",
-    "attention_dropout": 0.1,
-    "router_jitter_noise": 0.1,
-    "partial_rotary_factor": 0.5,
-    "quantization_config": {"bits": 4},
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "moe_layer_freq": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+UNSUPPORTED = (
+    *("attention_bias", "mlp_bias", "hidden_act", "attention_dropout", "router_jitter_noise"),
+    *("partial_rotary_factor", "quantization_config", "kv_lora_rank", "q_lora_rank"),
+    *("moe_layer_freq", "layer_types"),
+)
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_what_a_transformer_is_not_is_refused_by_key_and_value(key, saved):
-    change(saved / "config.json", **{key: UNSUPPORTED[key]})
+    change(saved / "config.json", **{key: ["linear_attention", "full_attention"]})
     with pytest.raises(fk.CheckpointError, match=rf"{key} is .*, and a Transformer has only "):
         fk.huggingface_spec(saved)
 
@@ -95,7 +89,7 @@ CONFIGS = {
         r"model_type is 'gpt_neox' \(architectures \['GPTNeoXForCausalLM'\]\), which is not known "
         r"here; known are llama, mistral, ",
     ),
-    "no context": ({"max_position_embeddings": None}, "config.json of a llama model: .*NoneType"),
+    "no size": ({"hidden_size": MISSING}, r"config\.json of a llama model has no 'hidden_size'\."),
     "heads that do not share": (
         {"num_key_value_heads": 3},
         r"of a llama model: kv_heads 3 must divide heads 2",
@@ -107,14 +101,6 @@ CONFIGS = {
 def test_configurations_that_are_none_of_ours_are_refused(saved, changes, message):
     change(saved / "config.json", **changes)
     with pytest.raises(fk.CheckpointError, match=message):
-        fk.huggingface_spec(saved)
-
-
-def test_a_configuration_without_a_size_is_refused_by_its_key(saved):
-    config = json.loads((saved / "config.json").read_text())
-    del config["hidden_size"]
-    (saved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(fk.CheckpointError, match=r"of a llama model has no 'hidden_size'\."):
         fk.huggingface_spec(saved)
 
 
@@ -182,12 +168,6 @@ def cut(saved):
         file.truncate(first(saved).stat().st_size - 3)
 
 
-def pipe(saved):
-    path = first(saved)
-    path.unlink()
-    os.mkfifo(path)
-
-
 def list_more(saved):
     listed = json.loads((saved / INDEX).read_text())["weight_map"]
     change(saved / INDEX, weight_map={**listed, "lm_head.bias": first(saved).name})
@@ -198,7 +178,6 @@ DAMAGED = "is missing, damaged or was not written to the end: "
 FILES = {
     "a file cut short": (cut, DAMAGED),
     "a file that is gone": (lambda saved: first(saved).unlink(), DAMAGED + "No such file"),
-    "a pipe": (pipe, DAMAGED + "Not a regular file"),
     "a tensor that is gone": (
         resave(lambda tensors: tensors.pop(EMBEDDING)),
         r"does not fit the model: it lacks model\.embed_tokens\.weight\.",
@@ -226,10 +205,6 @@ FILES = {
     "a configuration that is no JSON": (
         lambda saved: (saved / "config.json").write_text("{"),
         r"config\.json cannot be read: JSONDecodeError",
-    ),
-    "a configuration in a list": (
-        lambda saved: (saved / "config.json").write_text("[1]"),
-        r"config\.json holds \[1\]; it must be an object",
     ),
 }
 
@@ -309,12 +284,6 @@ EXPORTS = {
         {"like": "gpt2"},
         ValueError,
         r"^like is 'gpt2': no directory, and no family of llama, mistral, ",
-    ),
-    "like a model that is not known": (
-        {},
-        {"like": {"model_type": "gpt2"}},
-        fk.CheckpointError,
-        r"model_type is 'gpt2' .* known are llama",
     ),
     "like a model with other parts": (
         {},

@@ -65,7 +65,7 @@ MODELS = {
     "Llama yarn, mscale": {
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False}
     },
-    "Mistral": {"sliding_window": 32},
+    "Mistral": {"sliding_window": 24, "max_position_embeddings": 24},
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "Qwen3 untied": {"head_dim": 16},
     "Qwen3Moe": QWEN_MOE,
