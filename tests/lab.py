@@ -7,9 +7,13 @@ cross-entropy, and clipping and updates are torch's too.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,3 +206,13 @@ def train(state: Any, steps: int) -> Any:
         state.optimizer.step()
         state = donate(state, step=state.step + 1, samples=state.samples + 4)
     return state
+
+
+def run_with_torchao(code: str, *arguments: str) -> None:
+    """Run a program that imports torchao, which lies beside the environment; it must succeed."""
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join([str(root), str(root / ".venv" / "torchao")])
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -280,8 +280,6 @@ def reshard(model: nn.Module) -> None:
 def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Names of the matrices that a pattern matches, or whose experts it does."""
     matrices, chosen = find_matrices(model), set[str]()
-    if not patterns:
-        raise ValueError("targets is empty; give at least one pattern, such as '*.query'.")
     for pattern in patterns:
         matching = {
             name

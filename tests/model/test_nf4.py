@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import packed
 import pytest
 import torch
 from adapted import batches_of, loss_fn, move
+from lab import run_with_torchao
 from torch import nn
 
 import forgekit as fk
-from forgekit.model.nf4 import BYTES, CODES, pack, unpack
+from forgekit.model.nf4 import pack, unpack
 from forgekit.parallel.activation_checkpoint import compile_blocks
 from forgekit.parallel.tensor.plan import read_plan
 from forgekit.ranks import CheckpointError
 from forgekit.run import relora
 
-ROOT = Path(__file__).parents[2]
 TORCHAO = """
 import torch
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
@@ -40,40 +35,12 @@ for shape in ((128, 128), (256, 192), (64, 768), (1000, 2048)):
         half = weight.bfloat16()
         theirs, ours = to_nf4(half.float(), 64, 256), pack(half)
         assert torch.equal(theirs.get_original_weight(), unpack(ours, shape, torch.float32))
-print("equal")
 """
 
 
 @pytest.mark.oracle
 def test_packed_values_are_those_of_torchao():
-    path = os.pathsep.join([str(ROOT), str(ROOT / ".venv" / "torchao")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", TORCHAO],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "equal", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "scale", "digest"),
-    [
-        (128, 128, 1.0, "bfd4996acad48d11"),
-        (256, 192, 0.02, "e12a613693c0a741"),
-        (64, 768, 3.0, "f08436ed5c6b0123"),
-    ],
-)
-def test_codes_are_those_that_torchao_made(rows, columns, scale, digest):
-    generator = torch.Generator().manual_seed(rows * columns)
-    weight = torch.randn(rows, columns, generator=generator) * scale
-    weight[3, :100] = 0
-    made = pack(weight)
-    assert made.shape == (rows * columns / 16_384, BYTES)
-    codes = made[:, :CODES].contiguous().numpy().tobytes()
-    assert hashlib.blake2b(codes, digest_size=8).hexdigest() == digest
+    run_with_torchao(TORCHAO)
 
 
 def test_a_matrix_is_rounded_to_sixteen_levels_of_its_blocks():

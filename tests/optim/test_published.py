@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from lab import run_with_torchao
 from lion_pytorch import Lion as TheirLion
 from schedulefree import AdamWScheduleFree
 from tensordict import TensorDict
@@ -152,7 +149,6 @@ def test_no_average_can_be_computed_without_a_first_beta():
 
 
 REFUSED = r"^Adam\w+ of torchao keeps its state in blocks that begin with each rank"
-ROOT = Path(__file__).parents[2]
 TORCHAO = """
 import re, sys
 import torch, forgekit as fk
@@ -165,17 +161,12 @@ for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"):
         assert re.match(sys.argv[1], str(error)), error
     else:
         raise AssertionError(name)
-print("refused")
 """
 
 
 @pytest.mark.oracle
 def test_optimizers_of_torchao_are_refused():
-    path = os.pathsep.join([str(ROOT), str(ROOT / ".venv" / "torchao")])
-    command = [sys.executable, "-c", TORCHAO, REFUSED]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "refused", done.stderr
+    run_with_torchao(TORCHAO, REFUSED)
 
 
 def test_an_optimizer_made_from_one_of_torchao_is_refused():
