@@ -233,7 +233,7 @@ class MetricsLog:
             self.message(f"step {state.step}  {text}")
         window, now = self._window, time.perf_counter()
         if not window.steps:  # nothing but this evaluation has run since the last row
-            window.began = now
+            window.began, window.excluded = now, 0.0
             window.waited = self._wait_seconds()
         elif any(name.startswith("eval/") for name in numbers):
             window.excluded += now - window.called
@@ -250,7 +250,8 @@ class MetricsLog:
             torch.accelerator.synchronize()
         began = time.perf_counter()
         yield
-        self._window.excluded += time.perf_counter() - began
+        self._window.called = time.perf_counter()  # an evaluation that follows counts from here
+        self._window.excluded += self._window.called - began
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one; the writing rank only.
