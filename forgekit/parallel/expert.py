@@ -61,9 +61,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Mo
     return [module for name, module in named.items() if name in matched and name not in inner]
 
 
-def apply_experts(
-    model: nn.Module, view: DeviceMesh, modules: Iterable[nn.Module]
-) -> list[nn.Module]:
+def apply_experts(model: nn.Module, view: DeviceMesh | None, modules: Iterable[nn.Module]) -> None:
     """Shard experts over the ranks of ``ep``, in place.
 
     Parameters become DTensors sharded by their experts, ``ceil(e / ep)`` to a rank and fewer on the
@@ -74,21 +72,19 @@ def apply_experts(
 
     Args:
         model: The model, on meta or filled with the same values on every rank.
-        view: What ``expert_view`` returned.
-        modules: What ``find_experts`` returned; those that a pipeline took out are passed over.
-
-    Returns:
-        The modules that are there, for ``shard_experts``.
+        view: What ``expert_view`` returned; with None nothing happens.
+        modules: What ``find_experts`` returned, without those that a pipeline took out.
 
     Raises:
         ValueError: If a rank would have no expert, a module's parameters are not all ``[e ...]``,
             nothing above has a ``dispatch`` socket, or tensor-parallel ranks have no parts of the
             experts.
     """
+    if view is None:
+        return
     names = {module: name for name, module in model.named_modules()}
-    present = [module for module in modules if module in names]
     exchange = partial(_dispatch_over, view["ep"].get_group())
-    for module in present:
+    for module in modules:
         _check_experts(module, names[module], view)
         _owner(model, names[module]).dispatch = exchange
         for part in module.modules():
@@ -96,7 +92,6 @@ def apply_experts(
                 held = _experts_here(parameter.detach(), view)
                 part._parameters[leaf] = nn.Parameter(held, requires_grad=parameter.requires_grad)
         wrap_forward(module, partial(_with_experts_here, module))
-    return present
 
 
 def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:

@@ -28,6 +28,8 @@ from forgekit.parallel.activation_checkpoint import (
 )
 from forgekit.parallel.agreement import check_alike, exchange
 from forgekit.parallel.context.context_parallel import (
+    ChosenAttention,
+    Context,
     ContextParallel,
     apply_context,
     choose_attention,
@@ -110,18 +112,18 @@ def parallelize(
             ``reset_buffers()``, a parameter is shared by two blocks, or parameters are complex or
             sparse.
     """
-    asked = {name: given for name, given in locals().items() if name not in ("model", "mesh")}
+    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
     is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
+    tensor, experts_mesh = size_of(mesh, "tp"), expert_view(mesh)
 
     # What can be refused is refused here, on all ranks alike, before process groups are made.
-    _check_ranks(model, mesh, asked)
-    blocks, layers = _find_blocks(model, blocks)
-    _check_options(model, mesh, layers, asked)
+    _check_ranks(model, mesh, options)
+    path, layers = _find_blocks(model, blocks)
+    _check_options(model, mesh, layers, options)
     _check_model(model, layers if is_wrapped else [])
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
-    tensor, ranks_of_experts = size_of(mesh, "tp"), expert_view(mesh)
-    styles = read_plan(model, tensor, plan) if tensor > 1 else {}
-    experts = find_experts(model, plan) if ranks_of_experts else []
+    styles = read_plan(model, tensor, plan)
+    experts = find_experts(model, plan) if experts_mesh else []
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
     data_ranks, tensor_ranks = arrange(mesh)
@@ -130,58 +132,31 @@ def parallelize(
     # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
     # Nothing below spends time or memory on the parts of other stages.
-    stages = _split(model, mesh, blocks, asked)
+    stages = _split(model, mesh, path, options)
     roots = [model] if stages is None else stages.modules
-    has_last = stages is None or stages.has_last
-    present = {module for root in roots for module in root.modules()}
-    layers = [layer for layer in layers if layer in present]
+    layers, experts = _present(layers, roots), _present(experts, roots)
     move(model, mesh)
     # From here on a parameter is a DTensor over tp, or over ep.
-    unsharded = apply_plan(model, tensor_ranks, styles, modules) if tensor_ranks else {}
-    experts = apply_experts(model, ranks_of_experts, experts) if ranks_of_experts else []
+    unsharded = apply_plan(model, tensor_ranks, styles, modules)
+    apply_experts(model, experts_mesh, experts)
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
     for layer in layers:
         recompute(layer, activation_checkpoint)
     if compile:
         compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
-    # A backward in two parts finds a stage's weights only while they are gathered.
-    reshards = reshard_after_forward if stages is None else False
-    kept: dict[str, Any] = {"cpu_offload": cpu_offload, "reshard_after_forward": reshards}
-    # Inner modules first: an outer one leaves out what is wrapped already.
-    if ranks_of_experts is not None:
-        shard_experts(experts, ranks_of_experts, precision, **kept)
     # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
     # parameters beside DTensors.
     if is_wrapped:
-        inner = roots[:-1] if has_last else roots
-        shard(roots, layers, data_ranks, precision, inner=inner, **kept)
-    if tensor > 1 and has_last:
+        _shard(roots, layers, experts, (data_ranks, experts_mesh), stages, options)
+    if tensor > 1 and (stages is None or stages.has_last):
         roots[-1].register_forward_hook(share_logits)
     # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
-    layout = Layout(
-        ring=context.ring,
-        ulysses=context.ulysses,
-        context_rank=context.rank,
-        sockets=context.sockets,
-        experts=expert_ranks(mesh)[1],
-        tensor=tensor,
-        sequence=tensor if "sequence" in styles.values() else 1,
-        longest=longest_of(model),
-        attention=kernels.kernels,
-        documents=kernels.documents,
-        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
-        stages=stages,
-        styles=styles,
-        unsharded=unsharded,
-        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
-        dynamic_loss_scale=precision == "fp16",
-    )
-    set_layout(model, layout)
+    set_layout(model, _layout(model, mesh, precision, context, kernels, styles, unsharded, stages))
     return model
 
 
-def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -> None:
+def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
     """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
@@ -189,16 +164,16 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, asked: Mapping[str, Any]) -
             "up over all of them. Start as many processes as the mesh needs."
         )
     check_dimensions(mesh)
-    plan = getattr(model, "plan", None) if asked["plan"] is None else asked["plan"]
+    plan = getattr(model, "plan", None) if options["plan"] is None else options["plan"]
     items = plan.items() if isinstance(plan, Mapping) else ()
     # A style of torch's by its attributes: its own text has an address.
     shown = [(n, (type(s), vars(s)) if isinstance(s, ParallelStyle) else s) for n, s in items]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    check_alike(model, {**asked, "plan": shown, "mesh": sizes})
+    check_alike(model, {**options, "plan": shown, "mesh": sizes})
 
 
 def _check_options(
-    model: nn.Module, mesh: DeviceMesh, layers: list[nn.Module], asked: Mapping[str, Any]
+    model: nn.Module, mesh: DeviceMesh, layers: list[nn.Module], options: Mapping[str, Any]
 ) -> None:
     for name, kind in {
         "precision": Precision,
@@ -207,8 +182,8 @@ def _check_options(
         "context_parallel": ContextParallel,
         "attention": AttentionChoice,
     }.items():
-        check_choice(name, asked[name], get_args(kind))
-    recomputed, compiled = asked["activation_checkpoint"], asked["compile"]
+        check_choice(name, options[name], get_args(kind))
+    recomputed, compiled = options["activation_checkpoint"], options["compile"]
     if recomputed == "budget" and not compiled:
         raise ValueError(
             "activation_checkpoint is 'budget', which the compiler keeps, and compile is False. "
@@ -235,15 +210,15 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
 
 
 def _split(
-    model: nn.Module, mesh: DeviceMesh, blocks: str, asked: Mapping[str, Any]
+    model: nn.Module, mesh: DeviceMesh, blocks: str, options: Mapping[str, Any]
 ) -> Stages | None:
     """Keep this rank's pipeline stages, in place; None where a rank has the whole model."""
     if size_of(mesh, "pp") == 1:
         return None
     # Each part of a backward in two would recompute, or compile, the block once more.
-    splits = asked["activation_checkpoint"] == "none" and not asked["compile"]
+    splits = options["activation_checkpoint"] == "none" and not options["compile"]
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    stages = Stages(model, mesh, asked["pipeline_schedule"], blocks, splits_backward=splits)
+    stages = Stages(model, mesh, options["pipeline_schedule"], blocks, splits_backward=splits)
     has_trained = any(p.requires_grad for stage in stages.modules for p in stage.parameters())
     frozen = [rank for rank, trained in enumerate(exchange(has_trained)) if not trained]
     if trains and frozen:
@@ -253,6 +228,66 @@ def _split(
             "use pp=1."
         )
     return stages
+
+
+def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that a pipeline has left on this rank."""
+    present = {module for root in roots for module in root.modules()}
+    return [module for module in modules if module in present]
+
+
+def _shard(
+    roots: list[nn.Module],
+    layers: list[nn.Module],
+    experts: list[nn.Module],
+    meshes: tuple[DeviceMesh, DeviceMesh | None],
+    stages: Stages | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Wrap what this rank has in FSDP, in place."""
+    (data_ranks, experts_mesh), precision = meshes, options["precision"]
+    # A backward in two parts finds a stage's weights only while they are gathered.
+    reshards = options["reshard_after_forward"] if stages is None else False
+    kept: dict[str, Any] = {
+        "cpu_offload": options["cpu_offload"],
+        "reshard_after_forward": reshards,
+    }
+    # Inner modules first: an outer one leaves out what is wrapped already.
+    if experts_mesh is not None:
+        shard_experts(experts, experts_mesh, precision, **kept)
+    inner = roots[:-1] if stages is None or stages.has_last else roots
+    shard(roots, layers, data_ranks, precision, inner=inner, **kept)
+
+
+def _layout(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: Precision,
+    context: Context,
+    kernels: ChosenAttention,
+    styles: Mapping[str, Any],
+    unsharded: Mapping[nn.Module, Mapping[str, Any]],
+    stages: Stages | None,
+) -> Layout:
+    tensor, has_last = size_of(mesh, "tp"), stages is None or stages.has_last
+    return Layout(
+        ring=context.ring,
+        ulysses=context.ulysses,
+        context_rank=context.rank,
+        sockets=context.sockets,
+        experts=expert_ranks(mesh)[1],
+        tensor=tensor,
+        sequence=tensor if "sequence" in styles.values() else 1,
+        longest=longest_of(model),
+        attention=kernels.kernels,
+        documents=kernels.documents,
+        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
+        stages=stages,
+        styles=styles,
+        unsharded=unsharded,
+        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
+        dynamic_loss_scale=precision == "fp16",
+    )
 
 
 def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:

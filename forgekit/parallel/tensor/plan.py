@@ -68,6 +68,8 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
             fit the module, a module with parameters lacks a style where the residual stream is
             sharded, or features, heads or the vocabulary are not divisible by ``size``.
     """
+    if size == 1:
+        return {}
     if plan is None and (plan := model_plan(model, size)) is None:
         raise ValueError(
             f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for "

@@ -56,7 +56,7 @@ from forgekit.parallel.tensor.styles import (
 
 def apply_plan(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     styles: Mapping[str, Style],
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[nn.Module, dict[str, Any]]:
@@ -74,7 +74,7 @@ def apply_plan(
 
     Args:
         model: Any model.
-        mesh: The ranks, a mesh of one dimension.
+        mesh: The ranks, a mesh of one dimension; with None nothing happens.
         styles: What ``read_plan`` found in the whole model.
         modules: The whole model's modules by name, where a pipeline took some of them out of
             ``model`` since.
@@ -85,6 +85,8 @@ def apply_plan(
     Raises:
         ValueError: If modules that share a parameter would shard it differently.
     """
+    if mesh is None:
+        return {}
     modules = dict(model.named_modules()) if modules is None else modules
     present = set(model.modules())
     sequence = "sequence" in styles.values()
