@@ -4,6 +4,7 @@ python foreign.py base=DIRECTORY data.path=TOKENS export=TUNED
 torchrun --nproc-per-node 8 foreign.py base=DIRECTORY data.path=TOKENS mesh.tp=2
 """
 
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -34,14 +35,21 @@ class Config:
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
     save_every: int = key(100, "Steps between checkpoints; 0: at the end.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
+    head: str | None = key("lm_head", "The projection to logits; none: a loss of logits.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()
 
 
-def loss_fn(model, batch):
-    """A model of transformers returns an object; its logits are sharded where ranks share them."""
+def loss_of_logits(model, batch):
+    """For a model that scales or caps its logits; beside tp each rank holds all of them."""
     return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
+
+
+def loss_fn(model, batch):
+    """The loss takes the place of the projection, so that logits never exist as a whole."""
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], head=head)
 
 
 def setup(config):
@@ -49,9 +57,12 @@ def setup(config):
     mesh = fk.build_mesh(config.mesh)
     model = fk.run.transformers_model(config.base, use_cache=False)
     vocab_size = model.config.vocab_size
-    recomputed = config.activation_checkpoint
     model = fk.parallelize(
-        model, mesh, precision=config.precision, activation_checkpoint=recomputed
+        model,
+        mesh,
+        precision=config.precision,
+        activation_checkpoint=config.activation_checkpoint,
+        head=config.head,
     )
     fk.load_huggingface(model, config.base)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len)
@@ -61,10 +72,11 @@ def setup(config):
 
     schedule = fk.warmup_cosine(config.lr, warmup=10, total=config.steps)
     stop = fk.StopSignal()
-    step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
+    loss = loss_of_logits if config.head is None else loss_fn
+    step = fk.make_step(loss, schedule=schedule, max_norm=1.0, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh, 4)
     loader = fk.train_loader(state, dataset, batch_size)
-    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss, stop=stop)
 
 
 def train(config, run):

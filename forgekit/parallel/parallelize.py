@@ -36,6 +36,7 @@ from forgekit.parallel.context.context_parallel import (
 )
 from forgekit.parallel.expert import apply_experts, find_experts
 from forgekit.parallel.fsdp import COMPUTE, Precision, shard, shard_experts
+from forgekit.parallel.head import find_head, gather_output, take_head
 from forgekit.parallel.layout import arrange, size_of
 from forgekit.parallel.materialise import (
     check_buffers,
@@ -46,7 +47,6 @@ from forgekit.parallel.materialise import (
 from forgekit.parallel.pipeline.schedule import PipelineSchedule
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.parallel.tensor.plan import Plan, read_plan
-from forgekit.parallel.tensor.sharded_logits import share_logits
 from forgekit.parallel.tensor.tensor_parallel import apply_plan
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
 
@@ -64,6 +64,7 @@ def parallelize(
     attention: AttentionChoice = "auto",
     plan: Plan | None = None,
     blocks: str | None = None,
+    head: str | None = None,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
     seed: int = 0,
@@ -96,6 +97,9 @@ def parallelize(
             model of transformers says.
         blocks: Name of the list of repeated layers; ``"layers"`` where the model has one, or the
             model in a model of transformers.
+        head: Name of the projection to logits of a model that takes no ``head=`` by itself, such
+            as ``"lm_head"``; from then on it does: ``model(ids, head=partial(
+            forgekit.linear_cross_entropy, labels=labels))`` never holds logits.
         reshard_after_forward: Whether FSDP frees a block's parameters between forward and
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
             keep them for the whole step: a backward in two parts needs them in both.
@@ -108,7 +112,7 @@ def parallelize(
     Raises:
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
             (heads, features, layers), the device or the dtype has no such attention, the plan does
-            not fit, the blocks are not found, a buffer is on meta and its module has no
+            not fit, the blocks or the head are not found, a buffer is on meta and its module has no
             ``reset_buffers()``, a parameter is shared by two blocks, or parameters are complex or
             sparse.
     """
@@ -124,6 +128,7 @@ def parallelize(
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
     styles = read_plan(model, tensor, plan)
     experts = find_experts(model, plan) if experts_mesh else []
+    projection = None if head is None else find_head(model, head)
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
     data_ranks, tensor_ranks = arrange(mesh)
@@ -144,12 +149,15 @@ def parallelize(
         recompute(layer, activation_checkpoint)
     if compile:
         compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
+    if projection is not None:
+        for root in roots:
+            take_head(root, projection)
     # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
     # parameters beside DTensors.
     if is_wrapped:
         _shard(roots, layers, experts, (data_ranks, experts_mesh), stages, options)
     if tensor > 1 and (stages is None or stages.has_last):
-        roots[-1].register_forward_hook(share_logits)
+        roots[-1].register_forward_hook(gather_output)
     # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
     set_layout(model, _layout(model, mesh, precision, context, kernels, styles, unsharded, stages))

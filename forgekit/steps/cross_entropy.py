@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from forgekit.checks import nearest_multiples
 from forgekit.data.batch import IGNORED
 from forgekit.parallel.layout import full
-from forgekit.parallel.tensor.sharded_logits import SharedLogits, with_plain_gradient
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes
 from forgekit.tensors import wide
@@ -55,8 +54,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
     """Cross-entropy of next-token logits, summed over the targets, in float32 or wider.
 
     Args:
-        logits: ``[... v]``; masked positions may hold anything, NaN included. A DTensor
-            that is sharded over the vocabulary stays so: ranks compute with their own columns.
+        logits: ``[... v]``; masked positions may hold anything, NaN included. A DTensor is
+            gathered: ``linear_cross_entropy`` computes with each rank's columns instead.
         labels: ``[...]`` signed int, already shifted; -100 where there is no target. Another
             label outside the vocabulary raises (on CUDA as a device-side assertion).
         z_loss: Weight of the squared log-partition, which keeps logits from drifting.
@@ -90,12 +89,9 @@ def position_losses(
     check_shapes("logits", logits, labels)
     check_labels(labels, logits.shape[-1])
     is_target = (labels != IGNORED if is_target is None else is_target).reshape(-1)
-    logits, columns = take_logits(logits)
-    flat, positions = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
-    if columns is not None:
-        found: Any = _SharedCrossEntropy.apply(flat, positions, is_target, z_loss, columns)
-        return with_plain_gradient(found)
-    flat = flat.to(wide(logits.dtype))
+    _check_mesh("logits", logits)
+    logits, positions = full(logits), labels.reshape(-1).long()
+    flat = logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype))
     if flat.requires_grad:  # a hook costs a third of an autograd function in Python
         flat.register_hook(partial(_without_masked, is_target))
     losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
@@ -164,7 +160,7 @@ def linear_cross_entropy(
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
     total, losses = found
-    return _loss_of(with_plain_gradient(total), losses, labels != IGNORED, is_nll=not z_loss)
+    return _loss_of(total, losses, labels != IGNORED, is_nll=not z_loss)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -301,26 +297,6 @@ class Columns:
     vocab_size: int
 
 
-def take_logits(logits: Tensor) -> tuple[Tensor, Columns | None]:
-    """Take this rank's logits, a plain tensor, and which columns they are.
-
-    Args:
-        logits: ``[... v]``, a plain tensor, a DTensor, or what a sharded model returned.
-
-    Returns:
-        ``[... v/tp]`` and their columns where the vocabulary is shared; else ``[... v]`` and None.
-
-    Raises:
-        ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
-    """
-    if isinstance(logits, SharedLogits):
-        logits = logits.current()
-    columns = _columns("logits", logits, logits.ndim - 1)
-    if columns is not None and isinstance(logits, DTensor):
-        return logits.to_local(), columns
-    return full(logits), None
-
-
 def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Columns | None]:
     """Take hidden states and this rank's rows of the projection, plain tensors.
 
@@ -338,7 +314,7 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     Raises:
         ValueError: If they are sharded over other mesh dimensions than ``tp``, or unevenly.
     """
-    columns = _columns("weight", weight, 0)
+    columns = _columns(weight)
     if columns is None or not isinstance(weight, DTensor):
         return full(hidden), full(weight), None
     return take_whole(hidden, columns.mesh), weight.to_local(), columns
@@ -409,32 +385,6 @@ def share_softmax(
     return Softmax(losses, exponentials, slope, column, is_here[:, None])
 
 
-class _SharedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        is_target: Tensor,
-        z_loss: float,
-        columns: Columns,
-    ) -> Tensor:
-        copied = logits.to(wide(logits.dtype), copy=True)
-        found = share_softmax(copied, labels, is_target, z_loss, columns)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(found.gradient_())
-        ctx.dtype = logits.dtype
-        return found.losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * upstream[:, None]).to(ctx.dtype), None, None, None, None
-
-
 def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tuple[Tensor, Tensor]:
     """Column of each row's label, ``[n 1]``, and whether it is this rank's, ``[n]``."""
     token = torch.where(is_target, labels, 0)
@@ -445,25 +395,28 @@ def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tu
     return torch.where(is_known & ~is_here, 0, column)[:, None], is_here
 
 
-def _columns(name: str, values: Tensor, dim: int) -> Columns | None:
-    """This rank's part of the vocabulary, if ``values`` is a DTensor that is sharded over it."""
-    if not isinstance(values, DTensor):
-        return None
-    mesh, size = values.device_mesh, values.shape[dim]
+def _check_mesh(name: str, values: Tensor) -> None:
+    """Raise for a DTensor over other mesh dimensions than that of tensor parallelism."""
     # By name: over FSDP's dimensions each rank has another gradient for the same rows.
-    if mesh.mesh_dim_names != (TENSOR,):
-        shown = ", ".join(map(repr, mesh.mesh_dim_names or ("unnamed",)))
+    if isinstance(values, DTensor) and values.device_mesh.mesh_dim_names != (TENSOR,):
+        shown = ", ".join(map(repr, values.device_mesh.mesh_dim_names or ("unnamed",)))
         raise ValueError(
             f"{name} is a DTensor over the mesh dimensions {shown}; a loss takes shards over "
             f"{TENSOR!r} alone. A parameter looks like that while FSDP has not gathered it: read "
             "it inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
             "labels=labels))."
         )
-    if not values.placements[0].is_shard(dim):
+
+
+def _columns(weight: Tensor) -> Columns | None:
+    """This rank's part of the vocabulary, if the projection is a DTensor that is sharded by it."""
+    _check_mesh("weight", weight)
+    if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
         return None
+    mesh, size = weight.device_mesh, weight.shape[0]
     if size % mesh.size():  # the last rank would take its columns for others
         raise ValueError(
-            f"{name} has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
+            f"weight has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
             f"must divide it; {nearest_multiples(size, mesh.size())}."
         )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)

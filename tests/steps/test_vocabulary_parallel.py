@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import SPEC, global_batch
 from ranks import run_again
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -84,57 +86,24 @@ def _logits(rank, world, logits, labels, z_loss, kind):
     return [loss.sum.detach(), 8 * there.grad.full_tensor()]
 
 
-@pytest.mark.parametrize(
-    ("world", "kind"), [(2, "shard"), (4, "shard"), (2, "replicate"), (2, "places")]
-)
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-def test_cross_entropy_of_shared_logits_equals_torch(world, kind, z_loss):
+@pytest.mark.parametrize("kind", ["shard", "replicate", "places"])
+def test_cross_entropy_of_shared_logits_equals_torch(kind):
     logits = LOGITS if kind != "places" else LOGITS[:, :4]
     labels = LABELS if kind != "places" else LABELS[:, :4]
-    everyone = run_again(_logits, world, logits, labels, z_loss, kind)
-    assert_alike(everyone, expected_by_logits(logits, labels, z_loss))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_stands_in_masked_logits_does_not_matter(value):
-    for where in (slice(None), slice(0, 1)):  # on all ranks, on one
-        dirty = LOGITS.clone()
-        dirty[..., where] = torch.where(MASKED[..., None], value, dirty[..., where])
-        everyone = run_again(_logits, 2, dirty, LABELS, 0.3, "shard")
-        assert_alike(everyone, expected_by_logits(LOGITS, LABELS, 0.3))
-        assert not everyone[0][1][MASKED].any()
-
-
-def test_nan_at_a_target_makes_the_loss_nan_on_all_ranks():
-    dirty = LOGITS.clone()
-    dirty[1, 1, 0] = math.nan
-    for loss, _ in run_again(_logits, 2, dirty, LABELS, 0.0, "shard"):
-        assert loss.isnan()
-
-
-def test_a_rank_whose_columns_are_all_minus_infinity():
-    """As those of a vocabulary that was padded to a rounder size."""
-    logits = LOGITS.clone()
-    logits[..., VOCAB // 2 :] = -math.inf
-    labels = torch.where(MASKED, -100, LABELS % (VOCAB // 2))
-    everyone = run_again(_logits, 2, logits, labels, 0.3, "shard")
-    loss, gradient = expected_by_logits(logits[..., : VOCAB // 2], labels, 0.3)
-    padded = F.pad(gradient, (0, VOCAB // 2))
-    assert_alike(everyone, (loss, padded))
+    everyone = run_again(_logits, 2, logits, labels, 0.3, kind)
+    assert_alike(everyone, expected_by_logits(logits, labels, 0.3))
 
 
 def _uneven(rank, world):
-    logits = spread(draw(ROWS, PLACES, VOCAB + 1), mesh_of(world), Shard(-1))
-    with pytest.raises(ValueError, match=r"^logits has a vocabulary of 13, which 2 ranks share; "):
-        fk.cross_entropy(logits, LABELS)
+    weight = spread(draw(VOCAB + 1, DIM), mesh_of(world), Shard(0))
+    with pytest.raises(ValueError, match=r"^weight has a vocabulary of 13, which 2 ranks share; "):
+        fk.linear_cross_entropy(HIDDEN, weight, LABELS)
     other = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     with pytest.raises(ValueError, match=r"'dp_shard'; a loss takes shards over 'tp' alone"):
         fk.cross_entropy(spread(LOGITS, other, Shard(-1)), LABELS)
     for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
         labels = LABELS.clone()
         labels[1, 0] = label
-        with pytest.raises((IndexError, RuntimeError), match="is out of bounds"):
-            fk.cross_entropy(spread(LOGITS, mesh_of(world), Shard(2)), labels)
         with pytest.raises((IndexError, RuntimeError), match="is out of bounds"):
             fk.linear_cross_entropy(HIDDEN, spread(WEIGHT, mesh_of(world), Shard(0)), labels)
 
@@ -146,35 +115,50 @@ def test_columns_that_a_rank_would_take_for_others_and_labels_of_none_are_refuse
 # Linear
 
 
-def _linear(rank, world, hidden, kinds, labels, z_loss, chunk):
+def _linear(rank, world, hidden, weight, labels, z_loss, chunk):
     mesh = mesh_of(world)
-    cross_entropy_file._chunk_rows, chunk_rows = (
-        lambda weight: chunk,
-        cross_entropy_file._chunk_rows,
-    )
-    weight = spread(WEIGHT, mesh, {"shard": Shard(0), "replicate": Replicate()}[kinds[1]])
-    if kinds[0] == "plain":
-        hidden = hidden.clone().requires_grad_()
-    else:
-        hidden = spread(hidden, mesh, {"replicate": Replicate(), "places": Shard(1)}[kinds[0]])
-    try:
+    weight, hidden = spread(weight, mesh, Shard(0)), spread(hidden, mesh, Replicate())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
         loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
-    finally:
-        cross_entropy_file._chunk_rows = chunk_rows
     assert int(loss.count) == int((labels != -100).sum())
     (0.125 * loss.sum).backward()
-    full = [g.full_tensor() if isinstance(g, DTensor) else g for g in (hidden.grad, weight.grad)]
     assert weight.grad.placements == weight.placements
-    return [loss.sum.detach(), *(8 * gradient for gradient in full)]
+    return [loss.sum.detach(), 8 * hidden.grad.full_tensor(), 8 * weight.grad.full_tensor()]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 15, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(z_loss, chunk):
     for world in (2, 4):
-        kinds = "replicate", "shard"
-        everyone = run_again(_linear, world, HIDDEN, kinds, LABELS, z_loss, chunk)
+        everyone = run_again(_linear, world, HIDDEN, WEIGHT, LABELS, z_loss, chunk)
         assert_alike(everyone, expected_by_linear(LABELS, z_loss))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_stands_at_masked_positions_does_not_matter(value):
+    dirty = torch.where(MASKED[..., None], value, HIDDEN)
+    everyone = run_again(_linear, 2, dirty, WEIGHT, LABELS, 0.3, 4)
+    assert_alike(everyone, expected_by_linear(LABELS, 0.3))
+    assert not everyone[0][1][MASKED].any()
+
+
+def test_nan_at_a_target_makes_the_loss_nan_on_all_ranks():
+    dirty = HIDDEN.clone()
+    dirty[1, 1, 0] = math.nan
+    for loss, *_ in run_again(_linear, 2, dirty, WEIGHT, LABELS, 0.0, 4):
+        assert loss.isnan()
+
+
+def test_a_rank_whose_columns_are_all_minus_infinity():
+    """As those of a vocabulary that was padded to a rounder size."""
+    padded = WEIGHT.clone()
+    padded[VOCAB // 2 :] = -math.inf
+    labels = torch.where(MASKED, -100, LABELS % (VOCAB // 2))
+    everyone = run_again(_linear, 2, HIDDEN.abs(), padded, labels, 0.3, 4)
+    loss = reference(HIDDEN.abs() @ WEIGHT[: VOCAB // 2].T, labels, 0.3)
+    for found, *_ in everyone:
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
 
 
 # Communication and memory
@@ -203,28 +187,49 @@ def _seen(rank, world, rows, vocab, chunk):
     mesh = mesh_of(world)
     hidden = spread(torch.ones(rows, 1), mesh, Replicate())
     weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
-    cross_entropy_file._chunk_rows, chunk_rows = (
-        lambda weight: chunk,
-        cross_entropy_file._chunk_rows,
-    )
-    try:
-        with Seen() as linear:
-            loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
-            loss.sum.backward()
-    finally:
-        cross_entropy_file._chunk_rows = chunk_rows
-    logits = spread(torch.ones(rows, vocab), mesh, Shard(1))
-    with Seen() as full:
-        fk.cross_entropy(logits, torch.arange(rows) % vocab, 0.1).sum.backward()
-    return linear.collectives, linear.largest, full.collectives, full.largest
+    with pytest.MonkeyPatch.context() as patch, Seen() as linear:
+        patch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
+        loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
+        loss.sum.backward()
+    return linear.collectives, linear.largest
 
 
 def test_one_collective_for_each_chunk_and_never_all_logits():
-    for linear, largest, full, full_largest in run_again(_seen, 2, 40, 200, 10):
-        assert len(linear) == 4, linear
+    for collectives, largest in run_again(_seen, 2, 40, 200, 10):
+        assert len(collectives) == 4, collectives
         assert largest == 10 * 200 / 2
-        assert len(full) == 1, full
-        assert full_largest == 40 * 200 / 2
 
 
-# Errors
+# A projection that is read while FSDP keeps it in shards
+
+
+def _early(model, batch):
+    weight = model.output.weight
+    hidden = model(batch["input_ids"], head=lambda hidden, _weight: hidden)
+    return fk.linear_cross_entropy(hidden, weight, batch["labels"])
+
+
+SHARDED = {
+    "fsdp2": ({"dp_shard": 2}, "'dp_shard'"),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 1}, "'dp_replicate', 'dp_shard'"),
+    "cp2": ({"cp": 2}, "'dp_shard_cp'"),
+    "tp2": ({"tp": 2}, "'dp_shard', 'tp'"),
+}
+
+
+def _read_early(rank, world):
+    for sizes, names in SHARDED.values():
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        model = fk.parallelize(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), mesh)
+        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        message = (
+            rf"^weight is a DTensor over the mesh dimensions {names}; a loss takes shards over 'tp'"
+            r" alone\. .* read it inside forward, model\(ids, head=partial\(forgekit\.linear_cross"
+        )
+        with pytest.raises(ValueError, match=message):
+            fk.accumulate(state, [row[1] for row in global_batch(2)][1:2], _early)
+        assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_a_projection_that_is_read_before_the_model_is_called_is_refused():
+    run_again(_read_early, 2)

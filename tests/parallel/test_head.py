@@ -1,0 +1,280 @@
+"""What models return: a loss in chunks in place of logits, or whole logits; against plain torch.
+
+People who train with tensor parallelism write distillation and entropy terms on logits as they
+would on one device; each gradient is held to one process in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import full_tensors, relative_error
+from ranks import run_again
+from run.huggingface_models import MODELS, SIZES
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import forgekit as fk
+from forgekit.steps import cross_entropy as cross_entropy_file
+
+ROWS, POSITIONS, VOCAB = 2, 7, 32
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "experts": ("Qwen3Moe", MODELS["Qwen3Moe"]),
+    "frozen": ("Llama", {}),
+    "an odd vocabulary": ("Llama", {"vocab_size": 31}),
+}
+TOLERANCE = {"experts": 1e-6}  # their routers compute in float32
+LAYOUTS = {
+    "one process": {},
+    "fsdp2": {"dp_shard": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "fsdp2-tp2": {"dp_shard": 2, "tp": 2},
+}
+
+
+def build(kind: str, **changes: Any) -> nn.Module:
+    import transformers
+
+    name, sizes = KINDS[kind]
+    sizes = {**SIZES, "vocab_size": VOCAB, **sizes, **changes}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config.use_cache, config._experts_implementation = False, "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model.lm_head.requires_grad_(kind != "frozen")
+    for module in model.modules():  # their norms compute in float32, whatever they are given
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(_norm, module)
+    return model
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def draw_batch(seed: int, positions: int = POSITIONS) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 31, (ROWS, positions + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[torch.randint(0, 10, labels.shape, generator=generator) < 3 + seed] = -100
+    return TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [ROWS])
+
+
+def head_loss(model: Any, batch: Any) -> fk.Loss:
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"], z_loss=0.1)
+    return model(batch["input_ids"], head=head)
+
+
+def logits_loss(model: Any, batch: Any) -> fk.Loss:
+    return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
+
+
+def terms(logits: Tensor, taught: Tensor, is_target: Tensor) -> Tensor:
+    """A distillation, an entropy, and two that torch computes wrongly, or not at all, on shards."""
+    log_p = logits.log_softmax(-1)
+    each = F.kl_div(log_p, taught.softmax(-1), reduction="none").sum(-1)
+    each = each - 0.1 * (log_p.exp() * log_p).sum(-1) + 0.1 * logits.norm(dim=-1)
+    each = each + F.huber_loss(logits, taught, reduction="none").mean(-1)
+    return torch.where(is_target, each, 0.0).sum()
+
+
+def mixed_loss(model: Any, batch: Any, teacher: nn.Module) -> fk.Loss:
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    with torch.no_grad():
+        taught = teacher(batch["input_ids"]).logits
+    loss = fk.cross_entropy(logits, labels)
+    added = terms(logits, taught, labels != -100)
+    return fk.Loss(loss.sum + added, loss.count, {"added": (added.detach(), loss.count)})
+
+
+def plain_mixed_loss(model: Any, batch: Any, teacher: nn.Module) -> Tensor:
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    taught = teacher(batch["input_ids"]).logits.detach()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss + terms(logits, taught, labels != -100)
+
+
+def plain_loss(model: Any, batch: Any) -> Tensor:
+    logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+    squares = logits.logsumexp(-1).square() * (labels != -100)
+    return F.cross_entropy(logits, labels, reduction="sum") + 0.1 * squares.sum()
+
+
+def reference(
+    model: nn.Module, batches: list[TensorDict], loss: Callable[..., Tensor] = plain_loss
+) -> tuple[Tensor, dict[str, Tensor]]:
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    total = torch.stack([loss(model, batch) for batch in batches]).sum() / targets
+    total.backward()
+    return total.detach(), full_tensors(model, gradients=True)
+
+
+def gradients_of(
+    model: nn.Module, mesh: Any, loss: Callable[..., fk.Loss]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    state = fk.TrainState.create(model, torch.optim.SGD(trained(model)), mesh=mesh)
+    rank, world = fk.data_ranks(mesh)
+    batches = [draw_batch(seed) for seed in range(4)][rank::world]
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss), state)
+    factor = fk.clip(totals).factor
+    gradients = {n: g * factor for n, g in full_tensors(model, gradients=True).items()}
+    mean = totals["loss"] / totals["targets"]
+    torch.testing.assert_close(fk.evaluate(state, batches, loss)["loss"], mean)
+    return mean, gradients
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def check(everyone: list[Any], expected_loss: Tensor, expected: Any, tolerance: float) -> None:
+    names = set()
+    for loss, gradients in everyone:
+        names |= gradients.keys()
+        torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=0)
+        assert relative_error(gradients, {n: expected[n] for n in gradients}) < tolerance
+    assert names == expected.keys()
+
+
+def _with_head(rank: int, world: int, kinds: list[str], layout: str) -> dict[str, Any]:
+    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
+    models = {kind: fk.parallelize(build(kind), mesh, head="lm_head") for kind in kinds}
+    return {kind: gradients_of(model, mesh, head_loss) for kind, model in models.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_foreign_model_with_a_head_has_the_gradients_of_one_process(layout):
+    kinds = [kind for kind in KINDS if kind != "tied" or layout != "pp2"]
+    everyone = run_again(_with_head, math.prod(LAYOUTS[layout].values()), kinds, layout)
+    for kind in kinds:
+        expected = reference(build(kind), [draw_batch(seed) for seed in range(4)])
+        check([found[kind] for found in everyone], *expected, TOLERANCE.get(kind, 1e-10))
+
+
+# Whole logits under tensor parallelism
+
+
+def _taught(rank: int, world: int, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
+    teacher = fk.parallelize(build("tied").requires_grad_(False), mesh)
+    model = fk.parallelize(build("plain"), mesh)
+    return gradients_of(model, mesh, partial(mixed_loss, teacher=teacher))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2-tp2"])
+def test_terms_on_logits_that_ranks_share_have_the_gradient_of_one_process(layout):
+    loss = partial(plain_mixed_loss, teacher=build("tied"))
+    expected = reference(build("plain"), [draw_batch(seed) for seed in range(4)], loss)
+    everyone = run_again(_taught, math.prod(LAYOUTS[layout].values()), layout)
+    check(everyone, *expected, 1e-10)
+
+
+# Memory
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is computed."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        local = [t for t in tree_leaves(out) if type(t) is Tensor]
+        self.elements = max([self.elements, *(t.numel() for t in local)])
+        return out
+
+
+def _largest(rank: int, world: int) -> dict[str, int]:
+    mesh = fk.build_mesh(fk.MeshSpec(tp=world), device="cpu")
+    model = fk.parallelize(build("plain", vocab_size=256), mesh, head="lm_head")
+    batch, found = draw_batch(0, positions=64), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy_file, "LOGITS_ON_CPU", 16 * 256)
+        for name, loss in {"head": head_loss, "logits": logits_loss}.items():
+            with _Largest() as largest:
+                loss(model, batch).sum.backward()
+            found[name] = largest.elements
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_logits_are_never_whole_with_a_head(world):
+    for found in run_again(_largest, world):
+        assert found["logits"] == ROWS * 64 * 256
+        assert found["head"] < ROWS * 64 * 256 / 3  # a weight is larger than a chunk
+
+
+# What cannot be left out
+
+
+class Changed(nn.Module):
+    """Logits that are changed after the projection, or made by something else."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(VOCAB, 4)
+        self.biased, self.lm_head = nn.Linear(4, VOCAB), nn.Linear(4, VOCAB, bias=False)
+        self.scaled = Scaled(4, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.lm_head(self.embed(ids))
+        if self.how == "in place":
+            logits *= 2.0
+        elif self.how == "twice":
+            logits = self.lm_head(self.embed(ids + 1))
+        elif self.how == "a part":
+            logits = logits[..., : VOCAB - 1]
+        return {"logits": logits}
+
+
+class Scaled(nn.Linear):
+    """A product with more in it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.5 * super().forward(input)
+
+
+@pytest.mark.parametrize("how", ["in place", "twice", "a part"])
+def test_a_head_whose_logits_are_changed_is_refused(how):
+    model = fk.parallelize(Changed(how), fk.build_mesh(device="cpu"), head="lm_head")
+    batch = draw_batch(0)
+    with pytest.raises(
+        ValueError, match=r"^head= takes the place of one projection .* Compute the"
+    ):
+        head_loss(model, batch)
+    assert model(batch["input_ids"])["logits"].isfinite().all()  # and works on without it
+
+
+SCALED = {
+    "Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_models_that_scale_or_cap_their_logits_are_refused(name, monkeypatch):
+    monkeypatch.setitem(KINDS, name, (name, {**SCALED[name], "tie_word_embeddings": True}))
+    model = fk.parallelize(build(name), fk.build_mesh(device="cpu"), head="lm_head")
+    with pytest.raises(ValueError, match=r"^head= takes the place of one projection .* a soft cap"):
+        head_loss(model, draw_batch(0))
+
+
+@pytest.mark.parametrize("name", ["biased", "scaled", "embed", "nowhere"])
+def test_a_head_that_is_no_plain_product_is_refused(name):
+    with pytest.raises(
+        ValueError, match=rf"^head='{name}' is .* it must name the nn\.Linear without"
+    ):
+        fk.parallelize(Changed("not"), fk.build_mesh(device="cpu"), head=name)
