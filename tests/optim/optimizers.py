@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import forgekit as fk
 
 SIZES = {"vocab_size": 22, "dim": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 22}
-"""Rows that neither two, three nor four ranks share evenly."""
+"""22 rows are shared evenly neither by three ranks nor by four."""
 
 
 def join(model):
