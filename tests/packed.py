@@ -79,7 +79,7 @@ def reference(ranks: int) -> dict[str, Tensor]:
     plain, base = fk.Transformer(SPEC, seed=0).double(), unpacked_base()
 
     def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
-        factors = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        factors: dict[str, Tensor] = dict(model.named_parameters())
         weights = adapted_weights(base, factors)
         return torch_loss(lambda ids: functional_call(plain, weights, (ids,)), batch)
 

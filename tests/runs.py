@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -99,25 +99,33 @@ class Job:
         cwd: Folder to start in.
         forked: Number of ranks to fork instead of starting a command: processes that ``shells``
             forks with what torchrun tells its ranks.
+        variables: Further variables of their environment.
 
     Attributes:
         process: The process of the command itself, or of the first rank.
     """
 
     def __init__(
-        self, command: Sequence[str], *, log: Path, cwd: Path | None = None, forked: int = 0
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        cwd: Path | None = None,
+        forked: int = 0,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._log = log
         self._mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": "1", "FORGEKIT_TEST_JOB": self._mark}
-        self.ranks: list[Any]
+        environment |= variables
+        self.ranks: list[Any] = []
         with log.open("ab" if forked else "wb") as stream:
             stream.truncate(0)
             if forked:
-                self.ranks = [
-                    Forked(command, log=stream.fileno(), env=environment | variables, cwd=cwd)
-                    for variables in _ranks(forked)
-                ]
+                for place in _ranks(forked):  # one process group, that of the first
+                    group = self.ranks[0].pid if self.ranks else 0
+                    options = {"env": environment | place, "cwd": cwd, "group": group}
+                    self.ranks.append(Forked(command, log=stream.fileno(), **options))
             else:
                 started = subprocess.Popen(
                     command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=cwd
@@ -131,16 +139,16 @@ class Job:
         return self._log.read_text(errors="replace")
 
     def members(self) -> list[int]:
-        """Its processes that are alive, found by a variable that they inherit, or the session."""
+        """Its processes that are alive, found by a variable that they inherit, or their group."""
         found = []
-        sessions = {str(rank.pid) for rank in self.ranks if isinstance(rank, Forked)}
+        leader = str(self.process.pid) if isinstance(self.process, Forked) else ""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (folder / "environ").read_bytes()
-                state, *_, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
+                state, _, group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
             except OSError:
                 continue
-            if self._mark.encode() in environment or (session in sessions and state not in "ZX"):
+            if self._mark.encode() in environment or (group == leader and state not in "ZX"):
                 found.append(int(folder.name))
         return found
 

@@ -117,7 +117,14 @@ def server() -> str:
 
 
 class Forked:
-    """A process that was forked, as ``subprocess.Popen`` shows one, in a session of its own.
+    """A process that was forked, as ``subprocess.Popen`` shows one.
+
+    Args:
+        argv: A recipe and its arguments.
+        log: Descriptor for what it writes.
+        env: Its environment.
+        cwd: Folder to start in.
+        group: Its process group, by the process that leads it; 0 for one of its own.
 
     Attributes:
         pid: Its process id.
@@ -125,11 +132,11 @@ class Forked:
     """
 
     def __init__(
-        self, argv: Sequence[str], *, log: int, env: Mapping[str, str], cwd: Path | None
+        self, argv: Sequence[str], *, log: int, env: Mapping[str, str], cwd: Path | None, group: int
     ) -> None:
         request: dict[str, Any] = {
             "fds": [0, 1, 2],
-            "group": None,
+            "group": group,
             "argv": list(argv),
             "cwd": str(cwd or Path.cwd()),
             "nohup": False,
@@ -190,10 +197,10 @@ def _become(request: dict, fds: list[int]) -> None:
             os.close(fd)
     for fd in fds:
         os.close(fd)
-    if request["group"] is None:
-        os.setsid()
-    else:
+    try:
         os.setpgid(0, request["group"])
+    except PermissionError:  # the group was killed before this process came to it
+        os.kill(os.getpid(), signal.SIGKILL)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])

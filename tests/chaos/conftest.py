@@ -1,4 +1,4 @@
-"""A process that forks runs, data whose rows say which they are, and runs nobody disturbs."""
+"""Data whose rows say which they are, and runs nobody disturbs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ import json
 import attrs
 import numpy as np
 import pytest
-from chaos.scene import GLOBAL_BATCH, ROWS, SEQ_LEN, STANDARD, Scene
+from chaos.scene import GLOBAL_BATCH, ROWS, SEQ_LEN, STANDARD, Life, Scene
 from chaos.survival import PROPERTY, names
-from chaos.zygote import Zygote
 from runs import arguments
 
 import forgekit as fk
 
 assert ROWS % GLOBAL_BATCH == 0
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    """The process that forks; with it all runs end."""
-    process = Zygote()
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +28,7 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(zygote, tokens, tmp_path_factory):
+def undisturbed(tokens, tmp_path_factory):
     """The directory of a run with these settings that nobody disturbs; made once."""
     made = {}
 
@@ -47,7 +38,7 @@ def undisturbed(zygote, tokens, tmp_path_factory):
             out = made[key] = tmp_path_factory.mktemp("undisturbed") / "run"
             given = STANDARD | {"data__path": tokens, "out": out} | settings
             log = out.with_name("log")
-            life = zygote.start("pretrain", arguments(**given), log=log, ranks=ranks)
+            life = Life(arguments(**given), log=log, ranks=ranks)
             assert life.end() == [0] * ranks, life.output
         return made[key]
 
@@ -55,9 +46,9 @@ def undisturbed(zygote, tokens, tmp_path_factory):
 
 
 @pytest.fixture
-def scene(zygote, tokens, undisturbed, tmp_path):
+def scene(tokens, undisturbed, tmp_path):
     """A fresh run directory; nothing that was started in it survives the test."""
-    place = Scene(tmp_path / "run", zygote, tokens, undisturbed)
+    place = Scene(tmp_path / "run", tokens, undisturbed)
     yield place
     for life in place.lives:
         life.kill()

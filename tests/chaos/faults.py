@@ -24,7 +24,6 @@ from typing import Any
 import attrs
 import torch
 from runs import load_recipe
-from shells import draw
 
 import forgekit as fk
 from forgekit.checkpoints.save import wait_for_saves
@@ -33,12 +32,6 @@ Recipe = Any
 """A recipe's module, whose names a fault puts its own functions in the place of."""
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _CAP_DAC_OVERRIDE = 1 << 1
-
-
-def warm_up() -> None:
-    """Import what a run imports late, so that its forks need not."""
-    draw()
-    load_recipe("pretrain")
 
 
 def run(name: str, faults: Mapping[str, Any]) -> None:

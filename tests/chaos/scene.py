@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 from chaos.survival import Outcome
-from chaos.zygote import Life, Zygote
-from runs import arguments, assert_same_run, last_step, saved_step, status_of, tensors_of
+from runs import Job, arguments, assert_same_run, last_step, saved_step, status_of, tensors_of
 
 ROWS, SEQ_LEN, GLOBAL_BATCH = 40, 16, 8
 """Five steps are an epoch."""
@@ -28,6 +28,37 @@ STANDARD = {
 }
 
 
+RANK = Path(__file__).with_name("rank.py")
+
+
+class Life(Job):
+    """One start of a run, until it ends or is killed.
+
+    Args:
+        command_line: The recipe's arguments.
+        log: File for what the ranks write.
+        ranks: Number of ranks.
+        faults: What goes wrong on which rank; see ``faults.py``.
+    """
+
+    def __init__(
+        self,
+        command_line: Sequence[str],
+        *,
+        log: Path,
+        ranks: int,
+        faults: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        command = [str(RANK), "pretrain", *command_line]
+        variables = {"FORGEKIT_TEST_FAULTS": json.dumps(faults or {})}
+        super().__init__(command, log=log, forked=ranks, variables=variables)
+
+    def end(self) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Wait until no process is left; return the exit codes, negative for signals."""
+        super().end()
+        return [rank.wait() for rank in self.ranks]
+
+
 @attrs.define
 class Scene:
     """A place for lives of one run.
@@ -37,7 +68,6 @@ class Scene:
     """
 
     out: Path
-    zygote: Zygote
     tokens: Path
     undisturbed: Callable[..., Path] | None = None
     lives: list[Life] = attrs.field(factory=list)
@@ -48,11 +78,8 @@ class Scene:
         """Start the run, or let it go on."""
         given = STANDARD | {"data__path": self.tokens, "out": self.out} | settings
         log = self.out.with_name(f"{self.out.name}-{len(self.lives)}.log")
-        life = self.zygote.start(
-            "pretrain", arguments(**given), log=log, ranks=ranks, faults=faults
-        )
-        self.lives.append(life)
-        return life
+        self.lives.append(Life(arguments(**given), log=log, ranks=ranks, faults=faults))
+        return self.lives[-1]
 
     def go_on(self, ranks: int = 2, **settings: Any) -> int:
         """Let the run go on to its end, and compare it bit by bit with the undisturbed one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -66,8 +65,8 @@ def test_a_signal_while_the_data_of_one_rank_are_stuck(scene, survived, tmp_path
     faults = {0: {"impatient": 0.5}, 1: {"impatient": 0.5, "stuck_read": (STUCK_AT, str(mark))}}
     life = scene.live(faults=faults)
     life.wait_for(mark.exists, "the read that is stuck")
-    for pid in life.pids:
-        os.kill(pid, signal.SIGTERM)
+    for rank in life.ranks:
+        rank.send_signal(signal.SIGTERM)
     assert life.end() == [1, 1], life.output
     found = status_of(scene.out)
     assert (found["status"], found["step"]) == ("stopped", saved_step(scene.out))

@@ -15,9 +15,9 @@ from runs import last_step, saved_step, status_of
 
 
 @pytest.fixture(scope="module")
-def stopped_once(zygote, tokens, tmp_path_factory):
+def stopped_once(tokens, tmp_path_factory):
     """A run that was stopped after step 21, with checkpoints of the steps 15, 20 and 21."""
-    scene = Scene(tmp_path_factory.mktemp("stopped") / "run", zygote, tokens)
+    scene = Scene(tmp_path_factory.mktemp("stopped") / "run", tokens)
     life = scene.live(faults={1: {"signal_after": (18, ["SIGTERM"])}})
     assert life.end() == [0, 0], life.output
     assert saved_step(scene.out) == last_step(scene.out) == 21

@@ -8,9 +8,11 @@ import re
 import shutil
 import signal
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -20,6 +22,7 @@ from ranks import run_ranks
 from torch import nn
 
 import forgekit as fk
+from forgekit.run import run_directory
 
 
 def create(step=0):
@@ -272,6 +275,28 @@ def test_process_groups_are_destroyed(tmp_path, fails):
     except Unexpected:
         assert fails
     assert not dist.is_initialized()
+
+
+def _slow_to_its_end(rank, world, out, patience_s):
+    """Whether the groups of rank 0 outlived the run of rank 1, which comes later to its end."""
+    store = dist.FileStore(str(out / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(nn.Linear(2, 2), mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    with mock.patch.object(run_directory, "PATIENCE_S", patience_s), fk.open_run(out, {}) as run:
+        run.start(state, every=1).close()
+        time.sleep(1.5 * rank)
+        run.end(state)
+        (out / f"ended-{rank}").touch()
+    return (out / "ended-1").exists()
+
+
+@pytest.mark.parametrize(("patience_s", "waits"), [(30.0, True), (0.5, False)])
+def test_groups_stay_until_all_ranks_have_ended_or_for_a_few_seconds(tmp_path, patience_s, waits):
+    ended = run_ranks(_slow_to_its_end, 2, tmp_path, patience_s, group=False)
+    assert ended == [waits, True]
+    assert status(tmp_path)["status"] == "finished"
 
 
 @pytest.mark.parametrize("fails", [False, True])
