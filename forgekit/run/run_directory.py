@@ -51,6 +51,9 @@ from forgekit.terminal import steady_streams, tell
 STATUS_EVERY_S = 30.0
 """Between two updates of a running run's ``status.json``, by ``is_over``."""
 
+PATIENCE_S = 5.0
+"""How long a rank that has ended its run waits for the others, which may still use its groups."""
+
 USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
 """What the library raises in set-up when a run was asked for that cannot be."""
 
@@ -313,7 +316,8 @@ def open_run(
     """Hold a run directory for one run, and leave it in order.
 
     Writing to stdout and stderr cannot fail meanwhile: if the display goes away (`| head`, a closed
-    terminal, a full disk), the run goes on.
+    terminal, a full disk), the run goes on. A rank that has ended waits up to five seconds for the
+    others before it destroys its process groups.
 
     Args:
         out: The run directory; made if it does not exist. A second run into it is refused.
@@ -375,6 +379,9 @@ def _closing(run: Run) -> Iterator[None]:
         yield
         wait_for_saves(run._saves)
         wait_for_saves()  # those of states that the run was not started with
+        # A thread of gloo aborts a process that still sends to one whose groups are destroyed.
+        with suppress(Exception):
+            barrier("the run has ended", timeout_s=PATIENCE_S)
     except StoppedError as stop:
         join_saves()  # the log says if one of them failed too
         run._give_up(str(stop))
