@@ -303,19 +303,12 @@ class HuggingFaceDocuments:
 
         A streamed dataset is divided by its files where their number allows it, else by rows.
         """
-        read = self._streamed if self.is_streamed else self._whole
-        for name, text, after in read(position, part, parts):
-            if isinstance(text, str):
-                if text and not text.isspace():
-                    yield Record(name, text, after)
-                continue
-            problem = (
-                f'{name} has {type(text).__name__} in column "{self.text_key}", not a string. '
-                'Name another column with text_key, or leave such rows out with errors="skip".'
-            )
-            if self.errors == "raise":
-                raise ValueError(problem)
-            yield Record(name, None, after, problem=problem)
+        rows = (self._streamed if self.is_streamed else self._whole)(position, part, parts)
+        located = (
+            (name, partial(check_cell, name, self.text_key, value), after, 0)
+            for name, value, after in rows
+        )
+        return read_texts(located, self.errors)
 
     def _whole(self, position: Any, part: int, parts: int) -> Iterator[tuple[str, Any, Any]]:
         (start,) = position or (0,)
@@ -365,6 +358,38 @@ def _has_buffer(examples: Any) -> bool:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return any(_has_buffer(each) for each in inner if each is not None)
+
+
+Located: TypeAlias = "tuple[str, Callable[[], str], Any, int]"
+"""A document's name, what reads its text, the position after it, and the bytes up to there."""
+
+
+def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
+    """Read what a source has located; leave out white space and, if asked to, what is broken.
+
+    Args:
+        located: The documents. Only a ValueError of what reads a text makes a document broken.
+        errors: See ``text_documents``.
+    """
+    for name, read, after, done in located:
+        try:
+            text, problem = read(), None
+        except ValueError as error:
+            if errors == "raise":
+                raise
+            text, problem = None, str(error)
+        if problem or (text and not text.isspace()):
+            yield Record(name, text, after, done, problem)
+
+
+def check_cell(name: str, key: str, value: Any) -> str:
+    """Return what a row of a table has in a column; refuse it if it is no text."""
+    if isinstance(value, str):
+        return value
+    raise ValueError(
+        f'{name} has {type(value).__name__} in column "{key}", not a string. '
+        'Name another column with text_key, or leave such rows out with errors="skip".'
+    )
 
 
 def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArray[Any]:

@@ -15,33 +15,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import itertools
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from forgekit.checks import check_integers, path_of
 from forgekit.data.documents import Documents, as_documents
 from forgekit.data.hashing import hash_integers
+from forgekit.data.read_ahead import compute_ahead
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
 from forgekit.data.token_files import (
     HELD_OUT,
     SHARD_TOKENS,
     TokenFile,
+    fill_tokens,
     is_token_file,
-    join_tokens,
     open_tokens,
-    write_tokens,
 )
 from forgekit.data.tokenizer import (
     END_OF_TEXT,
@@ -53,21 +53,21 @@ from forgekit.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from forgekit.files import atomic_directory, sync
+from forgekit.files import atomic_directory, sync, write_atomic
 from forgekit.terminal import printable
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-Write: TypeAlias = Callable[[Path, list[Any]], TokenFile]
 Labelled: TypeAlias = "list[tuple[bool, str]]"
 """Texts, and whether each is held out."""
 
-
 TOKENIZER = "tokenizer.json"
 PARTS = "parts"
-PART = "part.json"
 
 PART_BYTES = 2**26
-"""Text of one part, at least: in memory while it is written, and the most that a kill costs."""
+"""Text of one part, at least; what a kill costs at most, for each of the workers.
+
+Up to three parts per worker are in memory: read, waiting and being encoded.
+"""
 
 REPORT_BYTES = 2**18
 """Bytes that are read between two reports of progress."""
@@ -132,7 +132,8 @@ def prepare(
         vocab_size: Number of tokens, the end of text included, of a tokenizer that is trained here.
         held_out_every: One document in so many is held out.
         progress: Called as ``progress(task, done, total)``, in bytes of the source; a total of 0 is
-            unknown. The task is ``"tokenizer"``, then ``"tokens"``.
+            unknown. The task is ``"tokenizer"``, then ``"tokens"``; then with ``workers`` from
+            another thread.
         tokenizer: Use this ``tokenizer.json`` instead of training one; its truncation and padding
             are switched off.
         eos_token: The token that closes each document.
@@ -171,15 +172,19 @@ def prepare(
     if prepared is None or (prepared.broken and not texts.may_skip):
         with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
             learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
-            write = partial(
-                write_tokens,
-                vocab_size=vocabulary_size(learnt),
-                eos_id=token_id(learnt, eos_token),
-                shard_tokens=shard_tokens,
-            )
-            parts = _write_parts(folder, texts, learnt, write, workers)
+            sizes = {"vocab_size": vocabulary_size(learnt), "eos_id": token_id(learnt, eos_token)}
+            parts = _write_parts(folder, texts, workers)
+            position = _Position(**_facts_of(parts[-1])["end"])
+            for problem in position.problems:
+                log.warning("left out: %s", printable(problem))
             asked = vocab_size if given is None else None
-            _join(folder, parts, {"made_from": made_from, "vocab_size_asked": asked})
+            metadata = {"made_from": made_from, "vocab_size_asked": asked}
+            metadata |= {"broken": position.broken, "first_broken": position.problems}
+            (folder / HELD_OUT).mkdir(exist_ok=True)
+            for is_held_out, target in ((True, folder / HELD_OUT), (False, folder)):
+                ids = _documents_in(parts, is_held_out, metadata)
+                fill_tokens(target, ids, **sizes, metadata=metadata, shard_tokens=shard_tokens)
+            shutil.rmtree(folder / PARTS)
         prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
     file = prepared.train
     if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):  # the model must fit it
@@ -277,48 +282,34 @@ class TextReader:
     @cached_property
     def _are_few(self) -> bool:
         texts = (record for record in self.documents.read() if record.problem is None)
-        return sum(1 for _ in islice(texts, self.held_out_every)) < self.held_out_every
+        return sum(1 for _ in itertools.islice(texts, self.held_out_every)) < self.held_out_every
 
 
-def _write_parts(
-    folder: Path, texts: TextReader, tokenizer: Any, write: Write, workers: int
-) -> list[Path]:
-    """Write all parts that are not there yet, several at a time; return the folders of all."""
-    parts: list[Path] = []
-    pool = _start_pool(workers) if workers else None
-    running: deque[Future[None]] = deque()
-    try:
-        for part in _unwritten(folder, texts, parts):
-            if pool is None:
-                _write_part(part, tokenizer, write)
-                continue
-            running.append(pool.submit(_load_and_write_part, part, folder, write))
-            if len(running) > workers:
-                running.popleft().result()
-        for each in running:
-            each.result()
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
-    return parts
+def _write_parts(folder: Path, texts: TextReader, workers: int) -> list[Path]:
+    """Write all parts that are not there yet, several at a time; return the files of all."""
+    (folder / PARTS).mkdir(exist_ok=True)
+    write, unwritten = _PartWriter(folder / TOKENIZER), _unwritten(folder / PARTS, texts)
+    for _ in compute_ahead(write, unwritten, workers=workers, processes=workers > 0):
+        pass
+    return sorted(folder.glob(f"{PARTS}/*.npz"))
 
 
 @attrs.frozen
 class _Part:
-    """The texts of one part, and the position after them."""
+    """Texts that are encoded at once; the position behind them, and whether they are the last."""
 
-    folder: Path
+    file: Path
+    texts: Labelled
     end: _Position
     is_last: bool
-    texts: Labelled
 
 
-def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_Part]:
-    """Read the parts that are not finished; add the folders of all to ``parts``."""
-    position, is_last, reader = _Position(), False, None
+def _unwritten(folder: Path, texts: TextReader) -> Iterator[_Part]:
+    """Read the parts that are not finished."""
+    position, is_last, reader, numbers = _Position(), False, None, itertools.count()
     while not is_last:
-        parts.append(folder / PARTS / f"{len(parts):05d}")
-        if (facts := _facts_of(parts[-1])) and (texts.may_skip or not facts["end"]["broken"]):
+        file = folder / f"{next(numbers):06d}.npz"
+        if (facts := _facts_of(file)) and (texts.may_skip or not facts["end"]["broken"]):
             position, is_last = _Position(**facts["end"]), facts["is_last"]
             reader = None  # the next one begins behind this part
             continue
@@ -331,63 +322,53 @@ def _unwritten(folder: Path, texts: TextReader, parts: list[Path]) -> Iterator[_
             if size >= PART_BYTES:
                 is_last = False
                 break
-        yield _Part(parts[-1], position, is_last, content)
+        yield _Part(file, content, position, is_last)
+
+
+@attrs.frozen
+class _PartWriter:
+    """Encodes and writes parts; in a process it loads the tokenizer when the first one arrives."""
+
+    file: Path
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.file)
+
+    def __call__(self, part: _Part) -> None:
+        labelled = (((is_held_out, len(text.encode())), text) for is_held_out, text in part.texts)
+        ids, documents = [np.zeros(0, np.int32)], []
+        for (is_held_out, size), of_text in encode_texts(self.tokenizer, labelled):
+            ids.append(of_text)
+            documents.append((is_held_out, size, len(of_text)))
+        columns = np.array(documents, np.int64).reshape(-1, 3).T
+        facts = json.dumps({"end": attrs.asdict(part.end), "is_last": part.is_last})
+        content = io.BytesIO()
+        np.savez(content, ids=np.concatenate(ids), columns=columns, facts=facts)
+        write_atomic(part.file, content.getvalue())
 
 
 def _facts_of(part: Path) -> dict[str, Any]:
     """Read the facts of a finished part; nothing if it is not finished."""
-    file = part / PART
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not part.is_file():
+        return {}
+    with np.load(part) as stored:
+        return json.loads(str(stored["facts"]))
 
 
-def _load_and_write_part(part: _Part, tokenizer: Path, write: Write) -> None:
-    _write_part(part, load_tokenizer(tokenizer), write)
-
-
-def _write_part(part: _Part, tokenizer: Any, write: Write) -> None:
-    labelled = (((is_held_out, len(text.encode())), text) for is_held_out, text in part.texts)
-    ids: tuple[list[Any], list[Any]] = [], []
-    text_bytes = [0, 0]
-    for (is_held_out, size), of_text in encode_texts(tokenizer, labelled):
-        ids[is_held_out].append(of_text)
-        text_bytes[is_held_out] += size
-    with atomic_directory(part.folder, is_replaceable=lambda _: True) as folder:
-        for name, documents in zip(_NAMES, ids, strict=True):
-            if documents:
-                write(folder / name, documents)
-        facts = {"end": attrs.asdict(part.end), "is_last": part.is_last, "text_bytes": text_bytes}
-        (folder / PART).write_text(json.dumps(facts))
-
-
-_NAMES = ("train", HELD_OUT)
-
-
-def _join(folder: Path, parts: list[Path], metadata: dict[str, Any]) -> None:
-    """Make the two token files of their parts, which are deleted at the end."""
-    for left in folder.iterdir():  # by a call that was killed here
-        if left.name not in (TOKENIZER, PARTS):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    facts = [_facts_of(part) for part in parts]
-    end = facts[-1]["end"]
-    for problem in end["problems"]:
-        log.warning("left out: %s", printable(problem))
-    metadata |= {"broken": end["broken"], "first_broken": end["problems"]}
-    (folder / HELD_OUT).mkdir()
-    for is_held_out, target in ((1, folder / HELD_OUT), (0, folder)):
-        files = [part / _NAMES[is_held_out] for part in parts]
-        text_bytes = sum(each["text_bytes"][is_held_out] for each in facts)
-        there = [file for file in files if file.is_dir()]
-        join_tokens(target, there, {"text_bytes": text_bytes, **metadata})
-    shutil.rmtree(folder / PARTS)
-
-
-def _start_pool(workers: int) -> ProcessPoolExecutor:
-    # Not forks of this process, whose threads may hold locks. Each process has one core.
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(
-        workers, context, initializer=os.putenv, initargs=("TOKENIZERS_PARALLELISM", "false")
-    )
+def _documents_in(
+    parts: Iterable[Path], is_held_out: bool, metadata: dict[str, Any]
+) -> Iterator[NDArray[np.int32]]:
+    """Yield the ids of documents in finished parts; add up their ``text_bytes``."""
+    metadata["text_bytes"] = 0
+    for part in parts:
+        with np.load(part) as stored:
+            ids, (kinds, sizes, lengths) = stored["ids"], stored["columns"]
+        metadata["text_bytes"] += int(sizes[kinds == is_held_out].sum())
+        stops = np.cumsum(lengths)
+        for kind, start, stop in np.stack([kinds, stops - lengths, stops], 1).tolist():
+            if kind == is_held_out:
+                yield ids[start:stop]
 
 
 def _tokenizer(

@@ -16,6 +16,7 @@ tokens of this document are used::
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from forgekit.checks import check_integers, check_rank
 from forgekit.data.batch import apply_transforms
 from forgekit.data.documents import Documents, Record, as_documents, check_ids
 from forgekit.data.groups import count_micro_batches
-from forgekit.data.loader import Reader, compute_ahead
+from forgekit.data.read_ahead import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
 from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
 from forgekit.terminal import printable
@@ -203,10 +204,10 @@ class DocumentStream:
         self._cursor = Cursor(**{name: state[name] for name in attrs.asdict(self._cursor)})
 
     def __iter__(self) -> Iterator[TensorDict]:
-        while (taken := self._reader.take(self._open)) is not None:
-            batch, self._cursor = taken
-            yield batch
-        self.close()
+        with contextlib.suppress(StopIteration):
+            while True:
+                batch, self._cursor = self._reader.take(self._open)
+                yield batch
 
     def __enter__(self) -> DocumentStream:
         return self
@@ -220,9 +221,7 @@ class DocumentStream:
 
     def _open(self) -> Generator[Any]:
         batches = self._rows.read(self._cursor, *self._part())
-        return compute_ahead(
-            lambda _: next(batches, None), itertools.count(), workers=self._workers
-        )
+        return compute_ahead(lambda batch: batch, batches, workers=self._workers)
 
     def _part(self) -> tuple[int, int]:
         """Number this reader among all: ranks, and workers of torch's DataLoader on each."""

@@ -18,21 +18,23 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeAlias, cast, get_args
+from typing import Any, BinaryIO, TypeAlias, cast, get_args
 
 import attrs
 
 from forgekit.checks import brief, check_choice, parse_json, path_of
-from forgekit.data.documents import ROWS_AT_ONCE, Errors, Record, check_column
+from forgekit.data.documents import (
+    ROWS_AT_ONCE,
+    Errors,
+    Located,
+    Record,
+    check_cell,
+    check_column,
+    read_texts,
+)
 from forgekit.environment import require
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
-
-Located: TypeAlias = "tuple[tuple[int, int], int, str, Callable[[], Any]]"
-"""The position after a document in its file, the bytes up to there, its name, and what parses it.
-
-So each reader parses its own share of a file only.
-"""
 
 SUFFIXES = (
     ".txt .md .rst .tex .jsonl .parquet .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jl "
@@ -127,23 +129,18 @@ class TextDocuments:
 
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
         """Yield this part's documents from a position on; see ``Documents``."""
+        return read_texts(self._locate(position, part, parts), self.errors)
+
+    def _locate(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         first, within, number, seen = position or (0, 0, 0, 0)
         begins = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
         for index, file in enumerate(self.files[first:], start=first):
-            located = _until_damage(_locate(file, within, number, self.text_key), file)
-            for after, done, name, parse in located:
+            located = _until_damage(_located(file, within, number, self.text_key), file)
+            for name, read, after, done in located:
                 is_mine, seen = seen % parts == part, seen + 1
-                if not is_mine:
-                    continue
-                try:
-                    text, problem = parse(), None
-                except ValueError as error:
-                    if self.errors == "raise":
-                        raise
-                    text, problem = None, str(error)
-                if problem or (text and not text.isspace()):
+                if is_mine:
                     bytes_read = min(begins[index] + done, begins[index + 1])
-                    yield Record(name, text, [index, *after, seen], bytes_read, problem)
+                    yield name, read, [index, *after, seen], bytes_read
             within, number = 0, 0
 
 
@@ -153,27 +150,28 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: If a line is not UTF-8, or not one JSON object.
     """
-    for _, _, name, parse in _until_damage(_locate_lines(file, 0, 0, _parse_line), file):
-        record = parse()
+    for name, read, *_ in _until_damage(_lines(file, 0, 0, _parse_line), file):
+        record: Any = read()
         if not isinstance(record, dict):
             raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
         yield name, record
 
 
-# A format yields what it has located from a position on, and parses nothing.
+# A format locates documents from a position on and parses none: each reader parses its share only.
+# Positions in a file are pairs: bytes or rows that were read, and lines or rows so far.
 
 
-def _locate(file: Path, position: int, number: int, key: str) -> Iterator[Located]:
+def _located(file: Path, position: int, number: int, key: str) -> Iterator[Located]:
     suffix = _plain_suffix(file)
     if suffix == ".jsonl":
-        return _locate_lines(file, position, number, partial(_text_of_line, key=key))
+        return _lines(file, position, number, partial(_text_of_line, key=key))
     if suffix == ".parquet":
-        return _locate_rows(file, position, key)
-    whole = (1, 1), file.stat().st_size, str(file), partial(_text_of_file, file)
+        return _rows(file, position, key)
+    whole = str(file), partial(_text_of_file, file), (1, 1), file.stat().st_size
     return iter(() if position else (whole,))
 
 
-def _locate_lines(
+def _lines(
     file: Path, position: int, number: int, parse: Callable[[bytes, str], Any]
 ) -> Iterator[Located]:
     with _opened(file) as lines:
@@ -186,29 +184,22 @@ def _locate_lines(
             position, number = position + len(line), number + 1
             if not line.isspace():
                 name = f"{file}:{number}"
-                yield (position, number), position, name, partial(parse, line, name)
+                yield name, partial(parse, line, name), (position, number), position
 
 
-def _locate_rows(file: Path, position: int, key: str) -> Iterator[Located]:
+def _rows(file: Path, position: int, key: str) -> Iterator[Located]:
     parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
     with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
         check_column(str(file), key, opened.schema_arrow.names)
-        kind = opened.schema_arrow.field(key).type
-        values = kind.value_type if str(kind).startswith("dictionary") else kind
-        if str(values) not in ("string", "large_string", "string_view"):
-            raise ValueError(
-                f'{file} has {kind} in column "{key}"; it must be strings. Name another with '
-                "text_key."
-            )
         first, rows = 0, opened.metadata.num_rows
         for group in range(opened.num_row_groups):
             last = first + opened.metadata.row_group(group).num_rows
             if position < last:  # a larger group is read in pieces
                 for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[key]):
                     for row in range(max(position, first), first + batch.num_rows):
-                        name, done = f"{file}[{row}]", size * (row + 1) // rows
-                        parse = partial(_text_of_row, batch[0][row - first], name, key)
-                        yield (row + 1, row + 1), done, name, parse
+                        name, value = f"{file}[{row}]", batch[0][row - first].as_py()
+                        done = size * (row + 1) // rows
+                        yield name, partial(check_cell, name, key, value), (row + 1,) * 2, done
                     first += batch.num_rows
             first = last
 
@@ -236,13 +227,6 @@ def _text_of_line(line: bytes, name: str, key: str) -> str:
         f"{name} has no string {named}; it is {brief(record)}. "
         f'Each line must look like {{{named}: "..."}}.'
     )
-
-
-def _text_of_row(value: Any, name: str, key: str) -> str:
-    text = value.as_py()
-    if text is None:
-        raise ValueError(f'{name} has null in column "{key}". Fill the row or remove it.')
-    return text
 
 
 def _parse_line(line: bytes, name: str) -> Any:
@@ -283,16 +267,16 @@ def _opened(file: Path) -> BinaryIO:
 
 
 def _until_damage(located: Iterator[Located], file: Path) -> Iterator[Located]:
-    """Yield what was located; damage is one more document, which cannot be parsed."""
+    """Yield what was located; damage is one more document, which cannot be read."""
     try:
         yield from located
     except Exception as error:
-        damage = partial(_raise, _damage_of(file, error))
-        yield (2**62, 0), file.stat().st_size, str(file), damage
+        damage = _damage_of(file, error)
 
+        def read() -> str:
+            raise damage
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
+        yield str(file), read, (2**62, 0), file.stat().st_size
 
 
 def _damage_of(file: Path, error: Exception) -> ValueError:

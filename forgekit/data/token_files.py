@@ -16,9 +16,9 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ HELD_OUT = "heldout"
 """The folder of held-out documents inside the token file that ``prepare`` writes."""
 
 SHARD_TOKENS = 2**25
-"""Tokens of a shard, which is in memory while it is written."""
+"""Tokens of a shard, which is in memory while it is filled."""
 
 
 def write_tokens(
@@ -82,78 +82,52 @@ def write_tokens(
     """
     check_integers(vocab_size=(vocab_size, 1, 2**32), shard_tokens=(shard_tokens, 1))
     check_integers(eos_id=(eos_id, 0, vocab_size - 1))
+    sizes = {"vocab_size": vocab_size, "eos_id": eos_id, "shard_tokens": shard_tokens}
+    with atomic_directory(path, is_replaceable=is_token_file) as folder:
+        fill_tokens(folder, documents, **sizes, metadata={} if metadata is None else metadata)
+    return open_tokens(path)
+
+
+def fill_tokens(
+    folder: Path,
+    documents: Iterable[ArrayLike],
+    *,
+    vocab_size: int,
+    eos_id: int,
+    metadata: Mapping[str, Any],
+    shard_tokens: int,
+) -> None:
+    """Write a token file into an existing folder, which another one makes durable.
+
+    Args:
+        folder: The folder; files of the same names in it are replaced.
+        documents: As for ``write_tokens``, like all others.
+        vocab_size: Number of token ids.
+        eos_id: The id put after each document.
+        metadata: More entries for the index.
+        shard_tokens: Tokens per shard.
+    """
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-    ends, counts = [0], []
+    ends, counts, checksums = array("q", [0]), [], {}
+    digest = hashlib.sha256(f"{vocab_size} {eos_id}".encode())
 
     def closed() -> Iterator[NDArray[Any]]:
         for number, document in enumerate(documents):
             ids = check_ids(f"document {number}", document, vocab_size)
             ends.append(ends[-1] + len(ids) + 1)
-            yield np.append(ids, eos_id).astype(dtype)
+            yield np.append(ids, eos_id)
 
-    with atomic_directory(path, is_replaceable=is_token_file) as folder:
-        for shard in _shards(closed(), shard_tokens):
-            np.save(folder / _shard_name(len(counts)), shard)
-            counts.append(len(shard))
-        _finish(folder, vocab_size, eos_id, counts, np.array(ends), metadata or {})
-    return open_tokens(path)
+    def save(name: str, values: NDArray[Any]) -> None:
+        np.save(folder / name, values)
+        checksums[name] = hashlib.sha256(values.data).hexdigest()
+        digest.update(values.data)  # of the tokens alone, whatever the shards
 
-
-def _shards(documents: Iterable[NDArray[Any]], size: int) -> Iterator[NDArray[Any]]:
-    """Join documents and split them again, into shards of one size and a rest."""
-    waiting: list[NDArray[Any]] = []
-    tokens = 0
-    for ids in documents:
-        waiting.append(ids)
-        tokens += len(ids)
-        while tokens >= size:
-            joined = np.concatenate(waiting)
-            yield joined[:size]
-            waiting, tokens = [joined[size:]], tokens - size
-    if tokens:
-        yield np.concatenate(waiting)
-
-
-def join_tokens(folder: Path, parts: Sequence[Path], metadata: Mapping[str, Any]) -> None:
-    """Make one token file of several, whose shards it takes as they are.
-
-    Args:
-        folder: An existing folder for it, on the file system of the parts.
-        parts: Folders of token files of one vocabulary, in order. They stay.
-        metadata: As for ``write_tokens``.
-    """
-    files, counts = [open_tokens(part) for part in parts], []
-    for file in files:
-        for number, shard in enumerate(file.shards):
-            source, target = (_shard_name(n) for n in (number, len(counts)))
-            try:
-                os.link(file.path / source, folder / target)
-            except OSError:  # a file system without links
-                shutil.copyfile(file.path / source, folder / target)
-            counts.append(len(shard))
-    lengths = [np.diff(file.offsets) for file in files]
-    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
-    sizes = (files[0].vocab_size, files[0].eos_id) if files else (0, 0)
-    _finish(folder, *sizes, counts, offsets, metadata)
-
-
-def _finish(
-    folder: Path,
-    vocab_size: int,
-    eos_id: int,
-    counts: list[int],
-    offsets: NDArray[np.int64],
-    metadata: Mapping[str, Any],
-) -> None:
-    """Write the offsets and the index beside complete shards: now the folder is a token file."""
+    for shard in _shards(closed(), shard_tokens, dtype):
+        save(_shard_name(len(counts)), shard)
+        counts.append(len(shard))
     if not counts:
         raise ValueError("there are no documents; a token file needs at least one.")
-    np.save(folder / OFFSETS, offsets)
-    digest, checksums = hashlib.sha256(f"{vocab_size} {eos_id}".encode()), {}
-    for name in (*map(_shard_name, range(len(counts))), OFFSETS):
-        array = np.load(folder / name)
-        checksums[name] = hashlib.sha256(array).hexdigest()
-        digest.update(array)  # of the tokens alone, whatever the shards
+    save(OFFSETS, np.frombuffer(ends, np.int64))
     index = {
         **KIND,
         "vocab_size": vocab_size,
@@ -164,6 +138,21 @@ def _finish(
         "metadata": dict(metadata),
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(documents: Iterable[NDArray[Any]], size: int, dtype: Any) -> Iterator[NDArray[Any]]:
+    """Fill shards of one size, and a rest, with documents; the next shard overwrites the last."""
+    shard, filled = np.empty(size, dtype), 0
+    for ids in documents:
+        while len(ids):
+            piece, ids = ids[: size - filled], ids[size - filled :]
+            shard[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            if filled == size:
+                yield shard
+                filled = 0
+    if filled:
+        yield shard[:filled]
 
 
 @attrs.frozen(eq=False)
@@ -258,8 +247,8 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
             "the token file again."
         )
     names = [*map(_shard_name, range(len(counts))), OFFSETS]
-    for name, array in zip(names, [*shards, offsets], strict=True) if verify else ():
-        if hashlib.sha256(array.data).hexdigest() != index["checksums"].get(name):
+    for name, values in zip(names, [*shards, offsets], strict=True) if verify else ():
+        if hashlib.sha256(values.data).hexdigest() != index["checksums"].get(name):
             raise ValueError(
                 f"{folder / name} has another checksum than {INDEX} says: its content has changed "
                 "since it was written. Write the token file again, or restore the file."

@@ -77,16 +77,16 @@ def kill(source, out, *seeds):
             assert status in (0, signal.SIGKILL), status
             kills += status != 0
             left = Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new")
-            parts += [len([*folder.glob("parts/*/part.json")]) for folder in left]
+            parts += [len([*folder.glob("parts/*.npz")]) for folder in left]
         sys.stdout.write(json.dumps({"kills": kills, "parts": parts}) + "\n")
 
 
 def measure(*sources):
     """Print the peak memory of preparing each source, in MB."""
-    encode.AT_ONCE = encode.PIECE = prepare.PART_BYTES = 2**16
+    encode.AT_ONCE = encode.PIECE = prepare.PART_BYTES = 2**18
     peaks = []
     for source in sources:
-        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**25)
+        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**16)
         assert status == 0, status
         peaks.append(usage.ru_maxrss / 1024)
     sys.stdout.write(json.dumps(peaks) + "\n")

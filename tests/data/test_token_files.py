@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgekit.data.rows import token_dataset
-from forgekit.data.token_files import join_tokens, open_tokens, write_tokens
+from forgekit.data.token_files import open_tokens, write_tokens
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 STREAM = [5, 6, 7, 0, 8, 0, 0, 9, 10, 11, 12, 13, 0]
@@ -194,30 +193,6 @@ def test_a_changed_byte_is_found_and_named_when_a_file_is_verified(tmp_path, dam
     open_tokens(tmp_path / "a")
     with pytest.raises(ValueError, match=message):
         open_tokens(tmp_path / "a", verify=True)
-
-
-@given(
-    documents=st.lists(st.lists(st.integers(0, 9), max_size=7), min_size=1, max_size=9),
-    shard_tokens=st.integers(1, 12),
-    data=st.data(),
-)
-@settings(max_examples=40, deadline=None)
-def test_parts_that_are_joined_are_the_documents_in_their_order(
-    tmp_path_factory, documents, shard_tokens, data
-):
-    folder = tmp_path_factory.mktemp("tokens")
-    whole = write(folder / "whole", documents, shard_tokens=shard_tokens)
-    cuts = data.draw(st.lists(st.integers(0, len(documents)), max_size=3))
-    bounds = sorted({0, *cuts, len(documents)})
-    parts = [folder / f"{a}" for a in bounds[:-1]]
-    for part, (a, b) in zip(parts, itertools.pairwise(bounds), strict=True):
-        write(part, documents[a:b], shard_tokens=shard_tokens)
-    (folder / "joined").mkdir()
-    join_tokens(folder / "joined", parts, {"x": 1})
-    joined = open_tokens(folder / "joined", verify=True)
-    assert joined.read(0, joined.tokens).tolist() == whole.read(0, whole.tokens).tolist()
-    assert joined.offsets.tolist() == whole.offsets.tolist()
-    assert (joined.fingerprint, joined.metadata) == (whole.fingerprint, {"x": 1})
 
 
 def test_missing_files_are_refused(tmp_path):
