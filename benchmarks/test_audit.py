@@ -100,7 +100,7 @@ def time_walks(rank: int, world: int) -> Times:
         gather_skipped(modules)
         find_unreduced(model, modules)
 
-    clear = partial(clear_gradients, model, modules)
+    clear = partial(clear_gradients, modules)
     return take_turns({CLEARED: clear, CLEARED_AGAIN: clear, AUDITED: look}, 300)
 
 

@@ -19,7 +19,14 @@ from forgekit.data.token_files import HELD_OUT
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.make_step import Vote
-from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, mixing_tensors, take_part
+from forgekit.steps.micro_batch import (
+    LossFn,
+    compute_loss,
+    evaluating,
+    explaining,
+    mixing_tensors,
+    take_part,
+)
 from forgekit.steps.pipelined import FirstLook, evaluate_staged
 from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
@@ -125,7 +132,7 @@ def _evaluate_one(
     look = None
     if audit and layout.context > 1:
         look = lambda batch: check_positions(state, batch, loss_fn)  # noqa: E731
-    with evaluating(state.model, layout), mixing_tensors(layout):
+    with evaluating(state.model, layout), mixing_tensors(layout), explaining():
         if layout.stages is None:
             sums = _run_whole(state, batches, loss_fn, look)
         else:

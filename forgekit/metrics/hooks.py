@@ -125,7 +125,7 @@ def gradient_noise(
             p.grad = total.to(p.dtype)
         return _noise(state, parts)
     finally:
-        clear_gradients(state.model, sharded)
+        clear_gradients(sharded)
 
 
 def _noise(state: TrainState, parts: Sequence[Totals]) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ def expert_loads(state: TrainState) -> dict[str, list[float]]:
         By layer, such as ``"moe/load/layers.0.feed_forward"``, the tokens of each expert over
         their mean; all layers, also those of other pipeline stages. Empty for a dense model.
     """
-    routed = find_routed(state.model)
+    routed = find_routed(state.model.modules())
     if routed is None or routed.spec.moe is None:
         return {}
     experts, layers = routed.spec.moe.experts, list(routed.spec.routed.values())

@@ -8,7 +8,7 @@ for models that were wrapped elsewhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import MappingProxyType
@@ -141,7 +141,15 @@ def sum_gradients(module: FSDPModule) -> None:
 
 
 class FsdpModules(list[Any]):
-    """The FSDP modules of a model, each root before its parts; found once for a step."""
+    """The FSDP modules of a model, each root before its parts; found once for a step.
+
+    Attributes:
+        walked: All modules of the model: those among which they were found.
+    """
+
+    def __init__(self, walked: Collection[nn.Module]) -> None:
+        super().__init__([module for module in walked if isinstance(module, FSDPModule)])
+        self.walked = walked
 
     @cached_property
     def groups(self) -> list[Any]:
@@ -156,7 +164,7 @@ class FsdpModules(list[Any]):
 
 def fsdp_modules(*roots: nn.Module) -> FsdpModules:
     """List the FSDP modules in a model, or in its ``Layout.roots``."""
-    return FsdpModules(m for m in _modules(list(roots)) if isinstance(m, FSDPModule))
+    return FsdpModules(_modules(roots))
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
@@ -187,9 +195,9 @@ def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
         module.set_is_last_backward(reduces)
 
 
-def clear_gradients(model: nn.Module, modules: FsdpModules) -> None:
-    """Forget all gradients in place, those that FSDP holds outside ``.grad`` too."""
-    for module in _modules([model]):
+def clear_gradients(modules: FsdpModules) -> None:
+    """Forget a model's gradients in place, those that FSDP holds outside ``.grad`` too."""
+    for module in modules.walked:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.grad = None
@@ -352,7 +360,7 @@ def _reset_by_hand(root: Any) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def _modules(roots: list[nn.Module]) -> Iterable[nn.Module]:
+def _modules(roots: Sequence[nn.Module]) -> Collection[nn.Module]:
     """Each module once, in the order of ``Module.modules``, without its generators in generators.
 
     Asked for at each step, as users may change a model between two.

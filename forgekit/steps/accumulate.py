@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import get_args
 
-import attrs
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
@@ -51,6 +49,8 @@ from forgekit.steps.micro_batch import (
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.ranges import named, ranged
 from forgekit.steps.totals import LossSums, Totals
+
+SYNCS = get_args(Sync)
 
 
 @ranged
@@ -97,20 +97,25 @@ def accumulate(
             one that is not sharded. Whatever is raised, no gradient is left behind and the step
             can be tried again.
     """
-    check_choice("sync", sync, get_args(Sync))
+    check_choice("sync", sync, SYNCS)
     layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
     _check_parameters(state, sharded)
-    clear_gradients(state.model, sharded)
+    clear_gradients(sharded)
     _seed(state)
-    stages = () if layout.stages is None else layout.stages.modules
-    routers = StepRouters(state.model, state.loss_scale, state.targets.device, stages)
+    device = state.targets.device
+    if layout.stages is None:
+        routers = StepRouters(sharded.walked, state.loss_scale, device)
+    else:
+        stages, modules = layout.stages.modules, state.model.modules()
+        routers = StepRouters(modules, state.loss_scale, device, stages)
     is_first = audit and state.agreed is None  # before anything is updated
     try:
         with (
             mixing_tensors(layout),
             auditing(state, loss_fn, sharded, is_due=is_first) as proofs,
+            explaining(),
         ):
             if layout.stages is None:
                 sums = _run_whole(routers, state, batches, loss_fn, sync, sharded, proofs)
@@ -122,18 +127,23 @@ def accumulate(
         unreduced = (*find_unreduced(state.model, sharded), *sorted(proofs.read))
         if unreduced:  # `reduce_totals` refuses the step, on all ranks together
             reset_iteration(sharded)
-            clear_gradients(state.model, sharded)
+            clear_gradients(sharded)
         _fill_unused(state)
         samples, rows = getattr(batches, "samples", None), 0
         if samples is None:
             samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
-        totals = sums.totals(state.loss_scale, samples).plus(**routers.sums())
-        return attrs.evolve(
-            totals, rows=rows, digest=proofs.digest, unreduced=unreduced, audit=audit
+        return sums.totals(
+            state.loss_scale,
+            samples,
+            noted=routers.sums(),
+            rows=rows,
+            digest=proofs.digest,
+            unreduced=unreduced,
+            audit=audit,
         )
     except BaseException:
         reset_iteration(sharded)
-        clear_gradients(state.model, sharded)
+        clear_gradients(sharded)
         raise
 
 
@@ -155,16 +165,17 @@ def _run_whole(
         if index == 0:
             proofs.look(batch)
         part = take_part(batch, state.layout, device)
-        # One micro-batch shows what modules return, and which of them run.
-        watch = watching_outputs(state.model, sharded) if index == 0 else nullcontext()
-        run = proofs.running() if index == 0 else nullcontext()
-        with named("forward"), routers.noting(), watch, run:
-            loss = check_loss(compute_loss(state.model, part, loss_fn))
-        if index == 0:
-            gather_skipped(sharded)
+        with named("forward"), routers.noting():
+            if index == 0:  # which shows what modules return, and which of them run
+                with watching_outputs(state.model, sharded), proofs.running():
+                    loss = compute_loss(state.model, part, loss_fn)
+                gather_skipped(sharded)
+            else:
+                loss = compute_loss(state.model, part, loss_fn)
+        check_loss(loss)
         if is_last and index:
             widen_accumulators(sharded)
-        with named("backward"), explaining():
+        with named("backward"):
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
         sums.add(loss, rows=batch.batch_size[0])
         del loss  # its metrics may hold what its graph holds
@@ -236,7 +247,7 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
 
 def _check_parameters(state: TrainState, sharded: FsdpModules) -> None:
     """Raise if a gradient hook would never be called, or a gradient never be reduced."""
-    if names := find_hooked(state.model, sharded):
+    if sharded and (names := find_hooked(state.model, sharded)):
         raise ValueError(
             f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
             "shards by itself. Remove the hook, and change parameter.grad between accumulate and "

@@ -8,18 +8,17 @@ step (an evaluation, a proof) get none, and so count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from forgekit.model.moe import MoE
 from forgekit.model.routing import Routing
 from forgekit.model.transformer import Transformer
+from forgekit.steps.ranges import NOTHING
 
 EXPERTS = "experts"
 """The key of what routers note, among a step's sums."""
@@ -28,18 +27,18 @@ NUMBERS = ("kept", "positions", "aux_loss", "z_loss", "bias_range")
 """What a layer notes besides its counts, one number each."""
 
 
-def find_routed(model: nn.Module) -> Transformer | None:
-    """Find the ``Transformer`` with experts that is a model or a part of it; None without one.
+def find_routed(modules: Iterable[nn.Module]) -> Transformer | None:
+    """Find the ``Transformer`` with experts among a model's modules; None without one.
 
     Raises:
         ValueError: If there are two: their layers have the same names.
     """
-    routed = [m for m in model.modules() if isinstance(m, Transformer) and m.spec.moe is not None]
+    routed = [m for m in modules if isinstance(m, Transformer) and m.spec.moe is not None]
     if len(routed) > 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(routed)} Transformers with experts, whose layers a "
-            "step could not tell apart. Keep all but one out of the model, such as a frozen "
-            "reference in a field of the state."
+            f"the model has {len(routed)} Transformers with experts, whose layers a step could "
+            "not tell apart. Keep all but one out of the model, such as a frozen reference in a "
+            "field of the state."
         )
     return routed[0] if routed else None
 
@@ -48,7 +47,7 @@ class StepRouters:
     """What the routers of a model note during one step.
 
     Args:
-        model: The model; nothing in it changes.
+        modules: All modules of the model; nothing in them changes.
         loss_scale: ``[]``.
         device: Where sums are kept.
         stages: What is called in place of the model: this rank's pipeline stages, copies of it.
@@ -56,36 +55,36 @@ class StepRouters:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Iterable[nn.Module],
         loss_scale: Tensor,
         device: torch.device,
         stages: Iterable[nn.Module] = (),
     ) -> None:
-        self._routed = find_routed(model)
-        self._called = [] if self._routed is None else [*map(find_routed, [model, *stages])]
+        self._routed = find_routed(modules)
+        self._called: list[nn.Module] = []
+        if self._routed is not None:
+            called = (self._routed, *(find_routed(stage.modules()) for stage in stages))
+            self._called = [module for module in called if module is not None]
         self._loss_scale = loss_scale
         self._device = device
         self._noted: list[dict[str, dict[str, Tensor]]] = []
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[object]:
         """Give each call of the model inside, where gradients are computed, a ``Routing``."""
-        hooks = [
-            called.register_forward_pre_hook(self._add_routing, with_kwargs=True)
-            for called in self._called
-            if called is not None
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        if not self._called:
+            return NOTHING
+        hooks = ExitStack()
+        for module in self._called:
+            hooks.enter_context(
+                module.register_forward_pre_hook(self._add_routing, with_kwargs=True)
+            )
+        return hooks
 
-    def sums(self) -> dict[str, TensorDictBase]:
+    def sums(self) -> dict[tuple[str, str], Tensor]:
         """Add up what was noted; nothing for a dense model.
 
         Returns:
-            Under ``"experts"`` float64 sums, with the model's layers as rows, those of other
+            By ``("experts", name)`` float64 sums, with the model's layers as rows, those of other
             pipeline stages too: ``counts`` ``[l e]``, the others ``[l]``.
 
         Raises:
@@ -100,10 +99,11 @@ class StepRouters:
             )
         layers = self._routed.spec.routed.values()
         experts = self._routed.spec.moe.experts
-        sums = {"counts": torch.stack([self._sum(n, "counts", (experts,)) for n in layers])}
-        for name in (*NUMBERS, "calls"):
-            sums[name] = torch.stack([self._sum(layer, name, ()) for layer in layers])
-        return {EXPERTS: TensorDict(sums, [])}
+        shapes = {"counts": (experts,), **dict.fromkeys((*NUMBERS, "calls"), ())}
+        return {
+            (EXPERTS, name): torch.stack([self._sum(layer, name, shape) for layer in layers])
+            for name, shape in shapes.items()
+        }
 
     def _sum(self, layer: str, name: str, shape: tuple[int, ...]) -> Tensor:
         total = torch.zeros(shape, dtype=torch.float64, device=self._device)
@@ -123,7 +123,7 @@ class StepRouters:
 
 
 def rebalance(
-    model: nn.Module, sums: Mapping[str, Any], is_good: Tensor, step: int, total: int | None
+    model: nn.Module, sums: Mapping[Any, Tensor], is_good: Tensor, step: int, total: int | None
 ) -> None:
     """Move the balance of a model's routers by what all ranks counted in a step, in place.
 
@@ -134,13 +134,11 @@ def rebalance(
         step: Number of the step, from 0.
         total: Number of steps, for rates that depend on it.
     """
-    if EXPERTS not in sums.keys():  # noqa: SIM118 (before the model is searched)
-        return
-    routed = find_routed(model)
-    if routed is None or routed.spec.moe is None:
+    counts = sums.get((EXPERTS, "counts"))
+    routed = None if counts is None else find_routed(model.modules())
+    if counts is None or routed is None or routed.spec.moe is None:
         return
     rate = routed.spec.moe.rate(step, total)
-    counts = sums[EXPERTS]["counts"]
     rows = {layer: row for row, layer in enumerate(routed.spec.routed.values())}
     for layer in routed.modules():
         if isinstance(layer, MoE):
@@ -149,7 +147,7 @@ def rebalance(
             router.rebalance(counts[rows[router.layer]], is_good, own)
 
 
-def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[str, Tensor]:
+def expert_metrics(sums: Mapping[Any, Tensor], layers: Sequence[str] = ()) -> dict[str, Tensor]:
     """Turn what a step's routers noted into the numbers that one reports.
 
     Args:
@@ -163,9 +161,9 @@ def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[
         of choices beyond capacity; ``moe/bias_range``: the widest of all layers; ``moe/aux_loss``
         and ``moe/z_loss``: means over positions and layers, unweighted.
     """
-    if EXPERTS not in sums.keys():  # noqa: SIM118 (a TensorDict knows no `in`)
+    if (EXPERTS, "counts") not in sums:
         return {}
-    noted = sums[EXPERTS]
+    noted = {name: sums[EXPERTS, name] for name in ("counts", *NUMBERS, "calls")}
     counts = noted["counts"]
     mean = counts.mean(-1)
     metrics = {
@@ -177,7 +175,6 @@ def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[
         "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
     }
     for row, layer in enumerate(layers):
-        alone = noted.apply(partial(torch.narrow, dim=0, start=row, length=1))
-        each = expert_metrics({EXPERTS: alone})
+        each = expert_metrics({(EXPERTS, n): value[row : row + 1] for n, value in noted.items()})
         metrics |= {f"{name}/{layer}": value for name, value in each.items()}
     return metrics

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -66,16 +65,11 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    tensors = chain(batch.values(), batch.values(True, True)) if _has_rows(batch) else ()
-    first = next((value for value in tensors if isinstance(value, Tensor)), None)
-    if first is None:
-        raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-            "batch_size [b], in a list. Use TensorDict(tensors, batch_size=[b])."
-        )
-    given = batch.get("doc_ids", None)
-    _check_positions(batch, layout)
+    first = _first_tensor(batch)
+    documents = layout.documents
+    given = None if documents is None else batch.get("doc_ids", None)
+    if layout.positions_multiple > 1:
+        _check_positions(batch, layout)
     if first.device != device:  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
     if layout.context > 1:
@@ -83,9 +77,9 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         whole = TensorDict(dict(batch.items()), batch.batch_size)
         whole = shard_sequence(whole, rank=ring_rank, world=layout.ring, method="zigzag")
         batch = shard_sequence(whole, rank=ulysses_rank, world=layout.ulysses, method="contiguous")
-    if layout.documents is not None and given is not None:
+    if documents is not None and given is not None:
         is_here = given.device.type == "cpu"
-        layout.documents.note(batch["doc_ids"], given if is_here else layout.documents.host(given))
+        documents.note(batch["doc_ids"], given if is_here else documents.host(given))
     return batch
 
 
@@ -94,10 +88,8 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
 
     Raises:
         TypeError: If it returns no ``Loss``.
-        ValueError: If it computes with sharded parameters.
     """
-    with explaining():
-        loss: Any = loss_fn(model, batch)
+    loss: Any = loss_fn(model, batch)
     if not isinstance(loss, Loss):
         raise TypeError(
             f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
@@ -113,8 +105,6 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
 
 class explaining:
     """Say what an error of torch's means where parameters are sharded.
-
-    A class: a generator as context costs several times as much, twice in each micro-batch.
 
     Raises:
         ValueError: Instead of an error that is explained; others are raised unchanged.
@@ -243,13 +233,22 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         release(fsdp_modules(*layout.roots(model)))
 
 
-def _has_rows(batch: Any) -> bool:
-    return isinstance(batch, TensorDictBase) and len(batch.batch_size) > 0
+def _first_tensor(batch: Any) -> Tensor:
+    if isinstance(batch, TensorDictBase) and len(batch.batch_size) > 0:
+        for is_nested in (False, True):
+            for value in batch.values(is_nested, is_nested):
+                if isinstance(value, Tensor):
+                    return value
+    raise TypeError(
+        f"a micro-batch is a {type(batch).__name__} with batch_size "
+        f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
+        "batch_size [b], in a list. Use TensorDict(tensors, batch_size=[b])."
+    )
 
 
 def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
     multiple = layout.positions_multiple
-    if multiple == 1 or "input_ids" not in batch.keys():  # noqa: SIM118
+    if "input_ids" not in batch.keys():  # noqa: SIM118
         return
     positions = batch["input_ids"].shape[1]
     if layout.longest is not None and positions > layout.longest:

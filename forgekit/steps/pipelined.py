@@ -37,6 +37,7 @@ from forgekit.steps.micro_batch import (
     check_loss,
     check_output,
     compute_loss,
+    explaining,
     length_of,
     take_part,
 )
@@ -274,7 +275,8 @@ class _Work:
             return out
 
         try:
-            loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
+            with explaining():  # here, as other ranks are told of it
+                loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
         except _Left as left:
             return left.with_traceback(None).out  # whose frames hold all that ran
         if not is_last:

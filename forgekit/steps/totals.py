@@ -9,8 +9,6 @@ from typing import Any, Self
 import attrs
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -30,11 +28,11 @@ class Totals:
     """Sums over a step's targets: this rank's until ``reduce_totals``, then everybody's.
 
     Attributes:
-        sums: TensorDict of ``[]`` float64: ``targets``, ``loss``, each metric's ``sum`` and
-            ``count`` under ``metrics``, votes such as ``stop``, and, once reduced, ``grad_sq``, the
-            squared norm of the raw gradient. ``loss_scale`` is a power of two in float32. Of a
-            model with experts also what its routers noted under ``experts``, with a row for each
-            layer.
+        sums: ``[]`` float64 by name: ``targets``, ``loss``, ``("metrics", name, "sum")`` and
+            ``("metrics", name, "count")`` of each metric, votes such as ``stop``, and, once
+            reduced, ``grad_sq``, the squared norm of the raw gradient. ``loss_scale`` is a power of
+            two in float32. Of a model with experts also what its routers noted, as
+            ``("experts", "counts")``, with a row for each layer.
         samples: Rows consumed globally in this step; padding does not count.
         rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
         digest: Of the rows of a run's first micro-batch, for the ranks to compare.
@@ -45,7 +43,7 @@ class Totals:
         audit: Whether a first step's proofs were asked of ``accumulate``.
     """
 
-    sums: TensorDictBase
+    sums: Mapping[Any, Tensor]
     samples: int = 0
     rows: int = 0
     digest: str = ""
@@ -63,17 +61,15 @@ class Totals:
             tensor(8., dtype=torch.float64)
         """
         values = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in sums.items()}
-        return cls(TensorDict({**values, "metrics": TensorDict({}, [])}, []), samples)
+        return cls(values, samples)
 
-    def __getitem__(self, key: str) -> Tensor:
+    def __getitem__(self, key: str | tuple[str, ...]) -> Tensor:
         """Read one sum; ``grad_sq`` comes with ``reduce_totals``."""
         return self.sums[key]
 
-    def plus(self, **sums: Tensor | TensorDictBase) -> Self:
+    def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        if not sums:
-            return self
-        return attrs.evolve(self, sums=TensorDict({**dict(self.sums.items()), **sums}, []))
+        return attrs.evolve(self, sums={**self.sums, **sums})
 
 
 class LossSums:
@@ -102,30 +98,38 @@ class LossSums:
                 # Detached here: a metric would keep its micro-batch's graph until the step ends.
                 values.append(value.detach() if isinstance(value, Tensor) else value)
 
-    def totals(self, loss_scale: Tensor, samples: int) -> Totals:
-        """Add everything up."""
-        metrics = {
-            name: TensorDict({"sum": self._total(sums), "count": self._total(counts)}, [])
-            for name, (sums, counts) in self.metrics.items()
-        }
-        values = {
+    def totals(
+        self, loss_scale: Tensor, samples: int, noted: Mapping[Any, Tensor] = {}, **more: Any
+    ) -> Totals:
+        """Add everything up.
+
+        Args:
+            loss_scale: ``[]``.
+            samples: Rows consumed globally.
+            noted: Further sums.
+            **more: Further fields of the totals.
+        """
+        values: dict[Any, Tensor] = {
             "targets": self._targets(),
             "loss": self._total(self.losses),
             "loss_scale": loss_scale,
-            "metrics": TensorDict(metrics, []),
+            **noted,
         }
-        return Totals(TensorDict(values, []), samples, problem=self.problem)
+        for name, pair in self.metrics.items():
+            for kind, numbers in zip(("sum", "count"), pair, strict=True):
+                values["metrics", name, kind] = self._total(numbers)
+        return Totals(values, samples, problem=self.problem, **more)
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
         counts = (stack.double() for stack in self._stacks(self.counts))
-        return self._add([F.threshold(count, -math.ulp(0.0), math.nan).sum() for count in counts])
+        return self._add([torch.threshold(n, -math.ulp(0.0), math.nan).sum() for n in counts])
 
     def _total(self, values: Iterable[Tensor | float]) -> Tensor:
         return self._add([stack.sum(dtype=torch.float64) for stack in self._stacks(values)])
 
     def _add(self, parts: list[Tensor]) -> Tensor:
-        total = sum(parts[1:], parts[0]).detach()
+        total = sum(parts[1:], parts[0])
         if total.device == self.device:
             return total
         # Added, not moved: an accelerator takes a number of the host without a wait.
@@ -273,26 +277,28 @@ def mean_metrics(totals: Totals) -> dict[str, Tensor]:
         ``[]`` float64 by name, and of each ``<what>/loss`` its count as ``<what>/targets``.
     """
     means: dict[str, Tensor] = {}
-    for name, pair in totals.sums["metrics"].items():
-        means[name] = pair["sum"] / pair["count"]
-        if name.endswith("/loss"):
-            means[name.removesuffix("loss") + "targets"] = pair["count"]
+    for key, total in totals.sums.items():
+        if key[0] == "metrics" and key[2] == "sum":
+            name, count = key[1], totals["metrics", key[1], "count"]
+            means[name] = total / count
+            if name.endswith("/loss"):
+                means[name.removesuffix("loss") + "targets"] = count
     return means
 
 
 def _sum_over_ranks(totals: Totals, state: TrainState, keys: Iterable[Any]) -> Totals:
     """All-reduce one vector; sums that this rank lacks, as stages before the last do, are zeros."""
-    sums, zero = totals.sums.copy(), torch.zeros_like(totals["loss"])
-    owned = {key: sums.get(key, zero) for key in keys}
+    zero = torch.zeros_like(totals["loss"])
+    owned = {key: totals.sums.get(key, zero) for key in keys}
     if not state.layout.owns_loss:
         owned = {key: value * 0.0 if _is_loss(key) else value for key, value in owned.items()}
     # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
     vector = torch.cat([value.reshape(-1) for value in owned.values()])
     dist.all_reduce(vector)
     parts = vector.split([value.numel() for value in owned.values()])
-    for (key, value), part in zip(owned.items(), parts, strict=True):
-        sums[key] = part.view(value.shape)
-    return attrs.evolve(totals, sums=sums)
+    pairs = zip(owned.items(), parts, strict=True)
+    reduced = {key: part.view(value.shape) for (key, value), part in pairs}
+    return attrs.evolve(totals, sums={**totals.sums, **reduced})
 
 
 def _report(totals: Totals, state: TrainState) -> Report:
@@ -311,8 +317,8 @@ def _is_loss(key: str | tuple[str, ...]) -> bool:
 
 
 def _summed_keys(totals: Totals) -> list[Any]:
-    keys = (key for key in totals.sums.keys(True, True) if key != "loss_scale")
-    return sorted(keys, key=lambda key: key if isinstance(key, tuple) else (key,))
+    """The names in an order that is the same on all ranks, however metrics came."""
+    return sorted((key for key in totals.sums if key != "loss_scale"), key=str)
 
 
 def _gradient_square(state: TrainState) -> Tensor:

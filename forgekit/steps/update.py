@@ -76,7 +76,8 @@ def update(
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
     rebalance(state.model, totals.sums, correction.finite, state.step, total)
-    release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
+    if _is_sharded(state.optimizer):  # what is gathered is old now
+        release(fsdp_modules(*state.layout.roots(state.model)))
     finite = correction.finite
     if (average := average_of(state)) is not None:
         average.advance(finite, state.step)
@@ -162,6 +163,10 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
         optimizer.step()
     finally:
         optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 def _first_parameter(optimizer: Optimizer) -> Tensor:

@@ -157,7 +157,7 @@ def measure_plainly(job: RankJob, merge: bool) -> RankResult:
         if number == 0 and merge and len(joined := list(_join(batches))) < len(batches):
             plain_backward(state.model, joined, record.loss_fn)
             result.merged = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
-        routers = StepRouters(state.model, torch.ones(()), state.targets.device)
+        routers = StepRouters(state.model.modules(), torch.ones(()), state.targets.device)
         with routers.noting():
             loss = plain_backward(state.model, batches, record.loss_fn)
         if number == 0:

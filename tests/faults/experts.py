@@ -59,9 +59,8 @@ def _own_router() -> Any:
 def _counts(change: Any) -> Any:
     def reduced(reduce: Any, totals: fk.Totals, *args: Any, **options: Any) -> Any:
         totals = reduce(totals, *args, **options)
-        noted = totals.sums["experts"].clone()
-        noted["counts"] = change(noted["counts"].clone())
-        return totals.plus(experts=noted)
+        counts = change(totals["experts", "counts"].clone())
+        return attrs.evolve(totals, sums={**totals.sums, ("experts", "counts"): counts})
 
     return function("reduce_totals", reduced)
 

@@ -305,8 +305,8 @@ def _exchange(rank, world, sizes, changes):
         batches = [b[own::among].contiguous() for b in split(rows(positions=POSITIONS), [4, 4])]
         totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
     gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
-    noted = totals.sums["experts"]
-    return gradients, events, noted["counts"].tolist(), noted["kept"].tolist()
+    noted = [totals["experts", name].tolist() for name in ("counts", "kept")]
+    return gradients, events, *noted
 
 
 class Watched:
@@ -332,12 +332,11 @@ def test_routed_tokens_travel_and_nothing_else(capacity):
     apart = [b[rank::2] for b in split(rows(positions=POSITIONS), [4, 4]) for rank in range(2)]
     totals = fk.reduce_totals(fk.accumulate(state, apart, loss_fn), state)
     expected = {name: full(g) for name, g in fk.gradients(state, totals).items()}
-    noted = totals.sums["experts"]
     by_rank = run_ranks(_exchange, 2, {"ep": 2}, changes)
     for gradients, _, counts, kept in by_rank:
         assert max(errors(gradients, expected).values()) < 1e-10
-        assert counts == noted["counts"].tolist()
-        assert kept == noted["kept"].tolist()
+        assert counts == totals["experts", "counts"].tolist()
+        assert kept == totals["experts", "kept"].tolist()
     computed, choices = sum(kept), sum(map(sum, counts))
     assert (computed < choices) == (capacity is not None)
     sent = [event[1:] for _, events, *_ in by_rank for event in events if event[0] == "send"]

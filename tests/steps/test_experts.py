@@ -515,5 +515,5 @@ def test_experts_that_a_step_cannot_follow_are_refused():
     with pytest.raises(ValueError, match=r"^loss_fn did not call Transformer with gradients, so"):
         fk.accumulate(create(), [rows()], _around_the_model)
     twins = torch.nn.ModuleList([build(), build()])
-    with pytest.raises(ValueError, match=r"^ModuleList has 2 Transformers with experts, whose"):
-        StepRouters(twins, torch.ones(()), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^the model has 2 Transformers with experts, whose"):
+        StepRouters(twins.modules(), torch.ones(()), torch.device("cpu"))
