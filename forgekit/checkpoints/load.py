@@ -226,10 +226,10 @@ def _check_data(path: object, saved: Any, now: Any) -> None:
     """Refuse a checkpoint of other data, and say which of their facts changed."""
     if saved is None or now is None or saved == now:
         return
-    then, today = facts_of(saved), facts_of(now)
+    saved_facts, facts = facts_of(saved), facts_of(now)
     difference = f"its fingerprint is {brief(saved)} and today's is {brief(now)}."
-    if then and today:
-        if not (changed := compare_facts(then, today)):
+    if saved_facts and facts:
+        if not (changed := compare_facts(saved_facts, facts)):
             return
         difference = f"what changed is: {', '.join(changed)}."
     raise CheckpointError(

@@ -165,12 +165,12 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
     """
     saved = [key.removeprefix("model.") for key in manifest["tensors"] if key.startswith("model.")]
     names = {}
-    for then in saved:
-        inside = [new for new, old in renames.items() if f"{then}.".startswith(f"{old}.")]
-        new = max(inside, key=lambda one: len(renames[one]), default=None)
-        names[then] = then if new is None else new + then[len(renames[new]) :]
+    for name in saved:
+        fitting = [new for new, old in renames.items() if f"{name}.".startswith(f"{old}.")]
+        longest = max(fitting, key=lambda new: len(renames[new]), default=None)
+        names[name] = name if longest is None else longest + name[len(renames[longest]) :]
     for old in renames.values():
-        if not any(f"{then}.".startswith(f"{old}.") for then in saved):
+        if not any(f"{name}.".startswith(f"{old}.") for name in saved):
             raise CheckpointError(f"it has no {old!r} to rename")
     if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
         raise CheckpointError(f"two of its names become {twice[0]!r}")
@@ -368,14 +368,14 @@ def find_mismatch(
     return None
 
 
-def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
+def encode(value: Any, key: str, tensors: dict[str, Tensor], label: str) -> Any:
     """Turn a value into a tree, moving its tensors to ``tensors``.
 
     Args:
         value: The value.
         key: Under which a tensor is filed; those inside get longer ones.
         tensors: Changed in place.
-        what: What it is called in messages.
+        label: Its name in messages.
 
     Raises:
         TypeError: If it holds something that cannot be saved.
@@ -388,12 +388,12 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], what: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict) and all(isinstance(k, bool | int | float | str) for k in value):
-        return {"$dict": [[k, encode(v, f"{key}.{k}", tensors, what)] for k, v in value.items()]}
+        return {"$dict": [[k, encode(v, f"{key}.{k}", tensors, label)] for k, v in value.items()]}
     if type(value) in (list, tuple):  # a named tuple would not come back as one
         tag = "$list" if type(value) is list else "$tuple"
-        return {tag: [encode(v, f"{key}.{i}", tensors, what) for i, v in enumerate(value)]}
+        return {tag: [encode(v, f"{key}.{i}", tensors, label) for i, v in enumerate(value)]}
     raise TypeError(
-        f"{what} holds a {type(value).__name__} at {key} and cannot be saved. Checkpoints keep "
+        f"{label} holds a {type(value).__name__} at {key} and cannot be saved. Checkpoints keep "
         "tensors, numbers, strings, None, and lists, tuples and dicts of them (under numbers or "
         "strings). Give it state_dict and load_state_dict, or leave it out with "
         'attrs.field(metadata={"checkpoint": False}).'
@@ -405,10 +405,11 @@ def _field_maker(value: Any, specs: Mapping[str, Any]) -> Callable[[str, Any], T
     groups = value.param_groups if isinstance(value, Optimizer) else []
     owners = [(parameter, group) for group in groups for parameter in group["params"]]
 
-    def make(key: str, now: Any) -> Tensor:
+    def make(key: str, current: Any) -> Tensor:
         # An optimizer's state_dict files entries under the position of their parameter.
         number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
-        return _new_tensor(specs, *(owners[int(number[1])] if number else (None, {})), key, now)
+        owner = owners[int(number[1])] if number else (None, {})
+        return _new_tensor(specs, *owner, key, current)
 
     return make
 
@@ -418,7 +419,7 @@ def _new_tensor(
     parameter: Tensor | None,
     group: Mapping[str, Any],
     key: str,
-    now: Any,
+    current: Any,
 ) -> Tensor:
     """Make an entry as its owner would have made it, for this layout and device.
 
@@ -427,14 +428,14 @@ def _new_tensor(
         parameter: Whose entry of an optimizer it is, if it is one.
         group: The optimizer's group of that parameter.
         key: The entry's key.
-        now: The value that is there today.
+        current: The state's value there, if it has one.
     """
     spec = specs[key]
     shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
-    if isinstance(now, Tensor) and now.shape == shape:
-        return torch.empty_like(now, dtype=dtype, requires_grad=False)
+    if isinstance(current, Tensor) and current.shape == shape:
+        return torch.empty_like(current, dtype=dtype, requires_grad=False)
     if parameter is None:
-        device = now.device if isinstance(now, Tensor) else "cpu"
+        device = current.device if isinstance(current, Tensor) else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
     # Guess what the optimizer would have made: a counter, a value per element, or one per row or
     # column (Adafactor), which every rank holds whole.
@@ -454,7 +455,7 @@ def _new_tensor(
 
 def decode(
     node: Any,
-    now: Any,
+    current: Any,
     tensors: dict[str, Any],
     make: Callable[[str, Any], Tensor],
 ) -> Any:
@@ -462,19 +463,19 @@ def decode(
 
     Args:
         node: The tree.
-        now: Today's value, after which tensors are modelled.
+        current: The state's value, after which tensors are modelled.
         tensors: Gets every tensor that was made, by key; changed in place.
-        make: Makes a tensor from its key and today's value.
+        make: Makes a tensor from its key and the state's value.
     """
     if not isinstance(node, dict):
         return node
     ((tag, inner),) = node.items()
     if tag == "$tensor":
-        return tensors.setdefault(inner, make(inner, now))
+        return tensors.setdefault(inner, make(inner, current))
     if tag == "$dict":
-        before = now if isinstance(now, dict) else {}
+        before = current if isinstance(current, dict) else {}
         return {k: decode(value, before.get(k), tensors, make) for k, value in inner}
-    before = [*now] if isinstance(now, list | tuple) else []
+    before = [*current] if isinstance(current, list | tuple) else []
     before += [None] * len(inner)
     built = [decode(v, b, tensors, make) for v, b in zip(inner, before, strict=False)]
     return built if tag == "$list" else tuple(built)
@@ -499,7 +500,7 @@ def check_optimizer_state(state: TrainState) -> set[str]:
     return {
         f"{number} {type(member).__name__}"
         for number, member in enumerate(members)
-        if not _is_known(member)
+        if not _may_lack_state(member)
         and not any(optimizer.state.get(p) for g in member.param_groups for p in g["params"])
     }
 
@@ -565,7 +566,7 @@ def _steppers(state: TrainState) -> dict[str, str]:
     return {name: type(steppers[parameter]).__qualname__ for name, parameter in named}
 
 
-def _is_known(optimizer: Any) -> bool:
+def _may_lack_state(optimizer: Any) -> bool:
     if isinstance(optimizer, torch.optim.SGD) and not any(
         group["momentum"] for group in optimizer.param_groups
     ):
@@ -598,16 +599,16 @@ def _encode_entries(
     is_sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
     encoded = {}
     for key, value in entries.items():
-        what = f"optimizer entry {key!r} of {name!r}"
+        label = f"optimizer entry {key!r} of {name!r}"
         # A shard that looks like a whole tensor: one rank's would overwrite all others'.
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_sharded and is_plain and value.ndim:
             raise TypeError(
-                f"{what} is a plain tensor of shape {tuple(value.shape)} beside a sharded "
+                f"{label} is a plain tensor of shape {tuple(value.shape)} beside a sharded "
                 "parameter, so nothing says which part of it this is. Make it with "
                 "torch.zeros_like(parameter)."
             )
-        encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, what)
+        encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, label)
     return encoded
 
 

@@ -164,9 +164,9 @@ def _load_before(
 ) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
     ranks, storage = ranks_of(state), storage_of(directory)
-    found = ranks.first(lambda: sorted(committed(storage)))
+    saved = ranks.first(lambda: sorted(committed(storage)))
     damaged = []
-    for candidate in [known for known in reversed(found) if known <= step]:
+    for candidate in [earlier for earlier in reversed(saved) if earlier <= step]:
         try:
             state = checkpoint_load(state, directory, step=candidate)
         except CheckpointError as error:
@@ -174,7 +174,7 @@ def _load_before(
             continue
         ranks.first(lambda: discard_after(storage, candidate))  # noqa: B023
         return state
-    there = ", ".join(map(str, found)) or "none"
+    there = ", ".join(map(str, saved)) or "none"
     raise BadStepError(
         f"{which} cannot be rolled back: {directory} has no good checkpoint of step {step} or "
         f"before; it has {there}. {' '.join(damaged)} Save more often, or save step 0."

@@ -237,7 +237,7 @@ def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
     """
     groups = [group for group in c10d._world.pg_map if group.group_desc != GROUP_NAME]
     options = {group: getattr(_backend(group), "options", None) for group in groups}
-    return {group: found._timeout for group, found in options.items() if found is not None}
+    return {group: each._timeout for group, each in options.items() if each is not None}
 
 
 def _set_timeouts(timeouts: Mapping[dist.ProcessGroup, timedelta]) -> None:

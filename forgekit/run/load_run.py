@@ -103,8 +103,8 @@ def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
     given = config.get("base"), data.get("path") if isinstance(data, dict) else None
     for folder in (Path(one) for one in given if isinstance(one, str)):
         files = [folder / "tokenizer.json", *sorted(folder.glob("*/tokenizer.json"))]
-        if found := next((file for file in files if file.is_file()), None):
-            return found
+        if tokenizer := next((file for file in files if file.is_file()), None):
+            return tokenizer
     return None
 
 
