@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import forgekit as fk
 
-SIZES = {"vocab_size": 22, "dim": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_dim": 22}
+SIZES = {"vocab_size": 22, "dim": 24, "heads": 6, "kv_heads": 2, "ffn_dim": 22, "max_seq_len": 8}
 """22 rows are shared evenly neither by three ranks nor by four."""
 
 
@@ -41,9 +41,9 @@ BUILDERS = {
 DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}
 
 
-def build(dtype=torch.float64, *, moe=False, mesh=None):
+def build(dtype=torch.float64, *, moe=False, mesh=None, layers=1):
     experts = fk.MoESpec(experts=6, top_k=2, ffn_dim=10, shared=1) if moe else None
-    spec = fk.TransformerSpec(**SIZES, max_seq_len=8, qk_norm=True, moe=experts)
+    spec = fk.TransformerSpec(**SIZES, layers=layers, qk_norm=True, moe=experts)
     model = fk.Transformer(spec, seed=1).to(dtype)
     return model if mesh is None else fk.parallelize(model, mesh)
 
