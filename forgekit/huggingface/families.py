@@ -203,15 +203,19 @@ def _sizes(spec: TransformerSpec) -> dict[str, Any]:
     }
 
 
-def differences(there: TransformerSpec, here: TransformerSpec) -> list[str]:
+def differences(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
     """The first few things that two specs compute differently, in words.
 
     Not their context, dropout or router terms.
+
+    Args:
+        stored: Of a directory, "there".
+        built: Of a model, "here".
     """
-    ones, others = _computed(there), _computed(here)
-    different = [name for name in {**ones, **others} if ones.get(name) != others.get(name)]
+    there, here = _computed(stored), _computed(built)
+    different = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return [
-        f"{name} {brief(ones.get(name))} there and {brief(others.get(name))} here"
+        f"{name} {brief(there.get(name))} there and {brief(here.get(name))} here"
         for name in different[:3]
     ]
 

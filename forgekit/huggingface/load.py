@@ -241,10 +241,10 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
         return transformers_names(model)
     spec = model.spec
     family = family_of(config)
-    there = family.read(config, spec.max_seq_len)
-    rows = there.vocab_size  # of a padded vocabulary the first ones
-    here = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
-    if different := differences(there, here):
+    stored = family.read(config, spec.max_seq_len)
+    rows = stored.vocab_size  # of a padded vocabulary the first ones
+    unpadded = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
+    if different := differences(stored, unpadded):
         raise CheckpointError(
             f"{path} is of another model: {', '.join(different)}. Build the model with "
             "forgekit.huggingface_spec(directory)."

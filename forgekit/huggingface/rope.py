@@ -84,8 +84,9 @@ def _scaling(kind: Any, fields: Mapping[str, Any], config: Mapping[str, Any]) ->
         length = config.get(ORIGINAL) or fields.get(ORIGINAL) or longest
         given = {"factor": longest / length, **given, "original_max_seq_len": length}
     if fields.get("mscale") and fields.get("mscale_all_dim") and "attention_factor" not in given:
-        ones = (_mscale(given["factor"], fields[key]) for key in ("mscale", "mscale_all_dim"))
-        given["attention_factor"] = next(ones) / next(ones)
+        keys = ("mscale", "mscale_all_dim")
+        scale, scale_all = (_mscale(given["factor"], fields[key]) for key in keys)
+        given["attention_factor"] = scale / scale_all
     return RopeScaling(kind=kind, **given)
 
 

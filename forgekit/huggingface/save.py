@@ -120,7 +120,8 @@ def save_huggingface(
     tensors = ranks.together(lambda: _weights(model))
     held = ranks.each(lambda: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     with ExitStack() as stack:
-        folder = ranks.first(lambda: _enter_new(stack, path))
+        new = atomic_directory(path, is_replaceable=_is_export)
+        folder = ranks.first(lambda: stack.enter_context(new))
         tokens = ranks.first(lambda: write_tokenizer(tokenizer, folder, source))
         config = {key: value for key, value in config.items() if key not in STALE}
         if spec is not None:
@@ -170,13 +171,6 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
     else:
         raise wrong_type("like", like, "a family's name, a directory, or a configuration")
     return family_named(str(config.get("model_type"))), config, source
-
-
-def _enter_new(stack: ExitStack, path: Path) -> Path:
-    try:
-        return stack.enter_context(atomic_directory(path, is_replaceable=_is_export))
-    except FileExistsError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _is_export(path: Path) -> bool:

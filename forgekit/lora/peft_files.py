@@ -430,10 +430,10 @@ def _check_shapes(key: str, parts: Mapping[str, Tensor], expected: Mapping[str, 
 
 def _check_alike(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
     for name in {**held, **adapters}:
-        there, here = (_describe(one.get(name)) for one in (adapters, held))
-        if there != here:
+        stored, added = (_describe(of.get(name)) for of in (adapters, held))
+        if stored != added:
             raise CheckpointError(
-                f"it has {there} for {name!r}; the model has {here}. Add the same with "
+                f"it has {stored} for {name!r}; the model has {added}. Add the same with "
                 "forgekit.add_lora, before forgekit.parallelize."
             )
 

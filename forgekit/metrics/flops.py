@@ -267,7 +267,7 @@ def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
 
 def _experts_of(config: Any) -> int | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((found for name in names if (found := getattr(config, name, None))), None)
+    return next((count for name in names if (count := getattr(config, name, None))), None)
 
 
 def _head_channels(model: nn.Module) -> float:
@@ -281,8 +281,8 @@ def _head_channels(model: nn.Module) -> float:
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     layers = next(lists, None)
     kinds = {*(getattr(config, "layer_types", None) or ()), "full_attention"}
-    others = (getattr(config, name, None) for name in UNKNOWN)
-    if not heads or layers is None or len(kinds) > 1 or any(others):
+    unknown = any(getattr(config, name, None) for name in UNKNOWN)
+    if not heads or layers is None or len(kinds) > 1 or unknown:
         return math.nan
     channels = getattr(config, "head_dim", None) or config.hidden_size // heads
     here = sum(passes[layer] for layer in layers if not getattr(layer, "is_absent", False))

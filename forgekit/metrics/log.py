@@ -405,9 +405,9 @@ def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
     if device.type == "cpu":  # Linux counts in KiB
         sizes["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:  # what lies on the host is no part of the peak
-        there = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
+        on_it = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
         sizes["peak"] = torch.accelerator.max_memory_allocated(device)
-        sizes["activations"] = sizes["peak"] - sum(there)
+        sizes["activations"] = sizes["peak"] - sum(on_it)
     return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 

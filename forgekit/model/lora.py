@@ -111,12 +111,8 @@ class LoraLinear(nn.Linear):
             packs: Whether the weight is packed into NF4.
         """
         lora: Any = _swap_class(layer, cls)
-        lora.adapters, lora.bases, lora.add_up, lora.drop = (
-            {"weight": adapter},
-            {},
-            _same,
-            F.dropout,
-        )
+        lora.adapters, lora.bases = {"weight": adapter}, {}
+        lora.add_up, lora.drop = _same, F.dropout
         low, high = (adapter.rank, lora.in_features), (lora.out_features, adapter.rank)
         lora.lora_A, lora.lora_B = (_new(lora.weight, shape) for shape in (low, high))
         magnitude = _new(lora.weight, high[:1]) if adapter.dora else None
@@ -136,11 +132,9 @@ class LoraLinear(nn.Linear):
         x, adapter = input, self.adapters["weight"]
         rows = x.reshape(-1, x.shape[-1])
         is_dropped = self.training and adapter.dropout > 0
-        low = F.linear(
-            self.drop(rows, adapter.dropout) if is_dropped else rows, self.lora_A.to(x.dtype)
-        )
-        bias = None if adapter.dora else self.bias
-        out = self._multiply(rows, bias)
+        kept = self.drop(rows, adapter.dropout) if is_dropped else rows
+        low = F.linear(kept, self.lora_A.to(x.dtype))
+        out = self._multiply(rows, None if adapter.dora else self.bias)
         # One product that adds to what is there: no pass over the output for scale and sum.
         out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
         if self.lora_magnitude_vector is not None:
@@ -226,11 +220,8 @@ class LoraExperts(Experts):
         self.adapters[stack] = adapter
         # TP shards one dimension; only the factor that has it is sharded, the other is whole.
         by_rows = self.widths[stack] == 1
-        widths = {
-            f"{stack}_lora_A": None if by_rows else 2,
-            f"{stack}_lora_B": 1 if by_rows else None,
-        }
-        self.widths = {**self.widths, **widths}
+        low, high = (None, 1) if by_rows else (2, None)
+        self.widths = {**self.widths, f"{stack}_lora_A": low, f"{stack}_lora_B": high}
         _fill(self, stack)
 
     def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
