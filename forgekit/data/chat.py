@@ -238,15 +238,11 @@ class _Part:
                 group = tuple(example.truncated(self.seq_len) for example in group)
                 counts.truncated += 1
             # The first token of a document is no target.
-            trained = sum(int(example.trained[1:].sum()) for example in group)
-            if (is_long and self.long == "drop") or not trained:
+            has_target = any(example.trained[1:].any() for example in group)
+            if not has_target or (is_long and self.long == "drop"):
                 counts.dropped += 1
-                continue
-            self.kept.append(group)
-            counts.examples += len(group)
-            counts.tokens += sum(len(example.ids) for example in group)
-            counts.trained += trained
-            counts.shared += sum(example.shared for example in group)
+            else:
+                self.kept.append(group)
 
     def dataset(self, tokenizer: Any, rest: RowDataset | None = None) -> RowDataset:
         if not self.kept:
@@ -259,6 +255,13 @@ class _Part:
             np.concatenate([getattr(example, key) for example in examples])
             for key in ("ids", "trained")
         )
+        counts = attrs.evolve(
+            self.counts,
+            examples=len(examples),
+            tokens=len(ids),
+            trained=sum(int(example.trained[1:].sum()) for example in examples),
+            shared=sum(example.shared for example in examples),
+        )
         documents = InMemory(
             ids,
             np.cumsum([0, *(len(example.ids) for example in examples)]),
@@ -267,7 +270,7 @@ class _Part:
             eos_id=tokenizer.eos_token_id or 0,
         )
         bins = _bins(self.kept, self.seq_len)
-        return RowDataset(documents, self.seq_len, bins, counts=self.counts, rest=rest)
+        return RowDataset(documents, self.seq_len, bins, counts=counts, rest=rest)
 
 
 def _bins(groups: Sequence[tuple[Example, ...]], capacity: int) -> Bins:

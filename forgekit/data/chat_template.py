@@ -89,11 +89,6 @@ class ChatEncoder:
                 rendered before.
         """
         _check_messages(name, messages)
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                f"{name} has messages and the tokenizer has no chat_template. Set one, or use the "
-                "tokenizer of an instruction-tuned model."
-            )
         numbers = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
         if not numbers:
             roles = quoted(message["role"] for message in messages[first:])
@@ -152,8 +147,8 @@ class ChatEncoder:
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
-                f"{name}: the chat template refuses its messages: {error}. Change the messages or "
-                "the template."
+                f"{name}: the messages cannot be rendered: {error}. Change them or the chat "
+                "template; an instruction-tuned model's tokenizer has one."
             ) from error
 
     def _turn(
@@ -239,16 +234,12 @@ def common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _check_messages(name: str, messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"{name}: messages is {brief(messages)}; it must be a list of at least one message, "
-            '{"role": "user", "content": "..."}.'
-        )
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content", "") if isinstance(message, dict) else None
+    for message in messages if isinstance(messages, list) and messages else [messages]:
+        role, content = None, None
+        if isinstance(message, dict):
+            role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str | None):
             raise ValueError(
-                f"{name}: message {number} is {brief(message)}; it must be an object with a text "
-                'under "role" and a text, or null, under "content".'
+                f"{name}: messages hold {brief(message)}; they must be a list of objects with a "
+                'text under "role" and a text, or null, under "content".'
             )

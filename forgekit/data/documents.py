@@ -12,7 +12,6 @@ unless resuming may read it again from its start, which is exact and slow.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_choice, path_of, quoted
-from forgekit.data.hashing import hash_integers
+from forgekit.data.hashing import digest, hash_integers
 from forgekit.environment import require
 
 Content: TypeAlias = "str | NDArray[np.int64]"
@@ -119,13 +118,8 @@ class _Collection:
     @property
     def fingerprint(self) -> str:
         """Hash of the contents; of a collection without a length, of the first ones."""
-        digest = hashlib.sha256()
         most = None if isinstance(self.items, Sized) else HASHED
-        for record in itertools.islice(self.read(), most):
-            content = record.content
-            ids = content.encode() if isinstance(content, str) else np.asarray(content).tobytes()
-            digest.update(f"{type(content).__name__} {len(ids)} ".encode() + ids)
-        return digest.hexdigest()
+        return digest(*(record.content for record in itertools.islice(self.read(), most)))
 
     def read(
         self, position: int | None = None, *, part: int = 0, parts: int = 1

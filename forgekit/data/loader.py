@@ -82,8 +82,8 @@ def make_loader(
         A loader, to be used in ``for``.
 
     Raises:
-        ValueError: If the dataset is empty, a number is out of range, the device is not there, or
-            ``epochs`` are given for a dataset without end.
+        TypeError: If ``epochs`` are given for a dataset without a length.
+        ValueError: If the dataset is empty, a number is out of range, or the device is not there.
 
     Examples:
         >>> import torch
@@ -103,11 +103,6 @@ def make_loader(
     )
     if not _is_endless(dataset):
         check_integers(**{"len(dataset)": (len(dataset), 1)})
-    elif epochs is not None:
-        raise ValueError(
-            f"epochs {epochs} of a {type(dataset).__name__}, which has no end; leave epochs out, "
-            "and end the loop over its steps."
-        )
     batches = MicroBatches(
         dataset=dataset,
         batch_size=batch_size,

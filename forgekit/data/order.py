@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import operator
 from bisect import bisect_right
@@ -33,6 +32,7 @@ from forgekit.data.batch import check_alike, read_rows
 from forgekit.data.hashing import (
     SAMPLE_ORDER,
     U64,
+    digest,
     facts_of,
     hash_integers,
     permute,
@@ -160,7 +160,7 @@ def make_order(
 
     Raises:
         TypeError: If a number of rows is no integer.
-        ValueError: If there is no source or one of no rows, if weights are missing, unknown,
+        ValueError: If there is no source, or one without rows, if weights are missing, unknown,
             negative, not finite or all 0, if a share is positive and below 1e-6, if phases do not
             increase, or ``temperature`` is not positive.
 
@@ -172,8 +172,6 @@ def make_order(
         >>> order.taken(163_840), order.shares(163_840, 16_384 * 50)
         (array([122880,  40960]), array([0.5, 0.5]))
     """
-    if not sizes:
-        raise ValueError('sizes are empty; name each source and its rows: {"code": 1000}.')
     check_integers(**{f"sizes[{name!r}]": (size, 1) for name, size in sizes.items()})
     rows, seed = tuple(map(operator.index, sizes.values())), operator.index(seed)
     stretches: list[Stretch] = []
@@ -362,8 +360,7 @@ class Order:
         """
         begun = [each for each in self._stretches if each.start < max(samples, 1)]
         parts = [[stretch.start, stretch.units] for stretch in begun]
-        facts = [SAMPLE_ORDER, self.seed, self.sources, self.sizes, parts]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return digest(SAMPLE_ORDER, self.seed, self.sources, self.sizes, parts)
 
     def _block(self, at: tuple[int, int]) -> tuple[Integers, Integers]:
         """Find the sources and rows of a whole block, by the number of its stretch and its own."""

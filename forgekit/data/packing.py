@@ -10,7 +10,6 @@ decisions than lengths, however many documents there are.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import uuid
 from array import array
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_choice, check_integers, nearest_multiples, path_of
-from forgekit.data.hashing import tokenizer_of
+from forgekit.data.hashing import digest, tokenizer_of
 from forgekit.data.token_files import TokenFile
 from forgekit.files import sync
 
@@ -112,12 +111,8 @@ class Bins:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the bins: equal strings mean equal pieces in each. Reads all arrays, once."""
-        digest = hashlib.sha256(f"{self.capacity} {self.align} {self.dropped}".encode())
-        for name in ARRAYS:
-            values: Ints = getattr(self, name)
-            digest.update(f" {name} {len(values)} ".encode())
-            digest.update(np.ascontiguousarray(values).data)
-        return digest.hexdigest()
+        arrays = (getattr(self, name) for name in ARRAYS)
+        return digest(self.capacity, self.align, self.dropped, *arrays)
 
 
 def pad_lengths(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
@@ -238,10 +233,9 @@ def cached_bins(
         content += f" {tokenizer_of(documents.path)}"
     else:
         lengths = _checked_lengths(documents)
-        content = hashlib.sha256(lengths.data).hexdigest()
-    facts = f"{PACKING} {content} {int(capacity)} {method} {int(align)} {long}"
-    key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    file = path_of("folder", folder) / f"bins-{key}.npy"
+        content = digest(lengths)
+    key = digest(PACKING, content, int(capacity), method, int(align), long)
+    file = path_of("folder", folder) / f"bins-{key[:16]}.npy"
     with contextlib.suppress(FileNotFoundError, ValueError):  # there are none, or damaged ones
         return open_bins(file)
     _save(pack(lengths, capacity, method=method, align=align, long=long), file)

@@ -14,7 +14,6 @@ ends with the same bytes. Memory does not depend on the amount of text.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import itertools
 import json
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from forgekit.checks import check_integers, path_of
 from forgekit.data.documents import Documents, as_documents
-from forgekit.data.hashing import hash_integers
+from forgekit.data.hashing import digest, hash_integers
 from forgekit.data.read_ahead import compute_ahead
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
 from forgekit.data.token_files import (
@@ -166,7 +165,7 @@ def prepare(
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     settings = [vocab_size, held_out_every, eos_token, sample_bytes, shard_tokens, PART_BYTES]
     facts = [*settings, given and given.to_str(), documents.fingerprint]
-    made_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    made_from = digest(facts)
     texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
     prepared = _open_made(out, made_from)
     if prepared is None or (prepared.broken and not texts.may_skip):
@@ -235,15 +234,11 @@ class TextReader:
             if record.problem is not None:
                 problems = (*at.problems, record.problem)[:BROKEN_NAMED]
                 at = attrs.evolve(at, broken=at.broken + 1, problems=problems)
-            elif not isinstance(record.content, str):
-                raise TypeError(
-                    f"{record.name} is token ids, not text. forgekit.write_tokens writes a token "
-                    "file of ids."
-                )
             else:
+                text: Any = record.content
                 at = attrs.evolve(at, documents=at.documents + 1)
-                characters += len(record.content)
-                texts = self._split(record.content, at.documents)
+                characters += len(text)
+                texts = self._split(text, at.documents)
             done = record.done if total else characters
             if done - reported >= REPORT_BYTES:
                 self.report(task, done, total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ from tensordict import TensorDict
 from forgekit.checks import check_integers
 from forgekit.data.batch import IGNORED, PADDING, apply_transforms, collate
 from forgekit.data.documents import check_ids
-from forgekit.data.hashing import state_facts, tokenizer_of
+from forgekit.data.hashing import digest, state_facts, tokenizer_of
 from forgekit.data.packing import Bins, pack
 from forgekit.data.token_files import TokenFile, open_tokens
 
@@ -84,7 +83,7 @@ def token_dataset(
         ``labels``; ``labels[t]`` is the token after ``input_ids[t]``.
 
     Raises:
-        ValueError: If ``seq_len`` is not positive or the file holds fewer than two tokens.
+        ValueError: If ``seq_len`` is not positive.
 
     Examples:
         >>> import tempfile
@@ -97,10 +96,6 @@ def token_dataset(
     """
     check_integers(seq_len=(seq_len, 1))
     file = path if isinstance(path, TokenFile) else open_tokens(path)
-    if file.tokens < 2:
-        raise ValueError(
-            f"{file.path} holds {file.tokens} token; a row needs one to read and one to predict."
-        )
     return RowDataset(file, seq_len, doc_ids=doc_ids)
 
 
@@ -178,10 +173,7 @@ class InMemory:
     @property
     def fingerprint(self) -> str:
         """Hash of all tokens and labels."""
-        digest = hashlib.sha256(self.offsets.data)
-        digest.update(self.ids.data)
-        digest.update(self.labels.data)
-        return digest.hexdigest()
+        return digest(self.offsets, self.ids, self.labels)
 
 
 @attrs.frozen(eq=False)

@@ -238,16 +238,15 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
     folder = restore_replaced(path_of("the token file", path))
     index = _read_index(folder)
     counts, vocab_size = index["shards"], index["vocab_size"]
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    shards = [_map(folder / _shard_name(n), dtype, count) for n, count in enumerate(counts)]
-    offsets = _map(folder / OFFSETS, "int64")
-    if not len(offsets) or offsets[-1] != sum(counts):
-        raise ValueError(
-            f"{folder} has documents of {offsets[-1:]} tokens and shards of {sum(counts)}. Write "
-            "the token file again."
-        )
     names = [*map(_shard_name, range(len(counts))), OFFSETS]
-    for name, values in zip(names, [*shards, offsets], strict=True) if verify else ():
+    *shards, offsets = arrays = [_map(folder / name) for name in names]
+    ends = offsets[-1:].tolist()
+    if [len(shard) for shard in shards] != counts or ends != [sum(counts)]:
+        raise ValueError(
+            f"{folder} has {sum(map(len, shards))} tokens in its shards and documents up to "
+            f"{ends}; {INDEX} says {sum(counts)}. Write the token file again."
+        )
+    for name, values in zip(names, arrays, strict=True) if verify else ():
         if hashlib.sha256(values.data).hexdigest() != index["checksums"].get(name):
             raise ValueError(
                 f"{folder / name} has another checksum than {INDEX} says: its content has changed "
@@ -317,19 +316,15 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _map(file: Path, dtype: str, count: int | None = None) -> NDArray[Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing, but {INDEX} names it. Write the file again.")
+def _map(file: Path) -> NDArray[Any]:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"it holds {array.dtype} {list(array.shape)}, no integers in a row")
+    except FileNotFoundError:
+        raise
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{file} is damaged ({error}). Write the token file again.") from None
-    shape = (len(array) if count is None else count,)
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(
-            f"{file} holds {array.dtype} {list(array.shape)}; expected {dtype} {list(shape)}. "
-            "Write the token file again."
-        )
     return array.view(np.ndarray)
 
 

@@ -150,10 +150,6 @@ BAD = {
         lambda: mixed({"a": odd_rows(source=torch.ones(()))})[0],
         '^rows have a "source", which the mixture adds; rename theirs',
     ),
-    "epochs": (
-        lambda: fk.make_loader(mixture(), epochs=1),
-        "^epochs 1 of a Mixture, which has no end; leave epochs out",
-    ),
 }
 
 

@@ -15,7 +15,6 @@ import tokenizers
 
 from forgekit.data import prepare_corpus
 from forgekit.data import tokenizer as encoding
-from forgekit.data.documents import random_documents
 from forgekit.data.prepare_corpus import prepare
 from forgekit.data.rows import token_dataset
 from forgekit.data.text_files import text_documents
@@ -395,8 +394,6 @@ def test_nothing_left_is_an_error_that_says_where_it_went(tmp_path):
     message = r"no text to prepare: 2 documents are broken \(first: .*a.jsonl:1 cannot .*\)\. Name"
     with pytest.raises(ValueError, match=message):
         prepare(documents, tmp_path / "out")
-    with pytest.raises(TypeError, match=r"random tokens, document 0 is token ids, not text"):
-        prepare(random_documents(9, 9), tmp_path / "out")
 
 
 def test_the_tokenizer_learns_from_a_sample_all_over_the_source(tmp_path):

@@ -150,11 +150,11 @@ DAMAGE = {
     "offsets": (edit("offsets.npy", lambda b: b[:-8]), "offsets.npy is damaged"),
     "count": (
         edit(SHARD, lambda b: b.replace(b"(13,)", b"(12,)")),
-        r"holds uint16 \[12\]; expected uint16 \[13\]\. Write the token file again",
+        r"has 12 tokens in its shards and documents up to \[13\]; index.json says 13\. Write",
     ),
     "other offsets": (
         edit("offsets.npy", lambda b: b.replace(b"(5,)", b"(4,)")),
-        r"has documents of \[7\] tokens and shards of 13",
+        r"has 13 tokens in its shards and documents up to \[7\]; index.json says 13",
     ),
     "version": (edit_index(version=1), r"it is no forgekit-tokens of version 2\). Write the to"),
     "json": (edit("index.json", lambda b: b[:20]), "is no index of a token file that can be read"),
@@ -200,9 +200,7 @@ def test_missing_files_are_refused(tmp_path):
         open_tokens(tmp_path)
     write(tmp_path / "a")
     (tmp_path / "a" / SHARD).unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"shard_00000.npy is missing, but index.json names"
-    ):
+    with pytest.raises(FileNotFoundError, match=SHARD):
         open_tokens(tmp_path / "a")
 
 
@@ -251,8 +249,7 @@ def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
         dataset.file.read(5, 14)
     with pytest.raises(ValueError, match="seq_len 0 must be at least 1"):
         token_dataset(tmp_path / "a", seq_len=0)
-    with pytest.raises(ValueError, match="holds 1 token; a row needs one to read and one to pred"):
-        token_dataset(write(tmp_path / "b", [[]]))
+    assert len(token_dataset(write(tmp_path / "b", [[]]))) == 0  # which a loader refuses
 
 
 def test_what_killed_writers_left_behind_is_cleared_and_stands_in_nobodys_way(tmp_path):
