@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     What they write is captured with what the process of a test itself writes. Signals that a job in
     the background or under nohup would ignore are heard, for its children inherit that.
     """
+    # Compiled files are kept: else each worker would rewrite and compile all tests again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):

@@ -142,7 +142,8 @@ def _serve(parent: Connection) -> None:
         again = keep and before == world
         if store is None or not again:
             store = next(stores)
-        for rank, (_, connection) in enumerate(workers[:world]):
+        for rank, (process, connection) in enumerate(workers[:world]):
+            os.kill(process.pid, signal.SIGCONT)
             connection.send_bytes(pickle.dumps((rank, job, store, keep, again)))
         ok, payload = _collect([connection for _, connection in workers[:world]], timeout_s)
         if keep and ok:
@@ -154,6 +155,8 @@ def _serve(parent: Connection) -> None:
                 process.join()
                 connection.close()
             kept.pop(setup, None)
+        for process, _ in workers[:world]:  # threads of groups would go on waking up
+            os.kill(process.pid, signal.SIGSTOP)
         parent.send_bytes(pickle.dumps((ok, payload)))
     for process, _ in itertools.chain(*pools.values()):
         process.kill()
