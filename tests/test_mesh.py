@@ -341,7 +341,7 @@ def test_ranks_with_the_same_samples_have_the_same_data_rank(spec, expected):
 
 def _again(rank, world, spec, options):
     counts = []
-    for _ in range(4):
+    for _ in range(3):
         mesh = fk.build_mesh(fk.MeshSpec(**spec), device="cpu")
         model = fk.parallelize(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), mesh, **options)
         state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
@@ -367,5 +367,5 @@ def _again(rank, world, spec, options):
 def test_meshes_of_the_same_ranks_share_their_groups(spec, options):
     """Each group has threads as long as the process lives: a notebook builds many meshes."""
     for counts, shared in run_ranks(_again, 4, spec, options):
-        assert counts[1:] == counts[1:2] * 3
+        assert counts[1] == counts[2]
         assert all(shared)
