@@ -128,7 +128,7 @@ def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
     def gather(ids: Tensor) -> Tensor:
         nonlocal last
         if torch.compiler.is_compiling():
-            return torch.ops.forgekit.gather_ids(ids, members.name)
+            return _gather(members, ids)
         # Without a version in inference mode, where a tensor cannot be told from what it was.
         version = None if ids.is_inference() else ids._version
         if last is None or last[0] is not ids or last[1] != version:
@@ -139,22 +139,10 @@ def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
 
 
 def _gather(members: Members, ids: Tensor) -> Tensor:
-    gathered = [torch.empty_like(ids.contiguous()) for _ in range(members.size)]
-    dist.all_gather(gathered, ids.contiguous(), group=members.group)
-    return torch.cat(gathered, dim=1)
-
-
-@torch.library.custom_op(
-    "forgekit::gather_ids", mutates_args=(), schema="(Tensor ids, str name) -> Tensor"
-)
-def gather_ids_compiled(ids: Tensor, name: str) -> Tensor:
-    """Gather ids in a compiled model."""
-    return _gather(members_named(name), ids)
-
-
-@gather_ids_compiled.register_fake
-def _(ids: Tensor, name: str) -> Tensor:
-    return ids.new_empty((ids.shape[0], members_named(name).size * ids.shape[1]))
+    # torch's own operators, which a compiler and a dry run on fake tensors see as one piece.
+    torch_ops = torch.ops._c10d_functional
+    gathered = torch_ops.all_gather_into_tensor(ids.contiguous(), members.size, members.name)
+    return torch.cat(torch_ops.wait_tensor(gathered).chunk(members.size), dim=1)
 
 
 @torch.library.custom_op(
