@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from forgekit.model.lora import LoraLinear, weight_of
+from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import wrap_forward
 from forgekit.tensors import wide
@@ -32,11 +33,18 @@ def find_head(model: nn.Module, name: str) -> nn.Linear:
     module = dict(model.named_modules()).get(name)
     computes = getattr(getattr(module, "forward", None), "__func__", None)
     is_product = computes in (nn.Linear.forward, LoraLinear.forward)
-    if not isinstance(module, nn.Linear) or not is_product or module.bias is not None:
+    adapters = module.adapters.values() if isinstance(module, LoraLinear) else ()
+    if (
+        not isinstance(module, nn.Linear)
+        or not is_product
+        or module.bias is not None
+        or is_packed(module.weight)
+        or any(adapter.dropout for adapter in adapters)
+    ):
         raise ValueError(
             f"head={name!r} is {module} in {type(model).__name__}; it must name the nn.Linear "
-            "without bias whose output are the logits, such as 'lm_head'. Leave it out to compute "
-            "a loss of whole logits."
+            "whose output are the logits, such as 'lm_head', without bias, packed weight or "
+            "dropout in its adapter. Leave it out to compute a loss of whole logits."
         )
     return module
 
