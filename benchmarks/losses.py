@@ -1,4 +1,4 @@
-"""Three ways from hidden states to a loss, and the memory that each takes on a CPU.
+"""Ways from hidden states to a loss, and the memory that each takes on a CPU.
 
 Run as a script it measures one of them: ``python benchmarks/losses.py "full logits"`` prints the
 MiB by which the process grew at its highest, and the seconds. Only the system knows that number,
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import forgekit as fk
 
-FULL, TORCH, OURS = "full logits", "torch chunked", "forgekit"
+FULL, TORCH, OURS, LOG_PROBS = "full logits", "torch chunked", "forgekit", "forgekit, log-probs"
 
 
 @attrs.frozen
@@ -62,7 +62,16 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return fk.linear_cross_entropy(hidden, weight, labels).sum
 
 
-WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {FULL: full, OURS: ours}
+def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Find each label's log-probability; its gradient needs a chunk's logits once more."""
+    return -fk.linear_log_probs(hidden, weight, labels).sum()
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    FULL: full,
+    OURS: ours,
+    LOG_PROBS: log_probs,
+}
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
     WAYS[TORCH] = chunked
 

@@ -79,6 +79,7 @@ if _TYPE_CHECKING:
         cross_entropy as cross_entropy,
         linear_cross_entropy as linear_cross_entropy,
     )
+    from forgekit.steps.log_probs import linear_log_probs as linear_log_probs
     from forgekit.steps.dpo import (
         check_dpo as check_dpo,
         document_log_probs as document_log_probs,
@@ -165,6 +166,7 @@ _NAMES = _MappingProxyType(
         "state": "DonatedStateError TrainState donate",
         "steps.losses": "Loss losses_by_source",
         "steps.cross_entropy": "cross_entropy linear_cross_entropy",
+        "steps.log_probs": "linear_log_probs",
         "steps.dpo": "check_dpo document_log_probs dpo_loss",
         "steps.accumulate": "accumulate count_ahead",
         "steps.totals": "Totals reduce_totals",

@@ -144,13 +144,7 @@ def linear_cross_entropy(
         ValueError: If the shapes do not fit.
         TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
     """
-    check_shapes("hidden", hidden, labels)
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
-            "weight must be [v d] with the width d of hidden."
-        )
-    check_labels(labels, weight.shape[0])
+    check_projection(hidden, weight, labels)
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden, weight, columns = take_projection(hidden, weight)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -161,6 +155,17 @@ def linear_cross_entropy(
         found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
     total, losses = found
     return _loss_of(total, losses, labels != IGNORED, is_nll=not z_loss)
+
+
+def check_projection(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Raise unless ``hidden @ weight.T`` has a row for each label, and a column for every id."""
+    check_shapes("hidden", hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; "
+            "weight must be [v d] with the width d of hidden."
+        )
+    check_labels(labels, weight.shape[0])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -180,7 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = _empty_sum(weight, hidden) if backward and needs_weight else None
         is_masked = (labels == IGNORED)[:, None]
         take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
-        size = _chunk_rows(weight)
+        size = chunk_rows(weight)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
             part = hidden[rows]
@@ -276,7 +281,7 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: b
         total += gradient.T @ hidden
 
 
-def _chunk_rows(weight: Tensor) -> int:
+def chunk_rows(weight: Tensor) -> int:
     """Rows whose logits are large enough to fill the device and small beside the weight."""
     is_on_cpu = weight.device.type == "cpu" and not isinstance(weight, FakeTensor)
     return max(16, (LOGITS_ON_CPU if is_on_cpu else LOGITS) // weight.shape[0])
@@ -361,7 +366,7 @@ def share_softmax(
     Returns:
         The losses, and what their gradient is made of.
     """
-    column, is_here = _find(labels, is_target, logits.shape[1], columns)
+    column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
     picked = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
     largest = logits.amax(1)
     # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
@@ -385,13 +390,16 @@ def share_softmax(
     return Softmax(losses, exponentials, slope, column, is_here[:, None])
 
 
-def _find(labels: Tensor, is_target: Tensor, width: int, columns: Columns) -> tuple[Tensor, Tensor]:
+def find_columns(
+    labels: Tensor, is_target: Tensor, width: int, columns: Columns | None
+) -> tuple[Tensor, Tensor]:
     """Column of each row's label, ``[n 1]``, and whether it is this rank's, ``[n]``."""
+    first, vocab_size = (0, width) if columns is None else (columns.first, columns.vocab_size)
     token = torch.where(is_target, labels, 0)
-    column = token - columns.first
+    column = token - first
     is_here = is_target & (column >= 0) & (column < width)
     # A label outside the vocabulary must fail in gather, on all ranks alike.
-    is_known = (token >= 0) & (token < columns.vocab_size)
+    is_known = (token >= 0) & (token < vocab_size)
     return torch.where(is_known & ~is_here, 0, column)[:, None], is_here
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -34,7 +35,8 @@ from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.state import Layout, layout_of
 from forgekit.steps.cross_entropy import position_losses
-from forgekit.steps.losses import Loss
+from forgekit.steps.log_probs import linear_log_probs
+from forgekit.steps.losses import Loss, check_shapes
 from forgekit.steps.micro_batch import evaluating
 
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
@@ -53,14 +55,15 @@ class DocumentLogProbs(NamedTuple):
     counts: Tensor
 
 
-def document_log_probs(logits: Tensor, labels: Tensor, doc_ids: Tensor) -> DocumentLogProbs:
+def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> DocumentLogProbs:
     """Add up the log-probabilities of each document's labels.
 
     Sums are in float64, where the order of additions, which a GPU leaves open, changes nothing
     that float32 shows.
 
     Args:
-        logits: ``[b s v]``; may be sharded over the vocabulary, as for ``cross_entropy``.
+        values: Log-probabilities of the labels, ``[b s]``, as ``linear_log_probs`` finds them, or
+            logits, ``[b s v]``; those may be sharded over the vocabulary, as for ``cross_entropy``.
         labels: ``[b s]``, already shifted; -100 where nothing is scored.
         doc_ids: ``[b s]``, from 0 in each row; -1 on padding.
 
@@ -83,7 +86,11 @@ def document_log_probs(logits: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
             "position needs the number of its document: [b s]."
         )
     labels = labels.masked_fill(doc_ids < 0, IGNORED)
-    likely = -position_losses(logits, labels).view(labels.shape).double()
+    if values.ndim == labels.ndim:
+        check_shapes("log_probs", values[..., None], labels)
+        likely = torch.where(labels != IGNORED, values, 0.0).double()
+    else:
+        likely = -position_losses(values, labels).view(labels.shape).double()
     documents = doc_ids.long().clamp(min=0)  # padding adds 0 to the first
     counts = torch.zeros_like(documents).scatter_add(1, documents, (labels != IGNORED).long())
     return DocumentLogProbs(torch.zeros_like(likely).scatter_add(1, documents, likely), counts)
@@ -127,8 +134,8 @@ def dpo_loss(
             the model without its adapters.
         kind: The loss of a pair; see the top of ``forgekit/steps/dpo.py``.
         beta: Scale of log-ratios; for ``ipo`` the gap aimed at is ``1 / (2 * beta)``.
-        forward: ``forward(model, batch)`` gives logits ``[b s v]``; by default that of a
-            ``Transformer``.
+        forward: ``forward(model, batch)`` gives log-probabilities of the labels, ``[b s]``, or
+            logits, ``[b s v]``; by default those of a ``Transformer``, whose logits are never held.
 
     Returns:
         ``Loss`` whose count is the number of pairs, with the means over pairs ``dpo/margin``,
@@ -144,7 +151,7 @@ def dpo_loss(
     check_numbers(beta=(beta, 0))
     if not beta:
         raise ValueError("beta is 0, so no margin counts; make it positive, such as 0.1.")
-    forward = forward or _logits
+    forward = forward or _log_probs
 
     def log_probs(of: nn.Module) -> DocumentLogProbs:
         return document_log_probs(forward(of, batch), batch["labels"], batch["doc_ids"])
@@ -189,9 +196,10 @@ def _pairs(documents: Tensor) -> tuple[Tensor, Tensor]:
     return even[:, 0::2], even[:, 1::2]
 
 
-def _logits(model: nn.Module, batch: TensorDictBase) -> Tensor:
+def _log_probs(model: nn.Module, batch: TensorDictBase) -> Tensor:
     positions = batch.get("position_ids", None)
-    return model(batch["input_ids"], position_ids=positions, doc_ids=batch["doc_ids"])
+    head = partial(linear_log_probs, labels=batch["labels"])
+    return model(batch["input_ids"], position_ids=positions, doc_ids=batch["doc_ids"], head=head)
 
 
 def _check_layout(model: Any) -> Layout:

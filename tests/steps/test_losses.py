@@ -60,7 +60,7 @@ def test_cross_entropy_equals_torch(z_loss):
 @pytest.mark.parametrize("chunk", [1, 2, 7, 15, 16, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(monkeypatch, z_loss, chunk):
-    monkeypatch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
+    monkeypatch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
     hidden, weight = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = fk.linear_cross_entropy(*inputs, LABELS, z_loss)
@@ -103,7 +103,7 @@ def test_bfloat16_logits_lose_nothing_in_the_loss():
 def test_all_logits_are_never_held(monkeypatch, rows, vocab, chunk):
     """By itself it takes 16 rows of half a million logits at a time."""
     if chunk is not None:
-        monkeypatch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
+        monkeypatch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
     hidden, weight = torch.ones(rows, 1), torch.ones(vocab, 1)
     with Watch() as seen:
         labels = torch.arange(rows) % vocab

@@ -1,0 +1,197 @@
+"""Log-probabilities of labels, one for each position, without ever holding all logits.
+
+What a policy's loss is made of: ratios, divergences and preferences need the log-probability of
+each token that was sampled. The slope of each position is known only in the backward pass, so it
+finds a chunk's logits again, where ``linear_cross_entropy`` has its gradient ready.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forgekit.checks import check_numbers
+from forgekit.data.batch import IGNORED
+from forgekit.steps.cross_entropy import (
+    Columns,
+    all_gather,
+    check_projection,
+    chunk_rows,
+    find_columns,
+    take_projection,
+)
+from forgekit.tensors import wide
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of labels under ``softmax(hidden @ weight.T / temperature)``.
+
+    Differentiable, in chunks of rows. Pass it as a head inside a model's forward:
+    ``model(ids, head=partial(linear_log_probs, labels=labels))``.
+
+    Args:
+        hidden: ``[... d]``.
+        weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
+            ranks compute with their own rows of it.
+        labels: ``[...]`` signed int, already shifted; -100 where nothing is asked.
+        temperature: What logits are divided by, above 0: that of the sampling.
+        entropy: Whether to return the entropy of each position too.
+
+    Returns:
+        ``[...]`` natural logarithms in float32 or wider, 0 where the label is -100. With
+        ``entropy`` also the entropies in nats, ``[...]``, 0 there too; both are differentiable.
+
+    Raises:
+        ValueError: If the shapes do not fit, or the temperature is not above 0.
+        TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
+
+    Examples:
+        >>> hidden, labels = torch.zeros(1, 2, 3), torch.tensor([[3, -100]])
+        >>> linear_log_probs(hidden, torch.ones(4, 3), labels)
+        tensor([[-1.3863,  0.0000]])
+    """
+    check_projection(hidden, weight, labels)
+    check_numbers(temperature=(temperature, 0))
+    if not temperature:
+        raise ValueError("temperature is 0, which has no probabilities; make it positive.")
+    hidden, weight, columns = take_projection(hidden, weight)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
+    kind = hidden.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        results: Any = _LinearLogProbs.apply(flat, weight, positions, temperature, columns, entropy)
+    log_probs, entropies = results
+    log_probs = log_probs.view(labels.shape)
+    return (log_probs, entropies.view(labels.shape)) if entropy else log_probs
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        columns: Columns | None,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        is_target = labels != IGNORED
+        # Of each row its largest logit, the sum of exponentials relative to that, the label's
+        # logit where it is one of this rank's, and the logits weighed by the exponentials.
+        parts = hidden.new_empty(4 if entropy else 3, len(hidden), dtype=wide(hidden.dtype))
+        for rows in _chunks(hidden, weight):
+            logits = _logits(hidden[rows], weight, temperature)
+            column, is_here = find_columns(labels[rows], is_target[rows], logits.shape[1], columns)
+            parts[2, rows] = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
+            largest = logits.amax(1)
+            # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
+            largest = torch.where(largest == -torch.inf, 0.0, largest)
+            parts[0, rows] = largest
+            if entropy:
+                exponentials = (logits - largest[:, None]).exp_()
+                logits.clamp_(min=torch.finfo(logits.dtype).min)  # 0 * -inf would be NaN
+                parts[3, rows] = (exponentials * logits).sum(1)
+            else:
+                exponentials = logits.sub_(largest[:, None]).exp_()
+            parts[1, rows] = exponentials.sum(1)
+        everyone = parts[None] if columns is None else _gather(parts, columns)  # [tp 3 n]
+        top = everyone[:, 0].amax(0)
+        scales = (everyone[:, 0] - top).exp()
+        total = (scales * everyone[:, 1]).sum(0)
+        log_total = total.log()
+        # `where`, not a product: masked positions may be NaN.
+        log_probs = torch.where(is_target, everyone[:, 2].sum(0) - top - log_total, 0.0)
+        entropies = None
+        if entropy:
+            mean = (scales * everyone[:, 3]).sum(0) / total
+            entropies = torch.where(is_target, top - mean + log_total, 0.0)
+        ctx.save_for_backward(hidden, weight, labels, top + log_total, entropies)
+        ctx.temperature, ctx.columns = temperature, columns
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor, upstream_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, labels, log_z, entropies = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        is_target = labels != IGNORED
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if needs_weight else None
+        for rows in _chunks(hidden, weight):
+            mask = ~is_target[rows, None]
+            log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows, None])
+            column, is_here = find_columns(
+                labels[rows], is_target[rows], log_p.shape[1], ctx.columns
+            )
+            slope = upstream[rows, None] / ctx.temperature
+            if entropies is None or upstream_entropy is None:
+                gradient = log_p.exp_().mul_(-slope)
+            else:  # of log p: one_hot - p; of the entropy: -p (log p + entropy)
+                spread = upstream_entropy[rows, None] / ctx.temperature
+                p = log_p.exp_()
+                gradient = torch.xlogy(p, p).add_(p * entropies[rows, None]).mul_(-spread)
+                gradient.sub_(p.mul_(slope))
+            gradient.scatter_add_(1, column, slope * is_here[:, None])
+            gradient = gradient.masked_fill_(mask, 0.0).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                part = hidden[rows].masked_fill(mask, 0.0)
+                if grad_weight.dtype == part.dtype:
+                    grad_weight.addmm_(gradient.T, part)
+                else:
+                    grad_weight += gradient.T @ part
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = chunk_rows(weight)
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """``[n v]`` in float32 or wider; whoever asks may write into them."""
+    logits = (hidden @ weight.T).to(wide(hidden.dtype))
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _gather(parts: Tensor, columns: Columns) -> Tensor:
+    """What all ranks found of their columns, in their order: all of them add up alike."""
+    everyone = parts.new_empty(columns.mesh.size() * len(parts), parts.shape[1])
+    all_gather(everyone, parts, group=columns.mesh.get_group())
+    return everyone.unflatten(0, (-1, len(parts)))

@@ -1,0 +1,175 @@
+"""Log-probabilities without logits, against a softmax of all of them in float64."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from lab import SPEC, Watch, full, global_batch
+from ranks import run_again
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import forgekit as fk
+from forgekit.steps import log_probs as log_probs_file
+
+ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+LABELS = torch.arange(ROWS * PLACES).reshape(ROWS, PLACES) % VOCAB  # some on every rank
+LABELS[0, 2:] = -100
+LABELS[2, 1] = -100
+MASKED = LABELS == -100
+HIDDEN, WEIGHT = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
+SLOPES = draw(2, ROWS, PLACES, seed=3)  # each position has its own: what a policy's loss does
+
+EVEN = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it
+
+
+def expected(temperature: float, uses_entropy: bool) -> list[Tensor]:
+    """Values, entropies and gradients by the definition."""
+    hidden, weight = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    p = (hidden @ weight.T / temperature).softmax(-1)
+    at_label = p.gather(-1, LABELS.clamp(min=0)[..., None])[..., 0]
+    log_probs = at_label.log().where(~MASKED, 0.0)
+    entropies = -(p * p.log()).sum(-1).where(~MASKED, torch.zeros(()))
+    total = (SLOPES[0] * log_probs).sum()
+    if uses_entropy:
+        total = total + (SLOPES[1] * entropies).sum()
+    gradients = torch.autograd.grad(total, [hidden, weight])
+    return [log_probs.detach(), *([entropies.detach()] if uses_entropy else []), *gradients]
+
+
+def found(hidden: Tensor, weight: Tensor, temperature: float, uses_entropy: bool) -> list[Tensor]:
+    results = fk.linear_log_probs(hidden, weight, LABELS, temperature, entropy=uses_entropy)
+    results = results if uses_entropy else (results,)
+    total = sum(map(torch.mul, SLOPES, results), torch.zeros(())).sum()
+    gradients = torch.autograd.grad(total, [hidden, weight])
+    return [*(value.detach() for value in results), *gradients]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("uses_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_are_those_of_a_softmax(monkeypatch, temperature, uses_entropy, chunk):
+    monkeypatch.setattr(log_probs_file, "chunk_rows", lambda weight: chunk)
+    hidden = HIDDEN.masked_fill(MASKED[..., None], math.nan).requires_grad_()
+    here = found(hidden, WEIGHT.clone().requires_grad_(), temperature, uses_entropy)
+    for mine, wanted in zip(here, expected(temperature, uses_entropy), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    assert not here[-2][MASKED].any()
+
+
+def test_log_probs_summed_are_the_cross_entropy():
+    hidden = HIDDEN.clone().requires_grad_()
+    loss = fk.linear_cross_entropy(hidden, WEIGHT, LABELS).sum
+    log_probs = fk.linear_log_probs(hidden, WEIGHT, LABELS)
+    torch.testing.assert_close(-log_probs.sum(), loss, rtol=1e-13, atol=0)
+    pair = [torch.autograd.grad(total, hidden)[0] for total in (loss, -log_probs.sum())]
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-13)
+
+
+def test_tokens_that_cannot_come_up_have_no_part_in_the_entropy():
+    """A bias of -inf cannot be given, so a column's logit is -inf by an infinite weight."""
+    hidden, weight = torch.ones(1, 2, 1), torch.tensor([[0.0], [0.0], [-math.inf]])
+    weight.requires_grad_()
+    log_probs, entropies = fk.linear_log_probs(hidden, weight, torch.tensor([[0, 1]]), entropy=True)
+    torch.testing.assert_close(log_probs, torch.full((1, 2), -math.log(2)))
+    torch.testing.assert_close(entropies, torch.full((1, 2), math.log(2)))
+    (log_probs.sum() + entropies.sum()).backward()
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.0], [0.0], [0.0]]))
+
+
+def test_sixteen_bits_lose_nothing_in_the_logarithm():
+    hidden, weight = HIDDEN.bfloat16().requires_grad_(), WEIGHT.bfloat16().requires_grad_()
+    log_probs = fk.linear_log_probs(hidden, weight, LABELS)
+    assert log_probs.dtype == torch.float32
+    logits = (hidden.detach() @ weight.detach().T).double()
+    wanted = logits.log_softmax(-1).gather(-1, LABELS.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(
+        log_probs.double(), wanted.where(~MASKED, torch.zeros(())), rtol=1e-6, atol=1e-6
+    )
+    (SLOPES[0] * log_probs).sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    for mine, wanted in zip([hidden.grad, weight.grad], expected(1.0, False)[1:], strict=True):
+        assert (mine - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch):
+    monkeypatch.setattr(log_probs_file, "chunk_rows", lambda weight: 10)
+    hidden, weight = torch.ones(200, 1).requires_grad_(), torch.ones(90, 1).requires_grad_()
+    with Watch() as seen:
+        fk.linear_log_probs(hidden, weight, torch.arange(200) % 90).sum().backward()
+    assert seen.largest == 10 * 90
+
+
+def _sharded(rank: int, world: int, temperature: float, uses_entropy: bool) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    weight = distribute_tensor(WEIGHT, mesh, [Shard(0)], src_data_rank=None)
+    weight = weight.detach().requires_grad_()
+    here = found(HIDDEN.clone().requires_grad_(), weight, temperature, uses_entropy)
+    return [*here[:-1], here[-1].full_tensor()]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_the_vocabulary_find_the_same(world):
+    everyone = run_again(_sharded, world, 0.7, True)
+    for here in everyone:
+        for mine, first, wanted in zip(here, everyone[0], expected(0.7, True), strict=True):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _policy_loss(model, batch) -> fk.Loss:
+    """Not the sum of log-probabilities: each position has its own slope."""
+    head = partial(fk.linear_log_probs, labels=batch["labels"], temperature=0.8)
+    log_probs = model(batch["input_ids"], head=head)
+    return fk.Loss(log_probs.exp().sum(), (batch["labels"] != -100).sum())
+
+
+def _rows(layout: dict[str, int]) -> list[list[TensorDict]]:
+    """``[micro-batch][reader]``, of 16 positions, which ranks can share."""
+    return [global_batch(layout.get("dp_shard", 1), seed=seed)[1] for seed in range(3)]
+
+
+def _train(rank: int, world: int, layout: dict[str, int]) -> dict[str, Tensor]:
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    rows = _rows(layout)
+    batches = [row[rank % len(row)] for row in rows]
+    fk.accumulate(state, batches, _policy_loss)
+    return {name: full(p.grad) / state.loss_scale for name, p in state.model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2}], ids=["tp2", "fsdp2"])
+def test_as_a_head_inside_a_sharded_model(layout):
+    model = fk.Transformer(EVEN).double()
+    for row in _rows(layout):
+        for batch in row:
+            log_p = (model(batch["input_ids"]) / 0.8).log_softmax(-1)
+            labels = batch["labels"]
+            picked = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            picked[labels != -100].exp().sum().backward()
+    for gradients in run_again(_train, 2, layout):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("labels", "temperature", "error"),
+    [(LABELS, 0.0, "temperature is 0"), (LABELS[:, :4], 1.0, "labels"), (LABELS + 12, 1.0, None)],
+)
+def test_what_has_no_probability_is_refused(labels, temperature, error):
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        fk.linear_log_probs(HIDDEN, WEIGHT, labels, temperature)
