@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -207,6 +207,17 @@ def clear_gradients(modules: FsdpModules) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def first_gradient(modules: FsdpModules) -> Tensor | None:
+    """The first gradient that a model holds, in the order of its modules; None without one."""
+    for record in modules.records:
+        gathered = getattr(vars(record).get("_unsharded_param"), "grad", None)
+        for gradient in (record.unsharded_accumulated_grad, gathered, record.sharded_param.grad):
+            if gradient is not None:
+                return gradient
+    plain = (p for module in modules.walked for p in module._parameters.values())
+    return next((p.grad for p in plain if p is not None and p.grad is not None), None)
 
 
 def widen_accumulators(modules: FsdpModules) -> None:

@@ -7,7 +7,6 @@ sums; ``reduce_totals`` adds them over the ranks and ``clip`` finds the one fact
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from forgekit.checks import check_choice
 from forgekit.mesh import data_ranks
@@ -25,6 +25,7 @@ from forgekit.parallel.fsdp import (
     clear_gradients,
     find_hooked,
     find_unreduced,
+    first_gradient,
     fsdp_modules,
     gather_skipped,
     release,
@@ -43,12 +44,13 @@ from forgekit.steps.micro_batch import (
     explaining,
     length_of,
     mixing_tensors,
+    seed_micro_batch,
     take_part,
     watching_outputs,
 )
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.ranges import named, ranged
-from forgekit.steps.totals import LossSums, Totals
+from forgekit.steps.totals import OPEN, Held, LossSums, Totals, take_held
 
 SYNCS = get_args(Sync)
 
@@ -61,15 +63,22 @@ def accumulate(
     *,
     sync: Sync = "last",
     audit: bool = True,
+    more: bool = False,
+    onto: Totals | None = None,
 ) -> Totals:
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
     Clears old gradients, then runs one backward per pulled micro-batch. Ranks that share a
     sequence take their positions of each; pipeline stages pass micro-batches on to each other. A
     parameter that none of them used gets a gradient of zero. The default random generator is
-    seeded from ``(seed, step, rank)`` first, with the rank among those that see other data or
-    other layers, so that dropout depends on nothing that a checkpoint would have to keep. Does
-    not donate ``state``.
+    seeded for each micro-batch from ``(seed, step, rank, number)``, with the rank among those that
+    see other data or other layers, so that dropout depends on nothing that a checkpoint would have
+    to keep. Does not donate ``state``.
+
+    Several calls add up to one: ``totals = accumulate(state, first, loss_fn, more=True)``, then
+    ``accumulate(state, second, loss_fn, onto=totals)``. With ``more`` nothing is reduced over the
+    ranks before the last call, and gradients and totals are to the bit those of one call with all
+    micro-batches; without it they are reduced in each call, and equal up to the order of sums.
 
     Args:
         state: The state; its step, optimizer and parameter values do not change.
@@ -84,6 +93,9 @@ def accumulate(
         audit: Whether a run's first step proves the tensor-parallel plan, that positions under
             context parallelism are those of whole sequences, that ranks run the same modules, and
             in ``reduce_totals`` that rows, settings and replicas are the same: one switch.
+        more: Whether the step goes on in another call, which gets what this one returns. It can
+            do so once; an exception there clears everything.
+        onto: What an earlier call of this step returned, to go on from.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
@@ -93,53 +105,65 @@ def accumulate(
         TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
             ``Loss``.
         ValueError: If there is no micro-batch, the loss does not depend on the parameters, ranks
-            run different modules, a sharded parameter has a gradient hook, or the optimizer holds
-            one that is not sharded. Whatever is raised, no gradient is left behind and the step
-            can be tried again.
+            run different modules, a sharded parameter has a gradient hook, the optimizer holds
+            one that is not sharded, or the gradients of ``onto`` are not there any more. Whatever
+            is raised, no gradient is left behind and the step can be tried again.
     """
     check_choice("sync", sync, SYNCS)
-    layout = state.layout
+    layout, device = state.layout, state.targets.device
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
     _check_parameters(state, sharded)
-    clear_gradients(sharded)
-    _seed(state)
-    device = state.targets.device
+    if onto is None:
+        clear_gradients(sharded)
+        held = Held(state.step, LossSums(device))
+    else:
+        held = take_held(onto, state, first_gradient(sharded))
     if layout.stages is None:
-        routers = StepRouters(sharded.walked, state.loss_scale, device)
+        routers = StepRouters(sharded.walked, state.loss_scale, device, noted=held.noted)
     else:
         stages, modules = layout.stages.modules, state.model.modules()
-        routers = StepRouters(modules, state.loss_scale, device, stages)
+        routers = StepRouters(modules, state.loss_scale, device, stages, noted=held.noted)
     is_first = audit and state.agreed is None  # before anything is updated
+    sums, rows = held.losses, held.losses.rows
     try:
         with (
             mixing_tensors(layout),
-            auditing(state, loss_fn, sharded, is_due=is_first) as proofs,
+            auditing(state, loss_fn, sharded, is_due=is_first, goes_on=onto is not None) as proofs,
             explaining(),
         ):
             if layout.stages is None:
-                sums = _run_whole(routers, state, batches, loss_fn, sync, sharded, proofs)
+                _run_whole(routers, state, batches, loss_fn, sums, sharded, proofs, sync, more)
             else:
-                sums = accumulate_staged(routers, state, batches, loss_fn, sharded, proofs.look)
-        if not sums.rows:
+                look = proofs.look if onto is None else None
+                accumulate_staged(routers, state, batches, loss_fn, sums, sharded, look, more=more)
+        rows = sums.rows - rows
+        if not rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
-        # Before zeros are filled in: what was never reduced must not pass for unused.
-        unreduced = (*find_unreduced(state.model, sharded), *sorted(proofs.read))
-        if unreduced:  # `reduce_totals` refuses the step, on all ranks together
-            reset_iteration(sharded)
-            clear_gradients(sharded)
-        _fill_unused(state)
-        samples, rows = getattr(batches, "samples", None), 0
-        if samples is None:
-            samples, rows = sums.rows * data_ranks(state.mesh)[1], sums.rows
+        held.read |= proofs.read
+        unreduced = () if onto is None else onto.unreduced
+        if not more:
+            # Before zeros are filled in: what was never reduced must not pass for unused.
+            unreduced += (*find_unreduced(state.model, sharded), *sorted(held.read))
+            if unreduced:  # `reduce_totals` refuses the step, on all ranks together
+                reset_iteration(sharded)
+                clear_gradients(sharded)
+            _fill_unused(state)
+        samples = getattr(batches, "samples", None)
+        held.is_counted &= samples is None
+        held.samples += rows * data_ranks(state.mesh)[1] if samples is None else samples
+        if (gradient := first_gradient(sharded)) is not None:
+            held.gradient = TensorWeakRef(gradient)
         return sums.totals(
             state.loss_scale,
-            samples,
+            held.samples,
             noted=routers.sums(),
-            rows=rows,
-            digest=proofs.digest,
+            rows=sums.rows if held.is_counted else 0,
+            digest=proofs.digest if onto is None else onto.digest,
             unreduced=unreduced,
+            problem=OPEN if more else sums.problem,
             audit=audit,
+            held=held,
         )
     except BaseException:
         reset_iteration(sharded)
@@ -152,34 +176,36 @@ def _run_whole(
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
-    sync: Sync,
+    sums: LossSums,
     sharded: FsdpModules,
     proofs: Audit,
-) -> LossSums:
+    sync: Sync,
+    more: bool,
+) -> None:
     """Run each micro-batch forward and backward through a model that this rank has whole."""
-    device = state.targets.device
-    sums = LossSums(device)
-    for index, (batch, is_last) in enumerate(_with_last(batches)):
-        if index == 0 or is_last:
+    device, first = state.targets.device, len(sums.losses)
+    for number, (batch, is_end) in enumerate(_with_last(batches), start=first):
+        is_last = is_end and not more
+        if number == first or is_end:
             set_sync(sharded, sync, is_last)
-        if index == 0:
+        if number == 0:
             proofs.look(batch)
         part = take_part(batch, state.layout, device)
+        seed_micro_batch(state, number)
         with named("forward"), routers.noting():
-            if index == 0:  # which shows what modules return, and which of them run
+            if number == 0:  # which shows what modules return, and which of them run
                 with watching_outputs(state.model, sharded), proofs.running():
                     loss = compute_loss(state.model, part, loss_fn)
                 gather_skipped(sharded)
             else:
                 loss = compute_loss(state.model, part, loss_fn)
         check_loss(loss)
-        if is_last and index:
+        if is_last and number:
             widen_accumulators(sharded)
         with named("backward"):
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
         sums.add(loss, rows=batch.batch_size[0])
         del loss  # its metrics may hold what its graph holds
-    return sums
 
 
 def count_ahead(
@@ -275,18 +301,3 @@ def _fill_unused(state: TrainState) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def _seed(state: TrainState) -> None:
-    rank, _ = data_ranks(state.mesh)
-    # Other positions and other layers draw other numbers; tensor-parallel ranks draw the same.
-    shared = [name for name in ("cp", "pp") if size_of(state.mesh, name) > 1]
-    positions = [f"{name}{state.mesh.get_local_rank(name)}" for name in shared if state.mesh]
-    parts = [state.seed, state.step, rank, *positions]
-    text = "/".join(map(str, parts)).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
-    # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.
-    torch.default_generator.manual_seed(seed)
-    if state.targets.device.type != "cpu":
-        torch.get_device_module(state.targets.device).manual_seed(seed)

@@ -50,6 +50,7 @@ class StepRouters:
         modules: All modules of the model; nothing in them changes.
         loss_scale: ``[]``.
         device: Where sums are kept.
+        noted: What they noted in earlier calls of the step; gets what they note now.
         stages: What is called in place of the model: this rank's pipeline stages, copies of it.
     """
 
@@ -59,6 +60,8 @@ class StepRouters:
         loss_scale: Tensor,
         device: torch.device,
         stages: Iterable[nn.Module] = (),
+        *,
+        noted: list[dict[str, dict[str, Tensor]]] | None = None,
     ) -> None:
         self._routed = find_routed(modules)
         self._called: list[nn.Module] = []
@@ -67,7 +70,7 @@ class StepRouters:
             self._called = [module for module in called if module is not None]
         self._loss_scale = loss_scale
         self._device = device
-        self._noted: list[dict[str, dict[str, Tensor]]] = []
+        self._noted = [] if noted is None else noted
 
     def noting(self) -> AbstractContextManager[object]:
         """Give each call of the model inside, where gradients are computed, a ``Routing``."""

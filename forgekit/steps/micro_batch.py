@@ -8,6 +8,7 @@ sharded by the vocabulary; a loss function may mix them with plain tensors, whic
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
@@ -21,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from forgekit.checks import nearest_multiples
 from forgekit.data.batch import shard_sequence
+from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
-from forgekit.state import Layout
+from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss, LossFn, pair_of, values_of
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
@@ -81,6 +83,26 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         is_here = given.device.type == "cpu"
         documents.note(batch["doc_ids"], given if is_here else documents.host(given))
     return batch
+
+
+def seed_micro_batch(state: TrainState, number: int, stage: int | None = None) -> None:
+    """Seed the default generators of this process for one micro-batch's forward pass.
+
+    Args:
+        state: The state, which is not changed.
+        number: Of the micro-batch in its step, from 0.
+        stage: Of a pipeline; other layers draw other numbers.
+    """
+    rank, _ = data_ranks(state.mesh)
+    # Other positions draw other numbers too; tensor-parallel ranks draw the same.
+    place = state.layout.context_rank
+    text = f"{state.seed}/{state.step}/{rank}/{place}/{stage}/{number}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.
+    torch.default_generator.manual_seed(seed)
+    if state.targets.device.type != "cpu":
+        torch.get_device_module(state.targets.device).manual_seed(seed)
 
 
 def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:

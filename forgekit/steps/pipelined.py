@@ -39,6 +39,7 @@ from forgekit.steps.micro_batch import (
     compute_loss,
     explaining,
     length_of,
+    seed_micro_batch,
     take_part,
 )
 from forgekit.steps.ranges import named
@@ -58,9 +59,12 @@ def accumulate_staged(
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
+    sums: LossSums,
     sharded: FsdpModules,
-    first: FirstLook = None,
-) -> LossSums:
+    first: FirstLook,
+    *,
+    more: bool = False,
+) -> None:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
     A schedule reduces each stage's gradients once, after the last micro-batch.
@@ -70,11 +74,11 @@ def accumulate_staged(
         state: The state, its model split into ``Stages``.
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
+        sums: Gets the losses on the rank of the last stage, zeros on the others; all count rows.
         sharded: The FSDP modules of all stages.
-        first: Called with the first micro-batch, whole sequences, before anything is computed.
-
-    Returns:
-        The losses on the rank of the last stage, zeros on the others; all count rows.
+        first: Called with a step's first micro-batch, whole sequences, before anything is
+            computed.
+        more: Whether the step goes on in another call, so that nothing is reduced.
 
     Raises:
         TypeError: If the number of micro-batches is not known, a stage returns no tensor, or
@@ -93,14 +97,13 @@ def accumulate_staged(
         )
     for module in sharded:
         sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn, first)
+    work = _Work(state, batches, size, loss_fn, first, sums, more)
     shape = work.start()
     if size:
         with routers.noting():
-            error = work.stages.run(size, shape, work.train)
+            error = work.stages.run(size, shape, work.train, reduces=not more)
         # What went wrong on one rank is said here, where no rank waits.
         work.stages.agree("", error)
-    return work.sums
 
 
 def evaluate_staged(
@@ -127,7 +130,8 @@ def evaluate_staged(
     Raises:
         ValueError: If the ranks of the pipeline come with different micro-batches.
     """
-    work = _Work(state, batches, length_of(batches), loss_fn, first)
+    sums = LossSums(state.targets.device)
+    work = _Work(state, batches, length_of(batches), loss_fn, first, sums)
     work.start()
     start, stages, error, is_over = 0, work.stages, None, False
     while not is_over:
@@ -159,16 +163,18 @@ class _Work:
     _source: Iterator[TensorDictBase] = attrs.field(converter=iter)
     _size: int | None
     _loss_fn: LossFn
-    _look: FirstLook = None
+    _look: FirstLook
+    sums: LossSums
+    _more: bool = False
     _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
-    sums: LossSums = attrs.field(init=False)
+    _done: int = attrs.field(init=False)
     _pulled: int = attrs.field(default=0, init=False)
     _batches: dict[int, TensorDictBase] = attrs.field(factory=dict, init=False)
     _whole: Any = attrs.field(default=None, init=False)
     _first: Any = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.sums = LossSums(self._state.targets.device)
+        self._done = len(self.sums.losses)
 
     @property
     def stages(self) -> Stages:
@@ -235,9 +241,11 @@ class _Work:
                 f"{tuple(expected)}; in a pipeline they must all have the same. Pad rows to one "
                 "length, or pack them."
             )
+        number = self._done + micro_batch
+        seed_micro_batch(self._state, number, stage)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
-        if self._size is not None and 0 < micro_batch == self._size - 1:
+        if micro_batch + 1 == self._size and number and not self._more:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1
         return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import TensorWeakRef
 
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import shard_and_owners, size_of, world_of
@@ -41,6 +42,7 @@ class Totals:
         problem: Why a loss of this rank cannot be trained on; raised like ``unreduced``.
         agreed: What the ranks agreed to add up, once reduced; ``update`` keeps it in the state.
         audit: Whether a first step's proofs were asked of ``accumulate``.
+        held: Where ``accumulate`` ended, for a call that goes on; None once reduced.
     """
 
     sums: Mapping[Any, Tensor]
@@ -51,6 +53,7 @@ class Totals:
     problem: str | None = None
     agreed: Agreement | None = None
     audit: bool = True
+    held: Held | None = attrs.field(default=None, repr=False)
 
     @classmethod
     def of(cls, *, samples: int = 0, **sums: float | Tensor) -> Self:
@@ -118,7 +121,7 @@ class LossSums:
         for name, pair in self.metrics.items():
             for kind, numbers in zip(("sum", "count"), pair, strict=True):
                 values["metrics", name, kind] = self._total(numbers)
-        return Totals(values, samples, problem=self.problem, **more)
+        return Totals(values, samples, **{"problem": self.problem, **more})
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
@@ -153,6 +156,62 @@ class LossSums:
         if numbers or not stacks:
             stacks.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
         return stacks
+
+
+@attrs.define(eq=False)
+class Held:
+    """Where a call of ``accumulate`` ended.
+
+    Attributes:
+        step: Number of the state's step.
+        losses: The micro-batches' losses so far.
+        noted: What routers of experts noted so far.
+        samples: Rows consumed so far, globally.
+        is_counted: Whether those are the rows of each rank, as many on all of them.
+        read: Names of parameters whose shards the loss has read outside of the model.
+        gradient: The first of the gradients to which the next call adds; another one, or none,
+            means that they were cleared since.
+        is_over: Whether a call has gone on from here.
+    """
+
+    step: int
+    losses: LossSums
+    noted: list[dict[str, dict[str, Tensor]]] = attrs.field(factory=list)
+    samples: int = 0
+    is_counted: bool = True
+    read: set[str] = attrs.field(factory=set)
+    gradient: TensorWeakRef | None = None
+    is_over: bool = False
+
+
+def take_held(totals: Totals, state: TrainState, gradient: Tensor | None) -> Held:
+    """Go on from what a call of ``accumulate`` returned, which works once.
+
+    Args:
+        totals: What it returned.
+        state: The state whose step goes on.
+        gradient: The first of the gradients that are there.
+
+    Raises:
+        ValueError: If they are not those of the totals.
+    """
+    held = totals.held
+    before = None if held is None or held.gradient is None else held.gradient()
+    if held is None or held.is_over or held.step != state.step or before is not gradient:
+        raise ValueError(GONE)
+    held.is_over = True
+    return attrs.evolve(held, is_over=False)
+
+
+GONE = (
+    "onto: the gradients that belong to these totals are gone. Another call went on from them or "
+    "cleared them, an exception broke such a call off, or they were reduced. Begin the step again, "
+    "without onto."
+)
+OPEN = (
+    "the last call of accumulate had more=True, so gradients of this step are held back. Make the "
+    "last call without it."
+)
 
 
 @ranged
@@ -197,7 +256,7 @@ def reduce_totals(
         problem = None
     else:
         problem = _problem_of(totals, state, agreed.sums)
-    totals = attrs.evolve(totals, agreed=agreed)
+    totals = attrs.evolve(totals, agreed=agreed, held=None)
     world = world_of(state.mesh)
     if world == 1:
         if problem is not None:

@@ -301,13 +301,21 @@ class Stages:
             )
         return tuple(tensor.contiguous() for tensor in tensors_of(out))  # or it cannot be sent
 
-    def run(self, micro_batches: int, shape: Sequence[int], compute: Compute) -> Exception | None:
+    def run(
+        self,
+        micro_batches: int,
+        shape: Sequence[int],
+        compute: Compute,
+        *,
+        reduces: bool = True,
+    ) -> Exception | None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
 
         Args:
             micro_batches: Their number.
             shape: ``[b s]``, the same for all.
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
+            reduces: Whether gradients are reduced over data-parallel ranks at the end.
 
         Returns:
             What ``compute``, or the backward pass, has raised on this rank, for ``agree``. The
@@ -322,6 +330,7 @@ class Stages:
         failure = Failure()
         for stage in stages:
             stage.compute, stage.failure, stage.has_backward = compute, failure, True
+            stage.reduces = reduces
             stage.clear_runtime_states()
         # Torch is given numbers only: as keywords to forward, as targets to the loss.
         numbers = list(range(micro_batches))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.pipeline.stage import Leaf
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
@@ -44,6 +45,7 @@ class TorchStage(PipelineStage):
 
     compute: Compute
     failure: Failure
+    reduces: bool
     leaves: Sequence[Leaf]
 
     def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
@@ -72,6 +74,12 @@ class TorchStage(PipelineStage):
                 self.failure.error = cause if isinstance(cause, Exception) else error
         given = bwd_kwargs.get("input_values", ())
         return tuple(torch.full_like(x, torch.nan) if _has_slope(x) else None for x in given), []
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce gradients after a step's last schedule; before it they stay with FSDP."""
+        if self.reduces:
+            return super().perform_reduce_grad(grad_scale_factor)
+        return release(fsdp_modules(self.submod))
 
     def _stand_ins(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """NaN for what the stage sends, which leads back to what it has received."""

@@ -91,7 +91,7 @@ class Audit:
 
 @contextmanager
 def auditing(
-    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, is_due: bool
+    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, is_due: bool, goes_on: bool
 ) -> Iterator[Audit]:
     """Prove within the block what a run's first step has to.
 
@@ -100,8 +100,9 @@ def auditing(
         loss_fn: ``loss_fn(model, batch) -> Loss``.
         sharded: The model's FSDP modules.
         is_due: Whether it is a first step whose audit is not switched off.
+        goes_on: Whether an earlier call of the step has looked at its first micro-batch.
     """
-    audit = Audit(state, loss_fn, sharded, is_due and world_of(state.mesh) > 1)
+    audit = Audit(state, loss_fn, sharded, is_due and not goes_on and world_of(state.mesh) > 1)
     rows_differ = data_ranks(state.mesh)[1] * state.layout.context > 1
     with watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read:
         yield audit
