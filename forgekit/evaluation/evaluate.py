@@ -148,7 +148,7 @@ def _evaluate_one(
     totals = reduce_losses(totals, state)
     loss = totals["loss"] / totals["targets"]
     result = {"loss": loss}
-    if "nll" in totals.sums:
+    if "nll" in totals.flat:
         result["perplexity"] = loss.exp()
         bytes_per_token = known_bytes if bytes_per_token is None else bytes_per_token
     result["targets"] = totals["targets"]

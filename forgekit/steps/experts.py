@@ -164,7 +164,7 @@ def expert_metrics(sums: Mapping[Any, Tensor], layers: Sequence[str] = ()) -> di
         of choices beyond capacity; ``moe/bias_range``: the widest of all layers; ``moe/aux_loss``
         and ``moe/z_loss``: means over positions and layers, unweighted.
     """
-    if (EXPERTS, "counts") not in sums:
+    if sums.get((EXPERTS, "counts"), None) is None:  # a TensorDict knows no `in`
         return {}
     noted = {name: sums[EXPERTS, name] for name in ("counts", *NUMBERS, "calls")}
     counts = noted["counts"]

@@ -142,4 +142,4 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "targets": totals["targets"],
         "skipped": torch.logical_not(correction.finite, out=torch.empty_like(loss)),
     }
-    return TensorDict(metrics | expert_metrics(totals.sums) | mean_metrics(totals), [])
+    return TensorDict(metrics | expert_metrics(totals.flat) | mean_metrics(totals), [])

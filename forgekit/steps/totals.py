@@ -9,6 +9,7 @@ from typing import Any, Self
 import attrs
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import TensorWeakRef
@@ -29,7 +30,7 @@ class Totals:
     """Sums over a step's targets: this rank's until ``reduce_totals``, then everybody's.
 
     Attributes:
-        sums: ``[]`` float64 by name: ``targets``, ``loss``, ``("metrics", name, "sum")`` and
+        flat: ``[]`` float64 by name: ``targets``, ``loss``, ``("metrics", name, "sum")`` and
             ``("metrics", name, "count")`` of each metric, votes such as ``stop``, and, once
             reduced, ``grad_sq``, the squared norm of the raw gradient. ``loss_scale`` is a power of
             two in float32. Of a model with experts also what its routers noted, as
@@ -45,7 +46,7 @@ class Totals:
         held: Where ``accumulate`` ended, for a call that goes on; None once reduced.
     """
 
-    sums: Mapping[Any, Tensor]
+    flat: Mapping[Any, Tensor]
     samples: int = 0
     rows: int = 0
     digest: str = ""
@@ -68,11 +69,19 @@ class Totals:
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Tensor:
         """Read one sum; ``grad_sq`` comes with ``reduce_totals``."""
-        return self.sums[key]
+        return self.flat[key]
+
+    @property
+    def sums(self) -> TensorDict:
+        """The sums as a TensorDict, ``sums["metrics", name, "count"]``; built when it is read."""
+        sums = TensorDict({"metrics": TensorDict({}, [])}, [])
+        for key, value in self.flat.items():
+            sums[key] = value
+        return sums
 
     def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        return attrs.evolve(self, sums={**self.sums, **sums})
+        return attrs.evolve(self, flat={**self.flat, **sums})
 
 
 class LossSums:
@@ -336,7 +345,7 @@ def mean_metrics(totals: Totals) -> dict[str, Tensor]:
         ``[]`` float64 by name, and of each ``<what>/loss`` its count as ``<what>/targets``.
     """
     means: dict[str, Tensor] = {}
-    for key, total in totals.sums.items():
+    for key, total in totals.flat.items():
         if key[0] == "metrics" and key[2] == "sum":
             name, count = key[1], totals["metrics", key[1], "count"]
             means[name] = total / count
@@ -348,7 +357,7 @@ def mean_metrics(totals: Totals) -> dict[str, Tensor]:
 def _sum_over_ranks(totals: Totals, state: TrainState, keys: Iterable[Any]) -> Totals:
     """All-reduce one vector; sums that this rank lacks, as stages before the last do, are zeros."""
     zero = torch.zeros_like(totals["loss"])
-    owned = {key: totals.sums.get(key, zero) for key in keys}
+    owned = {key: totals.flat.get(key, zero) for key in keys}
     if not state.layout.owns_loss:
         owned = {key: value * 0.0 if _is_loss(key) else value for key, value in owned.items()}
     # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
@@ -357,7 +366,7 @@ def _sum_over_ranks(totals: Totals, state: TrainState, keys: Iterable[Any]) -> T
     parts = vector.split([value.numel() for value in owned.values()])
     pairs = zip(owned.items(), parts, strict=True)
     reduced = {key: part.view(value.shape) for (key, value), part in pairs}
-    return attrs.evolve(totals, sums={**totals.sums, **reduced})
+    return attrs.evolve(totals, flat={**totals.flat, **reduced})
 
 
 def _report(totals: Totals, state: TrainState) -> Report:
@@ -377,7 +386,7 @@ def _is_loss(key: str | tuple[str, ...]) -> bool:
 
 def _summed_keys(totals: Totals) -> list[Any]:
     """The names in an order that is the same on all ranks, however metrics came."""
-    return sorted((key for key in totals.sums if key != "loss_scale"), key=str)
+    return sorted((key for key in totals.flat if key != "loss_scale"), key=str)
 
 
 def _gradient_square(state: TrainState) -> Tensor:

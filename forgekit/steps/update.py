@@ -75,7 +75,7 @@ def update(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
-    rebalance(state.model, totals.sums, correction.finite, state.step, total)
+    rebalance(state.model, totals.flat, correction.finite, state.step, total)
     if _is_sharded(state.optimizer):  # what is gathered is old now
         release(fsdp_modules(*state.layout.roots(state.model)))
     finite = correction.finite

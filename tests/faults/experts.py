@@ -60,7 +60,7 @@ def _counts(change: Any) -> Any:
     def reduced(reduce: Any, totals: fk.Totals, *args: Any, **options: Any) -> Any:
         totals = reduce(totals, *args, **options)
         counts = change(totals["experts", "counts"].clone())
-        return attrs.evolve(totals, sums={**totals.sums, ("experts", "counts"): counts})
+        return attrs.evolve(totals, flat={**totals.flat, ("experts", "counts"): counts})
 
     return function("reduce_totals", reduced)
 

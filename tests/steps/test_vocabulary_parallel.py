@@ -117,26 +117,10 @@ def test_columns_that_a_rank_would_take_for_others_and_labels_of_none_are_refuse
 
 def _linear(rank, world, hidden, weight, labels, z_loss, chunk):
     mesh = mesh_of(world)
-<<<<<<< HEAD
     weight, hidden = spread(weight, mesh, Shard(0)), spread(hidden, mesh, Replicate())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
+        patch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
         loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
-=======
-    cross_entropy_file.chunk_rows, chunk_rows = (
-        lambda weight: chunk,
-        cross_entropy_file.chunk_rows,
-    )
-    weight = spread(WEIGHT, mesh, {"shard": Shard(0), "replicate": Replicate()}[kinds[1]])
-    if kinds[0] == "plain":
-        hidden = hidden.clone().requires_grad_()
-    else:
-        hidden = spread(hidden, mesh, {"replicate": Replicate(), "places": Shard(1)}[kinds[0]])
-    try:
-        loss = fk.linear_cross_entropy(hidden, weight, labels, z_loss)
-    finally:
-        cross_entropy_file.chunk_rows = chunk_rows
->>>>>>> db81e1c (Log-probabilities of labels come in chunks, differentiable and sharded; preferences are learnt from them without logits)
     assert int(loss.count) == int((labels != -100).sum())
     (0.125 * loss.sum).backward()
     assert weight.grad.placements == weight.placements
@@ -203,28 +187,11 @@ def _seen(rank, world, rows, vocab, chunk):
     mesh = mesh_of(world)
     hidden = spread(torch.ones(rows, 1), mesh, Replicate())
     weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
-<<<<<<< HEAD
     with pytest.MonkeyPatch.context() as patch, Seen() as linear:
-        patch.setattr(cross_entropy_file, "_chunk_rows", lambda weight: chunk)
+        patch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
         loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
         loss.sum.backward()
     return linear.collectives, linear.largest
-=======
-    cross_entropy_file.chunk_rows, chunk_rows = (
-        lambda weight: chunk,
-        cross_entropy_file.chunk_rows,
-    )
-    try:
-        with Seen() as linear:
-            loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
-            loss.sum.backward()
-    finally:
-        cross_entropy_file.chunk_rows = chunk_rows
-    logits = spread(torch.ones(rows, vocab), mesh, Shard(1))
-    with Seen() as full:
-        fk.cross_entropy(logits, torch.arange(rows) % vocab, 0.1).sum.backward()
-    return linear.collectives, linear.largest, full.collectives, full.largest
->>>>>>> db81e1c (Log-probabilities of labels come in chunks, differentiable and sharded; preferences are learnt from them without logits)
 
 
 def test_one_collective_for_each_chunk_and_never_all_logits():
