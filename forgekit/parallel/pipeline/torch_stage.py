@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from forgekit.parallel.fsdp import fsdp_modules, release
 from forgekit.parallel.pipeline.stage import Leaf
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
@@ -78,8 +77,11 @@ class TorchStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients after a step's last schedule; before it they stay with FSDP."""
         if self.reduces:
-            return super().perform_reduce_grad(grad_scale_factor)
-        return release(fsdp_modules(self.submod))
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _stand_ins(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """NaN for what the stage sends, which leads back to what it has received."""
