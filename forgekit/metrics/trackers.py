@@ -18,7 +18,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, Protocol
@@ -39,7 +38,10 @@ CLOSING_S = 10.0
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a step; ``start(step, config)`` and ``status(text)`` are optional."""
+    """Takes the numbers of a step; ``start(step, config)`` and ``status(text)`` are optional.
+
+    All trackers are given the same ``config``: none may change it.
+    """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Take numbers by metric name; may be called again for a step, with other names."""
@@ -196,7 +198,7 @@ class GuardedTracker:
 
     def start(self, step: int, config: Mapping[str, Any]) -> None:
         """Tell where the run starts, or where it goes back to."""
-        self._put("start", step, deepcopy(config))  # for a tracker to change
+        self._put("start", step, config)
 
     def __call__(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on what is a number."""

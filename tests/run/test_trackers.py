@@ -105,11 +105,6 @@ def test_a_run_that_goes_back_starts_its_trackers_again(tmp_path):
     assert steps == [0, 1, 2, 3, 1, 2, 3]
 
 
-class Unprintable(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
 class Broken(Kept):
     """Fails in one of its calls."""
 
@@ -126,10 +121,7 @@ class Broken(Kept):
 
 FAILS = {
     "an error": (RuntimeError("no network"), "failed: RuntimeError: no network"),
-    "a full disk": (OSError(28, "No space left"), r"failed: OSError: [Errno 28] No space left"),
     "an exit": (SystemExit(3), "failed: SystemExit: 3"),
-    "an interrupt": (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
-    "no text": (Unprintable(), f"failed: {__name__}.Unprintable: <exception str() failed>"),
     "hangs": (None, "hangs for 0 s"),
 }
 
@@ -173,24 +165,6 @@ def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, 
     assert case == "hangs" or trackers[1].calls[-1] == "failed", "it is left alone"
     assert before.calls == after.calls
     assert [call[0] for call in after.calls] == ["start", 1, 2, 3, 4, "status", "c"]
-
-
-def test_what_a_tracker_changes_nobody_else_sees(tmp_path):
-    class Changes(Kept):
-        def __call__(self, step, values):
-            values.clear()
-
-        def start(self, step, config):
-            config["a"].append("changed")
-            config["new"] = 1
-
-    kept, config = Kept(), {"a": [1, 2]}
-    with MetricsLog(tmp_path, every=1, trackers=(Changes(), kept), config=config) as log:
-        wait_for(log._trackers[0])
-        steps_of(log, make_state(), [1])
-    assert config == {"a": [1, 2]}
-    assert kept.calls[0] == ("start", 0, {"a": [1, 2]})
-    assert kept.calls[1][1]["train/loss"] == 9.0
 
 
 def scalars(folder):
