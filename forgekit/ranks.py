@@ -77,7 +77,9 @@ def explain(error: BaseException) -> str:
     """Say what failed in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    # A directory that may not be replaced is refused in a sentence (files.atomic_directory).
+    in_words = isinstance(error, CheckpointError | FileExistsError)
+    return str(error) if in_words else f"{type(error).__name__}: {error}"
 
 
 def all_ranks() -> Ranks:
