@@ -20,13 +20,13 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
+from cattrs import Converter
 
 from forgekit.checks import path_problem
 from forgekit.terminal import printable, tell_once
@@ -305,8 +305,9 @@ def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems
 
 def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
     """Read a whole tree; unknown keys get the nearest one."""
-    problems: Problems = []
-    config = _read(tree, cls, "", problems)
+    config, problems = None, []
+    with _collecting(problems):
+        config = _CONVERTER.structure(tree, cls)
     names = [key.name for key in keys_of(cls)]
     names += {name.rpartition(".")[0] for name in names if "." in name}
     suggest = [
@@ -325,74 +326,55 @@ def _nearest(path: str, names: list[str]) -> str:
     return f"; the nearest is {nearest}" if nearest else "; no key resembles it"
 
 
-def _read(
-    value: Any,
-    kind: Any,
-    path: str,
-    problems: Problems,
-    check: Callable[[Any], None] = lambda _: None,
-) -> Any:
-    """Read a value of some type, and check it; what is wrong is added to ``problems``."""
-    origin, before = get_origin(kind) or kind, len(problems)
+@contextmanager
+def _collecting(problems: Problems, prefix: str = "") -> Iterator[None]:
+    """Add what a ``ConfigError`` carries to the problems, its paths below a prefix."""
     try:
-        if attrs.has(kind):
-            read = _read_section(value, kind, path, problems)
-        elif origin in (Union, UnionType):
-            read = _read_union(value, kind, path, problems)
-        elif origin in (list, tuple):
-            read = _read_sequence(value, kind, path, problems)
-        elif origin is dict:
-            read = _read_table(value, kind, path, problems)
-        elif origin is Literal:
-            read = _read_choice(value, kind)
-        elif kind in SCALARS:
-            read = _read_scalar(value, kind)
-        else:
-            read = _read_unsupported(value, kind)
-        if len(problems) == before:
-            check(read)
-        return read
-    except (TypeError, ValueError) as error:  # of this module, a validator or a class's own checks
-        problems.append((path, str(error.args[0]) if error.args else repr(error)))
-        return None
+        yield
+    except ConfigError as error:
+        for path, text in error.problems:
+            dot = "." if prefix and path and not path.startswith("[") else ""
+            problems.append((f"{prefix}{dot}{path}", text))
 
 
-def _read_section(value: Any, cls: Any, path: str, problems: Problems) -> Any:
+def _read_section(value: Any, cls: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _mismatch(value, cls)
-    fields, values, before = _fields(cls), {}, len(problems)
-    prefix = f"{path}." if path else ""
-    problems += [(f"{prefix}{name}", UNKNOWN) for name in value if name not in fields]
+    fields, values = _fields(cls), {}
+    problems: Problems = [(name, UNKNOWN) for name in value if name not in fields]
     for alias, field in fields.items():
-        if alias in value:
-            count, check = len(problems), partial(_validate, field, values)
-            read = _read(value[alias], field.type, f"{prefix}{alias}", problems, check)
-            if len(problems) == count:
+        with _collecting(problems, alias):
+            if alias in value:
+                read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
                 values[alias] = read
-        elif field.default is attrs.NOTHING:
-            problems.append((f"{prefix}{alias}", f"{REQUIRED}; expected {name_of(field.type)}"))
-    return None if len(problems) > before else cls(**values)
+                if field.validator and not field.converter:  # now: no refusal hides the next
+                    with suppress(AttributeError):  # it compares with a field not yet read
+                        _refusing(field.validator, SimpleNamespace(**values), field, read)
+            elif field.default is attrs.NOTHING:
+                raise _refusal(f"{REQUIRED}; expected {name_of(field.type)}")
+    if problems:
+        raise ConfigError(problems)
+    return _refusing(cls, **values)
 
 
-def _validate(field: attrs.Attribute[Any], values: dict[str, Any], value: Any) -> None:
-    """Run a field's validator before its class is built: no refusal hides the next one."""
-    if field.validator and not field.converter:
-        with suppress(AttributeError):  # it compares with a field that was not read yet
-            field.validator(SimpleNamespace(**values, **{field.name: value}), field, value)
+def _refusing(call: Callable[..., Any], *args: Any, **values: Any) -> Any:
+    """Call what a class checks itself with; its refusals are mistakes of the configuration."""
+    try:
+        return call(*args, **values)
+    except (TypeError, ValueError) as error:
+        raise _refusal(str(error.args[0]) if error.args else repr(error)) from None
 
 
-def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+def _read_union(value: Any, kind: Any) -> Any:
     arms = [arm for arm in _arms(kind) if arm is not NoneType]
     is_text = str in arms or any("none" in get_args(arm) for arm in arms)
     if NoneType in _arms(kind) and (value is None or (value == "none" and not is_text)):
         return None
     if len(arms) == 1:
-        return _read(value, arms[0], path, problems)
+        return _CONVERTER.structure(value, arms[0])
     for arm in arms:
-        wrong: Problems = []
-        read = _read(value, arm, path, wrong)
-        if not wrong:
-            return read
+        with suppress(ConfigError):
+            return _CONVERTER.structure(value, arm)
     raise _mismatch(value, kind)
 
 
@@ -403,38 +385,50 @@ def _read_choice(value: Any, kind: Any) -> Any:
     names = list(map(str, choices))
     close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     nearest = f"; the nearest is {close[0]}" if close else ""
-    raise ValueError(f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}")
+    raise _refusal(f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}")
 
 
-def _read_sequence(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+def _read_sequence(value: Any, kind: Any) -> Any:
     if not isinstance(value, list | tuple):
         raise _mismatch(value, kind)
     container, kinds = get_origin(kind) or kind, get_args(kind) or (Any, ...)
     kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
     if len(kinds) != len(value):
-        raise ValueError(f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}")
-    items = enumerate(zip(value, kinds, strict=True))
-    return container(_read(one, inner, f"{path}[{i}]", problems) for i, (one, inner) in items)
+        raise _refusal(f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}")
+    labels = (f"[{index}]" for index in range(len(value)))
+    return container(_read_items(zip(labels, value, kinds, strict=True)).values())
 
 
-def _read_table(value: Any, kind: Any, path: str, problems: Problems) -> dict[str, Any]:
+def _read_table(value: Any, kind: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _mismatch(value, kind)
     inner = get_args(kind)[1] if get_args(kind) else Any
-    return {name: _read(one, inner, f"{path}.{name}", problems) for name, one in value.items()}
+    return _read_items((name, item, inner) for name, item in value.items())
+
+
+def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Read labelled values of some type each; all mistakes are named."""
+    problems: Problems = []
+    read = {}
+    for label, value, kind in items:
+        with _collecting(problems, label):
+            read[label] = _CONVERTER.structure(value, kind)
+    if problems:
+        raise ConfigError(problems)
+    return read
 
 
 def _read_scalar(value: Any, kind: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
         if wrong := path_problem(str(value)):
-            raise ValueError(f"the path {wrong}")
+            raise _refusal(f"the path {wrong}")
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
     if type(value) is not kind:
         raise _mismatch(value, kind)
     if value != value:
-        raise ValueError("read nan, which is not a number; write one, or inf for no bound")
+        raise _refusal("read nan, which is not a number; write one, or inf for no bound")
     return value
 
 
@@ -447,7 +441,11 @@ def _read_unsupported(value: Any, kind: Any) -> Any:
     return value  # no file holds it: a default such as a function
 
 
-def _mismatch(value: Any, kind: Any) -> ValueError:
+def _refusal(text: str) -> ConfigError:
+    return ConfigError([("", text)])
+
+
+def _mismatch(value: Any, kind: Any) -> ConfigError:
     hint = ""
     if kind is bool:
         hint = "; write true or false"
@@ -455,7 +453,28 @@ def _mismatch(value: Any, kind: Any) -> ValueError:
         hint = f"; quotes make it text: '\"{value}\"'"
     elif (get_origin(kind) or kind) in (list, tuple):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
-    return ValueError(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
+    return _refusal(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
+
+
+def _strict_converter() -> Converter:
+    """A converter that coerces nothing: cattrs by itself reads 7.9 as 7 and text as a list."""
+    converter = Converter()
+    hooks = (  # the hook that was registered last is asked first
+        (lambda _: True, _read_unsupported),
+        (lambda kind: get_origin(kind) is Literal, _read_choice),
+        (lambda kind: get_origin(kind) in (Union, UnionType), _read_union),
+        (lambda kind: (get_origin(kind) or kind) in (list, tuple), _read_sequence),
+        (lambda kind: (get_origin(kind) or kind) is dict, _read_table),
+        (attrs.has, _read_section),
+    )
+    for accepts, hook in hooks:
+        converter.register_structure_hook_func(accepts, hook)
+    for kind in SCALARS:
+        converter.register_structure_hook(kind, _read_scalar)
+    return converter
+
+
+_CONVERTER = _strict_converter()
 
 
 def _typed(value: Any) -> str:

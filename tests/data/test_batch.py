@@ -47,6 +47,11 @@ BAD = {
         ValueError,
         'batch has no "labels"; it has "input_ids", "doc_ids". forgekit.shift_labels adds them.',
     ),
+    "ids": (
+        batch_of(labels=IDS),
+        ValueError,
+        'batch has no "input_ids"; it has "labels". Name the',
+    ),
     "deep": (
         batch_of(input_ids=IDS[..., None], labels=IDS),
         ValueError,
@@ -113,6 +118,8 @@ def test_a_masked_batch_carries_no_loss_and_leaves_the_original():
     assert masked["input_ids"].equal(IDS)
     assert batch["labels"].equal(IDS)
     assert batch["doc_ids"].equal(IDS)
+    with pytest.raises(ValueError, match='batch has no "labels"'):
+        mask_batch(batch_of(input_ids=IDS))
 
 
 @pytest.mark.parametrize("kind", [TensorDict, dict])
@@ -296,3 +303,8 @@ def test_slices_that_do_not_belong_together_are_refused():
         match=r'slice 1 has "input_ids".*; slice 0 has .*"labels" int64',
     ):
         unshard_sequence([first, second.exclude("labels")])
+    with pytest.raises(
+        ValueError,
+        match=r'slice 1 has "input_ids" int64 \[2, 2\].* int64 \[2, 4\]',
+    ):
+        unshard_sequence([first, shard_sequence(sequences(4), rank=1, world=2)])

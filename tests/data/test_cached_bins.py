@@ -97,6 +97,7 @@ DAMAGE = {
     "truncated": lambda b: b[:-8],
     "foreign": lambda b: b"PK" + b[2:],
     "a bit of a length": lambda b: flipped(b, -24),
+    "a bit of the capacity": lambda b: flipped(b, -8),
     "another shape": lambda b: array_of(3),
 }
 

@@ -90,6 +90,12 @@ def test_bad_lines_are_named_by_file_and_number(tmp_path, content, message):
         list(text_documents(tmp_path))
 
 
+def test_a_bad_byte_in_jsonl_is_named_by_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2 is not UTF-8: byte 0xff at position 10"):
+        list(text_documents(tmp_path))
+
+
 def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
     (tmp_path / "a.png").write_text("")
     with pytest.raises(FileNotFoundError, match=re.escape("holds no file to read among 1 entries")):
@@ -151,10 +157,8 @@ def write_parquet(file, texts, key="text", **options):
     pa.parquet.write_table(pa.table({"id": range(len(texts)), key: texts}), file, **options)
 
 
-@pytest.mark.parametrize(
-    ("row_group_size", "kind"),
-    [(1, pa.string()), (3, pa.large_string()), (300, pa.string_view()), (1000, pa.string())],
-)
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+@pytest.mark.parametrize("row_group_size", [1, 3, 300, 1000])
 def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_group_size, kind):
     texts = [f"text {number}" for number in range(700)]
     write_parquet(tmp_path / "a.parquet", pa.array(texts, kind), row_group_size=row_group_size)
