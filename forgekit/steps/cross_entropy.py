@@ -179,28 +179,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         backward: bool,
         columns: Columns | None,
     ) -> tuple[Tensor, Tensor]:
-        losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if backward and needs_hidden else None
-        grad_weight = _empty_sum(weight, hidden) if backward and needs_weight else None
-        is_masked = (labels == IGNORED)[:, None]
+        grad_weight = None
+        if backward and needs_weight:
+            grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype))
         take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
         size = chunk_rows(weight)
-        for start in range(0, hidden.shape[0], size):
-            rows = slice(start, start + size)
-            part = hidden[rows]
+        chunks = zip(hidden.split(size), labels.split(size), strict=True)
+        losses: list[Tensor] = []
+        for number, (part, targets) in enumerate(chunks):
+            is_masked = (targets == IGNORED)[:, None]
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            found, gradient = take(part @ weight.T, labels[rows], z_loss, backward)
-            losses[rows] = found
+            found, gradient = take(part @ weight.T, targets, is_masked, z_loss, backward)
+            losses.append(found)
             if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[rows])
+                start = number * size
+                torch.mm(gradient, weight, out=grad_hidden[start : start + size])
             if grad_weight is not None:
-                part = part.masked_fill(is_masked[rows], 0.0)
-                _add_product(grad_weight, gradient, part, is_first=start == 0)
+                part = part.masked_fill(is_masked, 0.0)
+                _add_product(grad_weight, gradient, part, is_first=number == 0)
+        each = torch.cat(losses) if losses[1:] else losses[0]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        ctx.mark_non_differentiable(each)
+        ctx.set_materialize_grads(False)
+        return each.sum(), each
 
     @staticmethod
     @once_differentiable
@@ -216,11 +220,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _take_chunk(
-    logits: Tensor, labels: Tensor, z_loss: float, backward: bool
+    logits: Tensor, labels: Tensor, is_masked: Tensor, z_loss: float, backward: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
     dtype = logits.dtype
-    log_p = F.log_softmax(logits, -1, dtype=wide(dtype))
+    log_p = torch.log_softmax(logits, -1, dtype=wide(dtype))
     # A label outside the vocabulary fails here, instead of training class 0.
     losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
     log_z = _log_partition(logits, losses, labels) if z_loss else None
@@ -229,15 +233,21 @@ def _take_chunk(
     if not backward:
         return losses, log_p
     del logits
-    return losses, _gradient(log_p, log_z, labels, z_loss).to(dtype)
+    return losses, _gradient(log_p, log_z, labels, is_masked, z_loss).to(dtype)
 
 
 def _take_shared_chunk(
-    logits: Tensor, labels: Tensor, z_loss: float, backward: bool, *, columns: Columns
+    logits: Tensor,
+    labels: Tensor,
+    is_masked: Tensor,
+    z_loss: float,
+    backward: bool,
+    *,
+    columns: Columns,
 ) -> tuple[Tensor, Tensor]:
     """The same of a rank's part of the vocabulary; all ranks find the same losses."""
     dtype = logits.dtype
-    found = share_softmax(logits.to(wide(dtype)), labels, labels != IGNORED, z_loss, columns)
+    found = share_softmax(logits.to(wide(dtype)), labels, ~is_masked[:, 0], z_loss, columns)
     if not backward:
         return found.losses, found.exponentials
     del logits
@@ -251,25 +261,20 @@ def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels != IGNORED, chosen.to(losses.dtype) + losses, 0.0)
 
 
-def _gradient(log_p: Tensor, log_z: Tensor | None, labels: Tensor, z_loss: float) -> Tensor:
+def _gradient(
+    log_p: Tensor, log_z: Tensor | None, labels: Tensor, is_masked: Tensor, z_loss: float
+) -> Tensor:
     """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``log_p``.
 
     That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, and zero
     in rows without a target, whatever they hold.
     """
-    is_masked = (labels == IGNORED)[:, None]
     gradient = log_p.exp_()
     if log_z is not None:
         gradient *= (1 + 2 * z_loss * log_z)[:, None]
-    gradient.masked_fill_(is_masked, 0.0)
-    at_label = is_masked.to(gradient.dtype).sub_(1)
-    return gradient.scatter_add_(1, labels.clamp(min=0)[:, None], at_label)
-
-
-def _empty_sum(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Memory for the gradient of the projection, which the first chunk fills."""
-    make = torch.empty_like if hidden.shape[0] else torch.zeros_like
-    return make(weight, dtype=wide(weight.dtype))
+    column = labels.clamp(min=0)[:, None]
+    gradient.scatter_add_(1, column, gradient.new_full((), -1.0).expand(column.shape))
+    return gradient.masked_fill_(is_masked, 0.0)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:
