@@ -337,13 +337,13 @@ def donate(state: StateT, **changes: Any) -> StateT:
         DonatedStateError: If ``state`` was donated before.
     """
     new = attrs.evolve(state, **changes)
-    for field in attrs.fields(type(state)):
-        if not field.init and field.name != "_donated_at":  # evolve passes these over
+    fields = [field for field in attrs.fields(type(state)) if field.name != "_donated_at"]
+    for field in fields:
+        if not field.init:  # evolve passes these over
             object.__setattr__(new, field.name, getattr(state, field.name))
     object.__setattr__(state, "_donated_at", _caller())
-    for field in attrs.fields(type(state)):
-        if field.name != "_donated_at":
-            object.__delattr__(state, field.name)
+    for field in fields:
+        object.__delattr__(state, field.name)
     return new
 
 

@@ -137,10 +137,10 @@ class RowSums(Sequence[Tensor]):
     """Sum and count of each row, ``([b], [b])``, computed when they are read: few losses are."""
 
     def __init__(self, losses: Tensor, is_target: Tensor) -> None:
-        self._losses, self._is_target = losses.detach(), is_target
+        self._losses, self._is_target = losses, is_target
 
     def __getitem__(self, index: Any) -> Any:
-        values = self._losses.view(self._is_target.shape), self._is_target
+        values = self._losses.detach().view(self._is_target.shape), self._is_target
         return [value.flatten(1).sum(1) for value in values][index]
 
     def __len__(self) -> int:
