@@ -58,13 +58,9 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         x = self.embed(ids)
-        more, saved = {"x0": [x], "aux": [x.new_zeros(())]}.get(self.kind, []), []
-        for number, layer in enumerate(self.layers):
-            if self.kind == "skips" and number > 1:
-                x = x + saved.pop()
+        more = {"x0": [x], "aux": [x.new_zeros(())]}.get(self.kind, [])
+        for layer in self.layers:
             x, *more = layer(x, *more) if more else (layer(x),)
-            if number < 2:
-                saved.append(x)
         logits = self.head(x)
         return (logits, more[0]) if self.kind == "aux" else logits
 

@@ -11,6 +11,7 @@ from lab import full
 from torch import Tensor
 
 import forgekit as fk
+from forgekit.verification.measure import plain_backward
 
 __all__ = ["KINDS", "Absent", "train_in_stages"]
 
@@ -70,9 +71,7 @@ def _plain(steps: int) -> dict[str, Tensor]:
     model = USER["model"]().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(steps):
-        losses = [USER["loss"](model, batch) for batch in USER["batches"](None, number)]
-        optimizer.zero_grad()
-        (sum(loss.sum for loss in losses) / sum(int(loss.count) for loss in losses)).backward()
+        plain_backward(model, USER["batches"](None, number), USER["loss"])
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
