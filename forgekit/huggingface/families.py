@@ -308,8 +308,11 @@ def _check_supported(config: Config, length: int) -> None:
     more = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
     for key, only in [*more, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
         raise ValueError(f"{key} is {brief(config[key])}, and a Transformer has only {only!r}.")
+    # Where a family has no switch, as Mistral, a window is on; where it has none of the layers'
+    # numbers, as Qwen3-MoE, it is that of every layer. Else layer_types count, and without them
+    # the layers from max_window_layers on have it.
     slides = "use_sliding_window" not in config or _flag(config, "use_sliding_window")
-    if "max_window_layers" in config:  # where it is not, the window is that of every layer
+    if "max_window_layers" in config:
         is_left = config["max_window_layers"] < config["num_hidden_layers"]
         slides = slides and (SLIDING in types if types else is_left)
     window = config.get("sliding_window")

@@ -1,4 +1,4 @@
-"""What the devices that people train on can do at best, as their makers state it.
+"""Peak FLOP/s, bandwidths and latencies of A100 to B200, as their makers state them.
 
 Peaks are those of dense products: data sheets that quote sparse ones are halved. Nothing reaches
 them; they are the denominator that makes utilisations comparable. Latencies are those with which

@@ -54,7 +54,7 @@ class Flops:
         per_token: Operations in matrices per token, forwards and backwards.
         per_pair: Operations in attention, of all layers, per query and key that meet.
         parameters: Number of parameters, frozen ones included.
-        active_parameters: Those that a token meets: of routed experts ``top_k``.
+        active_parameters: Those that each token uses: of routed experts ``top_k``.
 
     Examples:
         >>> from forgekit.model.transformer import Transformer, TransformerSpec
