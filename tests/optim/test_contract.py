@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from lab import Watch, full
 from optim import rms
 from optim.optimizers import (
@@ -343,10 +342,16 @@ class Eager(torch.optim.Optimizer):
             parameter.sub_(self.state[parameter]["mean"], alpha=0.01)
 
 
+def transformers_adafactor(parameters):
+    import transformers  # it takes seconds in each rank, and most tests here do without
+
+    return transformers.Adafactor(parameters)
+
+
 OTHERS = {
     "Adafactor": (torch.optim.Adafactor, False),
     "SGD": (partial(torch.optim.SGD, fused=True, momentum=0.9), False),
-    "Adafactor of transformers": (transformers.Adafactor, False),
+    "Adafactor of transformers": (transformers_adafactor, False),
     "state from the constructor": (Eager, True),
     "SGD, a loop": (partial(torch.optim.SGD, lr=0.01, momentum=0.9), True),
     "Adam": (partial(torch.optim.Adam, fused=True, amsgrad=True), True),
