@@ -23,19 +23,19 @@ from forgekit.parallel.module_forward import wrap_forward
 ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
 
 
-def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
+def recompute(block: nn.Module, mode: ActivationCheckpoint) -> None:
     """Make a block recompute its activations in backward, in place.
 
     Args:
         block: A repeated layer, before it is compiled and wrapped by FSDP.
-        what: ``"full"``: everything; ``"selective"``: everything but matrix products and
+        mode: ``"full"``: everything; ``"selective"``: everything but matrix products and
             attention; with ``"none"`` nothing happens, and with ``"budget"`` ``compile_blocks``
             sees to it.
     """
-    if what in ("none", "budget"):
+    if mode in ("none", "budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if what == "selective":
+    if mode == "selective":
         options["context_fn"] = _selective_contexts
 
     # A function of this file: the compiler passes over a bound `checkpoint`, which is torch's own,
@@ -48,7 +48,7 @@ def recompute(block: nn.Module, what: ActivationCheckpoint) -> None:
 
 def compile_blocks(
     blocks: Iterable[nn.Module],
-    what: ActivationCheckpoint = "none",
+    mode: ActivationCheckpoint = "none",
     *,
     memory_budget: float = 0.5,
     backend: str = "inductor",
@@ -57,7 +57,7 @@ def compile_blocks(
 
     Args:
         blocks: Repeated layers; those that are alike share what is compiled.
-        what: What backward recomputes.
+        mode: What backward recomputes.
         memory_budget: Share of the bytes that a compiled block would keep for backward; the
             compiler recomputes what costs least until the rest fits.
         backend: A backend of ``torch.compile``.
@@ -66,9 +66,9 @@ def compile_blocks(
         https://pytorch.org/blog/activation-checkpointing-techniques/
     """
     # One object for all blocks: with one each, alike blocks would not share what is compiled.
-    chosen = partial(_within_budget, memory_budget, backend) if what == "budget" else backend
+    shared = partial(_within_budget, memory_budget, backend) if mode == "budget" else backend
     for block in blocks:
-        block.compile(backend=chosen)
+        block.compile(backend=shared)
 
 
 def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **options: Any) -> Any:

@@ -133,7 +133,7 @@ def parallelize(
 
     data_ranks, tensor_ranks = arrange(mesh)
     # Sockets before anything is wrapped: they are found by their modules' names and attributes.
-    context = apply_context(model, mesh, context_parallel, tensor=tensor, chosen=kernels)
+    context = apply_context(model, mesh, context_parallel, tensor=tensor, kernels=kernels)
     # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
     # Nothing below spends time or memory on the parts of other stages.

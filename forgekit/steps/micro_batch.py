@@ -1,8 +1,8 @@
 """One micro-batch through the model: this rank's part of it, and its loss as plain tensors.
 
 Training, evaluation and pipelines share these lines. A micro-batch arrives as whole sequences;
-ranks that share a sequence take their positions of it here. Under tensor parallelism logits may be
-sharded by the vocabulary; a loss function may mix them with plain tensors, which every rank has.
+ranks that share a sequence take their positions of it here. Under tensor parallelism what ``head=``
+is given may be sharded; a loss function may mix it with plain tensors, which every rank has.
 """
 
 from __future__ import annotations

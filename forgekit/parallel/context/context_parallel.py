@@ -53,22 +53,22 @@ class ChosenAttention(NamedTuple):
     """What computes attention.
 
     Attributes:
-        asked: What was asked for.
+        requested: What was asked for.
         kernels: The kernel for each use of this layout, as found at set-up.
         documents: Where batches note the document ids that they move to a device; None where no
             kernel needs them on the host.
     """
 
-    asked: AttentionChoice = "auto"
+    requested: AttentionChoice = "auto"
     kernels: Mapping[str, str] = MappingProxyType({})
     documents: Documents | None = None
 
     @property
     def attend(self) -> Attend:
         """The ``attend`` socket of a rank that has whole rows."""
-        if self.asked == "auto" and self.documents is None:
+        if self.requested == "auto" and self.documents is None:
             return attend_causal
-        return partial(attend_causal, attention=self.asked, documents=self.documents)
+        return partial(attend_causal, attention=self.requested, documents=self.documents)
 
 
 def choose_attention(
@@ -121,7 +121,7 @@ def apply_context(
     method: ContextParallel,
     *,
     tensor: int = 1,
-    chosen: ChosenAttention | None = None,
+    kernels: ChosenAttention | None = None,
 ) -> Context:
     """Put attention, and under context parallelism what else it needs, into sockets, in place.
 
@@ -134,7 +134,7 @@ def apply_context(
         method: ``"ring"``, ``"ulysses"``, or ``"both"``.
         tensor: Ranks over which tensor parallelism will shard the heads. Modules with ``query``
             and ``channels`` say how many there are; others are checked when they run.
-        chosen: What computes attention; chosen at each call if None.
+        kernels: What computes attention; chosen at each call if None.
 
     Returns:
         How the ranks were split, and the sockets that were there before.
@@ -146,11 +146,11 @@ def apply_context(
     References:
         Unified sequence parallelism, https://arxiv.org/abs/2405.07719
     """
-    context, chosen = size_of(mesh, "cp"), chosen or ChosenAttention()
+    context, kernels = size_of(mesh, "cp"), kernels or ChosenAttention()
     if context == 1:
         modules = dict(model.named_modules()).items()
         causal = [name for name, m in modules if getattr(m, "attend", None) is attend_causal]
-        _put(model, {name: {"attend": chosen.attend} for name in causal})
+        _put(model, {name: {"attend": kernels.attend} for name in causal})
         return Context(1, 1, 0, {})
     attending = [module for module in model.modules() if hasattr(module, "attend")]
     if not attending:
@@ -164,7 +164,7 @@ def apply_context(
     ring, ulysses = split_context(context, method, heads or None)
     rank = mesh.get_local_rank("cp")
     shared = {
-        "attend": _build_attend(mesh, ring, ulysses, chosen),
+        "attend": _build_attend(mesh, ring, ulysses, kernels),
         "locate": locate_slice(ring, ulysses, rank),
         "sum_slices": partial(_sum_slices, mesh.get_group("cp")),
     }
@@ -280,23 +280,27 @@ def _put(model: nn.Module, sockets: Sockets) -> Sockets:
     return before
 
 
-def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, chosen: ChosenAttention) -> Attend:
+def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, kernels: ChosenAttention) -> Attend:
     # Imported here: they register operators with torch, which takes a while.
     from forgekit.parallel.context.ring_attention import ring_attention
     from forgekit.parallel.context.sequence_exchange import Members, ulysses_attention
 
     if ulysses == 1:
-        return ring_attention(Members.of(mesh.get_group("cp")), chosen.asked, chosen.documents)
+        return ring_attention(
+            Members.of(mesh.get_group("cp")), kernels.requested, kernels.documents
+        )
     if ring == 1:
-        return ulysses_attention(Members.of(mesh.get_group("cp")), chosen.attend, chosen.documents)
+        return ulysses_attention(
+            Members.of(mesh.get_group("cp")), kernels.attend, kernels.documents
+        )
     dim = (mesh.mesh_dim_names or ()).index("cp")
     # Ranks of cp as [ring, ulysses]: neighbours exchange heads, which moves less than a ring.
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
     rings = Members.of(group_of("ring", shared.mT.reshape(-1, ring).tolist()))
     return ulysses_attention(
         Members.of(group_of("ulysses", shared.reshape(-1, ulysses).tolist())),
-        ring_attention(rings, chosen.asked, chosen.documents),
-        chosen.documents,
+        ring_attention(rings, kernels.requested, kernels.documents),
+        kernels.documents,
     )
 
 

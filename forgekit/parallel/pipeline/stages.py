@@ -183,24 +183,24 @@ class Stages:
         if error is not None:
             raise error
         by_rank = dict(zip(members, reports, strict=True))
-        for rank, (_, told, has_failed) in by_rank.items():
+        for rank, (_, message, has_failed) in by_rank.items():
             if has_failed:
-                raise RuntimeError(f"rank {rank} of the pipeline: {told}")
+                raise RuntimeError(f"rank {rank} of the pipeline: {message}")
         texts: dict[int, dict[int, str]] = {}
-        for rank, (pipeline, told, _) in by_rank.items():
-            texts.setdefault(pipeline, {})[rank] = told
-        apart = next(told for told in texts.values() if len(set(told.values())) > 1)
+        for rank, (pipeline, description, _) in by_rank.items():
+            texts.setdefault(pipeline, {})[rank] = description
+        apart = next(each for each in texts.values() if len(set(each.values())) > 1)
         raise ValueError(
             "the ranks of a pipeline came with different micro-batches: "
-            + "; ".join(f"rank {rank} has {told}" for rank, told in apart.items())
+            + "; ".join(f"rank {rank} has {description}" for rank, description in apart.items())
             + ". Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
         )
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
         """Say whether a kind of call was rehearsed, and use what was learned from it."""
-        known = self._all_known.get((kind, None)) or self._all_known.get((kind, tuple(shape)))
-        self._known = known or self._known
-        return known is not None
+        rehearsed = self._all_known.get((kind, None)) or self._all_known.get((kind, tuple(shape)))
+        self._known = rehearsed or self._known
+        return rehearsed is not None
 
     def rehearse(
         self,
@@ -227,22 +227,22 @@ class Stages:
         proofs = []
         for stage in range(self.count):
             self._known = Forms(tuple(shape), forms)
-            told: list[Any] = [None]
+            report: list[Any] = [None]
             error: Exception | None = None
             if stage in self.mine:
                 run = partial(compute, stage, self._drawn(stage, shape))
                 try:
-                    told = [rehearse(self._stages[stage], run, self.device, self._shared)]
+                    report = [rehearse(self._stages[stage], run, self.device, self._shared)]
                 except Exception as raised:
-                    told, error = [f"{type(raised).__name__}: {raised}"], raised
+                    report, error = [f"{type(raised).__name__}: {raised}"], raised
             source = self._owners[stage]
-            dist.broadcast_object_list(told, src=source, group=self._group, device=self._wire)
+            dist.broadcast_object_list(report, src=source, group=self._group, device=self._wire)
             if error is not None:
                 raise error
-            if isinstance(told[0], str):
-                raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {told[0]}")
-            forms.update(told[0][0])
-            proofs.append(told[0][1])
+            if isinstance(report[0], str):
+                raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {report[0]}")
+            forms.update(report[0][0])
+            proofs.append(report[0][1])
         # NCCL wants a group's first batch of sends to come from all of its ranks.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         self._known = Forms(tuple(shape), forms)
@@ -442,8 +442,8 @@ def _has_positions(leaf: Leaf, shape: Sequence[int]) -> bool:
     return not leaf.shape or (rows == shape[0] and positions > 0 and shape[1] % positions == 0)
 
 
-def _refuse_call(what: str, *_args: Any, **_kwargs: Any) -> None:
+def _refuse_call(part: str, *_args: Any, **_kwargs: Any) -> None:
     raise RuntimeError(
-        f"this rank holds {what}, so it cannot be called on its own. A step (forgekit.accumulate) "
+        f"this rank holds {part}, so it cannot be called on its own. A step (forgekit.accumulate) "
         "and forgekit.evaluate run it through the pipeline: loss_fn(model, batch) calls its model."
     )

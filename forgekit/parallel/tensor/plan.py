@@ -78,7 +78,7 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     names = dict(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names.items())}
     modules = {name: module for name, module in names.items() if first[module] == name}
-    chosen: dict[str, Style] = {}
+    styles: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in (*KINDS, EXPERT) and not isinstance(style, ParallelStyle):
             raise ValueError(
@@ -92,29 +92,29 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
                 f"the plan's pattern {pattern!r} matches no module; the nearest names are "
                 f"{', '.join(map(repr, nearest))}. Correct it or leave it out."
             )
-        chosen |= dict.fromkeys(matched, style)
-    for name, style in chosen.items():
+        styles |= dict.fromkeys(matched, style)
+    for name, style in styles.items():
         _check_kind(name, modules[name], style)
     experts = [pattern for pattern, style in plan.items() if style == EXPERT]
-    experts += [f"{name}.router" for name, style in chosen.items() if style == ROUTED]
+    experts += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
     patterns = [*experts, *(f"{pattern}.*" for pattern in experts)]
     unnamed = [
         name
         for name, module in modules.items()
-        if name not in chosen
+        if name not in styles
         and next(module.parameters(recurse=False), None) is not None
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
-    if unnamed and "sequence" in chosen.values():
+    if unnamed and "sequence" in styles.values():
         raise ValueError(
             f"the plan shards positions ('sequence') and gives {unnamed} no style; gradients of "
             "what sees only a rank's positions would stay unsummed. Give each of them one: "
             "'sequence' for norms, 'heads' for norms of heads, 'replicate' for what sees all "
             "positions."
         )
-    chosen |= dict.fromkeys(unnamed, "replicate")
-    _check_sizes(modules, chosen, size)
-    return {name: chosen[name] for name in modules if chosen.get(name, EXPERT) != EXPERT}
+    styles |= dict.fromkeys(unnamed, "replicate")
+    _check_sizes(modules, styles, size)
+    return {name: styles[name] for name in modules if styles.get(name, EXPERT) != EXPERT}
 
 
 def model_plan(model: nn.Module, size: int) -> Plan | None:
@@ -280,12 +280,12 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
         )
 
 
-def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], size: int) -> None:
-    for name, style in chosen.items():
+def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int) -> None:
+    for name, style in styles.items():
         parent = modules.get(name.rpartition(".")[0])
         if style == "colwise" and parent is not None and _head_channels(parent):
-            _check_heads(name.rpartition(".")[0], parent, chosen, size)
-    for name, style in chosen.items():
+            _check_heads(name.rpartition(".")[0], parent, styles, size)
+    for name, style in styles.items():
         kind = KINDS.get(style) if isinstance(style, str) else None
         for dimension, number in kind.sizes(modules[name], name) if kind else ():
             if number % size:
@@ -296,13 +296,13 @@ def _check_sizes(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], 
                 )
 
 
-def _check_heads(name: str, parent: nn.Module, chosen: Mapping[str, Style], size: int) -> None:
+def _check_heads(name: str, parent: nn.Module, styles: Mapping[str, Style], size: int) -> None:
     """Whole heads stay on one rank: as many query heads everywhere, and key and value heads."""
     channels = _head_channels(parent)
     projections = {
         leaf: int(child.out_features) // channels  # pyright: ignore[reportArgumentType]
         for leaf, child in parent.named_children()
-        if chosen.get(f"{name}.{leaf}" if name else leaf) == "colwise"
+        if styles.get(f"{name}.{leaf}" if name else leaf) == "colwise"
     }
     if any(heads % size for heads in projections.values()):
         shown = ", ".join(f"{leaf} {heads}" for leaf, heads in projections.items())

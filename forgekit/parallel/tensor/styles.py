@@ -49,7 +49,7 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
     Args:
         module: A projection of ``d`` to ``e`` channels.
         mesh: The ranks, a mesh of one dimension whose size divides ``e``.
-        is_logits: Whether the output is a DTensor, for a loss that computes with shards.
+        is_logits: Whether the output is a DTensor, for what stands after it in the model.
     """
     _distribute(module, mesh, Shard(0))
     wrap_forward(module, partial(_project_out, module, mesh, is_logits))
@@ -244,20 +244,20 @@ def _choose_alike(
 
 
 def _compute_some(
-    module: Any, mesh: DeviceMesh, forward: Forward, x: Tensor, chosen: Tensor, weights: Tensor
+    module: Any, mesh: DeviceMesh, forward: Forward, x: Tensor, expert_ids: Tensor, weights: Tensor
 ) -> Tensor:
     """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
     # Experts of transformers skip the number `num_experts` if they are told to be parallel.
     before = module.num_experts, module._is_expert_parallel
     count = module.num_experts // mesh.size()
-    chosen = full(chosen) - mesh.get_local_rank() * count
-    is_here = (chosen >= 0) & (chosen < count)
-    chosen = torch.where(is_here, chosen, count)
+    expert_ids = full(expert_ids) - mesh.get_local_rank() * count
+    is_here = (expert_ids >= 0) & (expert_ids < count)
+    expert_ids = torch.where(is_here, expert_ids, count)
     weights = torch.where(is_here, take_whole(weights, mesh), 0.0)
     x = take_whole(x, mesh)
     module.num_experts, module._is_expert_parallel = count, True
     try:
-        parts = with_local_parameters([module], Shard(0), forward, x, chosen, weights)
+        parts = with_local_parameters([module], Shard(0), forward, x, expert_ids, weights)
     finally:
         module.num_experts, module._is_expert_parallel = before
     return _sum_parts(mesh, parts)

@@ -65,8 +65,8 @@ def apply_plan(
     Nothing is sent: every rank keeps its part of what it holds, so all must hold the same values,
     or all be on meta. Modules without an entry are computed alike on all ranks, unless the plan
     shards the residual stream over positions. The last ``colwise`` modules, those with no
-    ``rowwise`` after them, return logits as a DTensor that stays sharded by the vocabulary, for
-    ``cross_entropy``.
+    ``rowwise`` after them, return logits as a DTensor that is sharded by the vocabulary, which
+    ``gather_output`` makes whole where the model returns it.
 
     A projection that holds several matrices side by side (one weight for queries, keys and values)
     cannot be sharded as one: its first rows would be queries on one rank and keys on another. What
@@ -142,13 +142,13 @@ def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logit_modules(chosen: Mapping[str, Style]) -> set[str]:
+def _logit_modules(styles: Mapping[str, Style]) -> set[str]:
     """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
-    rowwise = [name for name, style in chosen.items() if style == "rowwise"]
+    rowwise = [name for name, style in styles.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
-    names = list(chosen)
+    names = list(styles)
     after = names[names.index(rowwise[-1]) + 1 :] if rowwise else names
-    return {n for n in after if chosen[n] == "colwise" and n.rpartition(".")[0] not in beside}
+    return {n for n in after if styles[n] == "colwise" and n.rpartition(".")[0] not in beside}
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
