@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from covering import some_of
 from ranks import run_ranks
 
 from forgekit.cli import main
@@ -114,7 +115,10 @@ def on_rank(rank, world, port, folder, name):
         return run(name, folder)
 
 
-@pytest.mark.parametrize("mesh", ["mesh.tp=2", "mesh.pp=2", "mesh.dp_shard=2"])
+MESHES = "mesh.tp=2", "mesh.pp=2", "mesh.dp_shard=2"
+
+
+@pytest.mark.parametrize("mesh", some_of(MESHES, "mesh.pp=2", "mesh.dp_shard=2"))
 def test_the_gpt_of_the_cookbook_is_exact_in_a_layout(mesh, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, shown = main(["verify", str(SCRIPTS / "own_gpt.py"), mesh]), capsys.readouterr().out
