@@ -33,6 +33,9 @@ Errors: TypeAlias = Literal["raise", "skip"]
 HASHED = 1000
 """Documents that stand for a collection of unknown length."""
 
+BROKEN_NAMED = 10
+"""Broken documents that are named in the log; the others are counted."""
+
 ROWS_AT_ONCE = 256
 """Rows of a dataset in memory."""
 

@@ -106,7 +106,7 @@ class Group:
 
         None if the stream does not count ``samples``.
         """
-        return self._rows if self._source.counts_samples else None
+        return None if self._source.samples is None else self._rows
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_used:
@@ -133,13 +133,16 @@ class _Source:
     """The shared stream: its micro-batches by number, each pulled once and in order."""
 
     def __init__(self, stream: Iterable[Any], total: float | None) -> None:
-        self.counts_samples = isinstance(getattr(stream, "samples", None), int)
-        self._stream = stream
-        self._iterator = iter(stream)
-        self._total = total
+        self._stream, self._iterator, self._total = stream, iter(stream), total
         self._pulled = 0
         self._ahead: tuple[Any, int] | None = None  # pulled to find the end, and not yet used
         self._last: Any = None
+
+    @property
+    def samples(self) -> int | None:
+        """Rows that all ranks have consumed; None if the stream does not count them."""
+        samples = getattr(self._stream, "samples", None)
+        return samples if isinstance(samples, int) else None
 
     def padding(self) -> TensorDict:
         """Make a micro-batch without a loss, of the last one or of the stream's ``padding()``.
@@ -180,17 +183,14 @@ class _Source:
                 "Use each group before asking for the next."
             )
         while self._pulled <= number:
-            before = self._samples()
+            before = self.samples or 0
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 return False
             self._pulled += 1
-            self._ahead = batch, self._samples() - before
+            self._ahead = batch, (self.samples or 0) - before
         return True
-
-    def _samples(self) -> int:
-        return getattr(self._stream, "samples", 0) if self.counts_samples else 0
 
 
 def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) -> Iterator[Group]:

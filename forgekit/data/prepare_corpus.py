@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.checks import check_integers, path_of
-from forgekit.data.documents import Documents, as_documents
+from forgekit.data.documents import BROKEN_NAMED, Documents, as_documents
 from forgekit.data.hashing import digest, hash_integers
 from forgekit.data.read_ahead import compute_ahead
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
@@ -70,8 +70,6 @@ Up to three parts per worker are in memory: read, waiting and being encoded.
 
 REPORT_BYTES = 2**18
 """Bytes that are read between two reports of progress."""
-
-BROKEN_NAMED = 10
 
 log = logging.getLogger("forgekit")
 

@@ -30,15 +30,18 @@ from torch.utils.data import get_worker_info
 
 from forgekit.checks import check_integers, check_rank
 from forgekit.data.batch import apply_transforms
-from forgekit.data.documents import Documents, Record, as_documents, check_ids
+from forgekit.data.documents import (
+    BROKEN_NAMED,
+    Documents,
+    Record,
+    as_documents,
+    check_ids,
+)
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.read_ahead import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
 from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
 from forgekit.terminal import printable
-
-BROKEN_NAMED = 10
-"""Broken documents that are named in the log; the others are counted."""
 
 log = logging.getLogger("forgekit")
 

@@ -154,6 +154,20 @@ def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_ste
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
 
 
+def test_parts_may_be_finished_out_of_turn_and_none_hides_a_fatal_line(tmp_path, small_steps):
+    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(file)
+    skipping = text_documents(file, errors="skip")
+    interrupted(skipping, out, 30_000)
+    with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read"):
+        prepare(file, out, vocab_size=300)
+    (left,) = left_by(out)
+    (left / "parts" / "000002.npz").unlink()
+    assert prepare(skipping, out, vocab_size=300).broken == 4
+    prepare(skipping, tmp_path / "fresh", vocab_size=300)
+    assert content_of(out) == content_of(tmp_path / "fresh")
+
+
 def test_other_settings_clear_what_was_begun_and_a_mistake_does_not(tmp_path, small_steps):
     write_lines(tmp_path / "a.jsonl", broken=10**6)
     interrupted(tmp_path / "a.jsonl", tmp_path / "out", 0)
@@ -343,8 +357,11 @@ def test_long_documents_have_the_ids_of_the_whole_text_with_any_tokenizer(tokeni
 
 def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, caplog):
     texts = write_lines(tmp_path / "a.jsonl", count=1500)
-    with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read as JSON: Expecting property"):
-        prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=300)
+    train_tokenizer(TEXTS, 300).save(str(tmp_path / "own.json"))
+    own = tmp_path / "own.json"
+    for workers in (0, 1):  # read in this thread, and in another one
+        with pytest.raises(ValueError, match=r"^\S+a.jsonl:98 cannot be read as JSON: Expec"):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=own, workers=workers)
     skipping = text_documents(tmp_path / "a.jsonl", errors="skip")
     made = prepare(skipping, tmp_path / "out", vocab_size=300)
     named = made.train.metadata["first_broken"]
