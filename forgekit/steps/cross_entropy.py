@@ -43,9 +43,6 @@ LOGITS, LOGITS_ON_CPU = 2**27, 2**21
 Tensors without values, as in ``forgekit plan``, stand for those of an accelerator.
 """
 
-FEW = 2**16
-"""Logits that are copied to mask them; of more, their gradient is masked."""
-
 TENSOR = "tp"
 """The mesh dimension whose ranks share the vocabulary."""
 
@@ -95,9 +92,7 @@ def position_losses(
     _check_mesh("logits", logits)
     logits, positions = full(logits), labels.reshape(-1).long()
     flat = logits.reshape(-1, logits.shape[-1]).to(wide(logits.dtype))
-    if flat.requires_grad and flat.numel() <= FEW:  # a copy takes less time than a hook in Python
-        flat = flat.masked_fill(~is_target.unsqueeze(-1), 0.0)
-    elif flat.requires_grad:  # and a hook a third of an autograd function
+    if flat.requires_grad:  # a hook costs a third of an autograd function in Python
         flat.register_hook(partial(_without_masked, is_target))
     losses = F.cross_entropy(flat, positions, ignore_index=IGNORED, reduction="none")
     if z_loss:

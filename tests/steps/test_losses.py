@@ -43,13 +43,6 @@ def loss_of(request):
 # Values and gradients
 
 
-@pytest.fixture(params=[0, cross_entropy_file.FEW], ids=["many", "few"])
-def logits_are(request, monkeypatch):
-    """As many that their gradient is masked, or so few that they are."""
-    monkeypatch.setattr(cross_entropy_file, "FEW", request.param)
-
-
-@pytest.mark.usefixtures("logits_are")
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_cross_entropy_equals_torch(z_loss):
     logits = draw(ROWS, PLACES, VOCAB).requires_grad_()
@@ -130,7 +123,6 @@ def test_without_targets_the_loss_and_its_gradient_are_zero(loss_of, z_loss):
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.usefixtures("logits_are")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_what_stands_in_masked_logits_does_not_matter(z_loss, value):
