@@ -233,6 +233,12 @@ def test_logits_are_never_whole_with_a_head(world):
 # What cannot be left out
 
 
+@pytest.fixture
+def mesh():
+    yield fk.build_mesh(device="cpu")
+    fk.shutdown()
+
+
 class Changed(nn.Module):
     """Logits that are changed after the projection, or made by something else."""
 
@@ -264,8 +270,8 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize("how", ["in place", "twice", "a part"])
-def test_a_head_whose_logits_are_changed_is_refused(how):
-    model = fk.parallelize(Changed(how), fk.build_mesh(device="cpu"), head="lm_head")
+def test_a_head_whose_logits_are_changed_is_refused(how, mesh):
+    model = fk.parallelize(Changed(how), mesh, head="lm_head")
     batch = draw_batch(0)
     with pytest.raises(
         ValueError, match=r"^head= takes the place of one projection .* Compute the"
@@ -282,16 +288,16 @@ SCALED = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_models_that_scale_or_cap_their_logits_are_refused(name, monkeypatch):
+def test_models_that_scale_or_cap_their_logits_are_refused(name, mesh, monkeypatch):
     monkeypatch.setitem(KINDS, name, (name, {**SCALED[name], "tie_word_embeddings": True}))
-    model = fk.parallelize(build(name), fk.build_mesh(device="cpu"), head="lm_head")
+    model = fk.parallelize(build(name), mesh, head="lm_head")
     with pytest.raises(ValueError, match=r"^head= takes the place of one projection .* a soft cap"):
         head_loss(model, draw_batch(0))
 
 
 @pytest.mark.parametrize("name", ["biased", "scaled", "dropping", "embed", "nowhere"])
-def test_a_head_that_is_no_plain_product_is_refused(name):
+def test_a_head_that_is_no_plain_product_is_refused(name, mesh):
     with pytest.raises(
         ValueError, match=rf"^head='{name}' is .* it must name the nn\.Linear whose"
     ):
-        fk.parallelize(Changed("not"), fk.build_mesh(device="cpu"), head=name)
+        fk.parallelize(Changed("not"), mesh, head=name)
