@@ -22,6 +22,7 @@ run loads it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -47,6 +48,7 @@ from forgekit.files import (
     is_locked,
     locked,
     make_folder,
+    open_regular,
     restore_replaced,
     sync,
 )
@@ -63,7 +65,11 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.[0-9a-f]{12}\.(new|old)")
 """Folders of unfinished saves, as ``atomic_directory`` names them."""
 _DATA = "data-"
+_PLAIN = re.compile(r"\w[\w.-]*")
+"""Names without a folder in front of them."""
 _URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
+_NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors of opening a pipe, a socket, a link or a directory as a file."""
 
 T = TypeVar("T")
 Manifest: TypeAlias = dict[str, Any]
@@ -151,7 +157,7 @@ class LocalStorage:
 
     def opened(self, step: int, name: str) -> BinaryIO:
         """Open a file of a checkpoint."""
-        return (self.path(step) / name).open("rb")
+        return open_regular(self.path(step) / name)
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
@@ -414,6 +420,10 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
                 return stream.read()
         except (FileNotFoundError, NotADirectoryError):
             raise ManifestError("is missing") from None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise  # the file may be whole
+            raise ManifestError(f"cannot be read: {error.strerror or error}") from None
 
     manifest = parse_manifest(patiently(read, f"{storage.path(step)}/{MANIFEST}"))
     if (named := manifest.get("step", step)) != step:
@@ -466,6 +476,8 @@ def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]
         size, crc32 = patiently(lambda: _digest(storage, step, name), file)
     except (FileNotFoundError, NotADirectoryError):
         return f"{file} is missing ({expected['bytes']} bytes expected)"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}"
     if size != expected["bytes"]:
         return f"{file} has {size} bytes instead of {expected['bytes']}"
     if crc32 != expected["crc32"]:
@@ -480,15 +492,16 @@ def patiently(read: Callable[[], T], name: str) -> T:
     what was trained since.
 
     Raises:
-        OSError: If there is no such file.
+        OSError: If there is no such file, or it is none.
         CheckpointError: If it cannot be read all the same.
     """
     for pause in (*PAUSES_S, None):
         try:
             return read()
-        except (FileNotFoundError, NotADirectoryError, ManifestError):
-            raise
         except Exception as error:  # stores have errors of their own
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | ManifestError)
+            if is_missing or getattr(error, "errno", None) in _NO_FILE:
+                raise
             if pause is None:
                 raise CheckpointError(
                     f"{name} cannot be read: {explain(error)}. It may be whole, so no older "
@@ -542,6 +555,12 @@ def parse_manifest(content: bytes) -> Manifest:
             f"was changed after it was saved: its checksum is {checksum[:12]} instead of "
             f"{manifest.get('checksum')!r:.14}"
         )
+    names = (manifest["folder"] or MANIFEST, *manifest["files"])
+    if outside := [name for name in names if not _PLAIN.fullmatch(name)]:
+        raise ManifestError(f"names a file outside the checkpoint: {outside[0]!r:.80}")
+    counters = manifest["step"], manifest["fields"]["step"], manifest["fields"]["samples"]
+    if not all(isinstance(count, int) and count >= 0 for count in counters):
+        raise ManifestError("has a step or a number of samples that is no count")
     return manifest
 
 

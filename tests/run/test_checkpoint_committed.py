@@ -64,7 +64,8 @@ def broken_disk_after_the_rename(directory, monkeypatch):
 
 
 def unreadable_old_manifest(directory, monkeypatch):
-    (directory / "step_00000001" / "manifest.json").write_text("{")
+    (directory / "step_00000001" / "manifest.json").unlink()
+    os.mkfifo(directory / "step_00000001" / "manifest.json")
 
 
 def failing_retention(directory, monkeypatch):
@@ -80,7 +81,7 @@ TROUBLES = {
     "no directory sync": (no_directory_sync(errno.EINVAL), "cannot sync directories.*Invalid arg"),
     "an unreadable old manifest": (
         unreadable_old_manifest,
-        "step_00000001 is kept and not counted: its manifest.json is not JSON",
+        "step_00000001 is kept and not counted: its manifest.json cannot be read: Not a regular",
     ),
     "retention": (failing_retention, "is saved, but older ones could not be deleted: .*Stale file"),
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import one_at_a_time
-from manifests import edit
+from manifests import edit, rewrite
 from ranks import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,15 +93,33 @@ def _write(content):
     return lambda folder: (folder / "manifest.json").write_bytes(content)
 
 
+def _pipe(folder):
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+
+
+def _device(folder):
+    """A listed shard that is a device; its size is what the manifest says."""
+    (folder / "zero").symlink_to("/dev/zero")
+    entry = {"bytes": 0, "crc32": "00000000"}
+    rewrite(folder, lambda manifest: manifest["files"].update(zero=entry))
+
+
 CHANGED = r"was changed after it was saved: its checksum is \w{12} instead of '\w{12}"
 MANIFESTS = {
     "samples": (lambda f: edit(f, lambda m: m["fields"].update(samples=1000)), CHANGED),
     "tensors": (lambda f: edit(f, lambda m: m["tensors"].pop("model.weight")), CHANGED),
     "no fields": (lambda f: edit(f, lambda m: m.pop("fields")), CHANGED),
+    "a file outside": (
+        lambda f: rewrite(f, lambda m: m["files"].update({"../../dev/zero": {}})),
+        "names a file outside the checkpoint: '../../d",
+    ),
+    "a device": (_device, "zero cannot be read: Not a regular file"),
     "nothing": (_write(b""), "is not JSON"),
     "brackets": (_write(b"[" * 100_000), "is not JSON"),
     "no text": (_write(b"\xff\x00"), "is not JSON"),
     "a list": (_write(b"[]"), "describes no checkpoint"),
+    "a pipe": (_pipe, "cannot be read: Not a regular file"),
 }
 
 
@@ -119,13 +137,14 @@ def test_a_manifest_that_is_none_is_passed_over(tmp_path, caplog, damage, messag
     assert re.search(rf"no whole checkpoint to load: .*{message}", _load(0, 1, alone))
 
 
-def test_ranks_agree_on_a_manifest_that_is_none(tmp_path):
+@pytest.mark.parametrize("case", ["samples", "a device", "a pipe"])
+def test_ranks_agree_on_a_manifest_that_is_none(tmp_path, case):
     run_again(_save, 2, tmp_path, 1, 2)
-    MANIFESTS["samples"][0](tmp_path / "step_00000002")
+    MANIFESTS[case][0](tmp_path / "step_00000002")
     assert run_again(_load, 2, tmp_path) == [1, 1]
 
 
-@pytest.mark.parametrize("case", ["samples", "a list"])
+@pytest.mark.parametrize("case", ["samples", "a file outside", "a list"])
 def test_manifests_behind_a_url_are_read_with_the_same_distrust(tmp_path, case):
     url = f"file://{tmp_path}"
     _save(0, 1, url, 1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import attrs
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from manifests import rewrite
 from torch import nn
 
 import forgekit as fk
@@ -48,7 +50,7 @@ def save(directory, *steps, seed=0):
 
 def failing(times, error, monkeypatch, name="rank_00000.safetensors"):
     """Let reading a file fail so many times, as a storage over a network does."""
-    real, left, pauses = Path.open, [times], []
+    real, left, pauses = os.open, [times], []
 
     def opened(path, *args, **kwargs):
         if str(path).endswith(f"step_00000002/{name}") and left[0]:
@@ -56,7 +58,7 @@ def failing(times, error, monkeypatch, name="rank_00000.safetensors"):
             raise error
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(time, "sleep", pauses.append)
     return pauses
 
@@ -137,6 +139,33 @@ def test_one_checkpoint_that_was_copied_begins_a_directory(tmp_path):
     shutil.copytree(tmp_path / "a" / "step_00000002", tmp_path / "b" / "step_00000002")
     save(tmp_path / "b", 3)
     assert fk.checkpoint_load(build(), tmp_path / "b").step == 3
+
+
+@pytest.mark.parametrize("name", ["step", "samples"])
+def test_a_counter_below_zero_is_damage(tmp_path, name):
+    save(tmp_path, 1)
+    rewrite(tmp_path / "step_00000001", lambda manifest: manifest["fields"].update({name: -4}))
+    with pytest.raises(fk.CheckpointError, match="a step or a number of samples that is no count"):
+        fk.checkpoint_load(build(), tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["..", "../../b", "/tmp", "data/../.."])
+def test_a_folder_outside_of_the_checkpoint_is_damage(tmp_path, folder):
+    save(tmp_path, 1)
+    rewrite(tmp_path / "step_00000001", lambda manifest: manifest.update(folder=folder))
+    with pytest.raises(fk.CheckpointError, match="names a file outside the checkpoint"):
+        fk.checkpoint_load(build(), tmp_path)
+
+
+def test_pipes_in_a_checkpoint_do_not_hang(tmp_path):
+    save(tmp_path, 1, 2)
+    for path in [*(tmp_path / "step_00000002").iterdir()]:
+        path.unlink()
+        os.mkfifo(path)
+    os.mkfifo(tmp_path / "step_00000003")
+    os.mkfifo(tmp_path / ".step_00000003.0123456789ab.new")
+    assert fk.checkpoint_load(build(), tmp_path).step == 1
+    save(tmp_path, 4)
 
 
 OTHER = {

@@ -104,6 +104,7 @@ OUTS = {
     "nothing": ("", 'out is empty; name a file or folder. "." is the current folder.'),
     "below a file": ("file/run", "file/run cannot be a run directory: Not a directory."),
     "where nobody writes": ("/proc/run", "/proc/run cannot be a run directory: No such file or"),
+    "a FIFO in it": ("run", "run/metrics.jsonl is not a file, and a run keeps one of that name."),
 }
 
 
@@ -111,11 +112,13 @@ OUTS = {
 def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
+    Path("run").mkdir()
+    os.mkfifo("run/metrics.jsonl")
     with pytest.raises(SystemExit) as stop, fk.open_run(out, {}):
         raise AssertionError("no run can be there")
     assert stop.value.code == 2
     assert re.match(f"error: {message}", capsys.readouterr().err)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "metrics.jsonl", "run"]
 
 
 def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
