@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from torch import Tensor, nn
 
 from forgekit.model.attention import Attend, attend_causal
 from forgekit.model.rope_scaling import RopeScaling, rotary_frequencies
+
+Rows = Callable[..., Tensor]
+"""``rows(module, x)`` calls a module that treats each position, of ``[b s ...]``, alone."""
+
+
+def at_once(module: nn.Module, x: Tensor, *options: Any) -> Tensor:
+    """Call a module that treats each position alone on all of them, ``[b s ...]``."""
+    return module(x, *options)
 
 
 def rotary_angles(
@@ -67,7 +76,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions and, optionally, normalised queries and keys.
 
     ``attend`` is a socket: a plain callable that ``parallelize`` replaces where a sequence is
-    spread over ranks.
+    spread over ranks. ``rows`` is one too, through which the modules inside are called.
     """
 
     def __init__(
@@ -89,18 +98,19 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None
         self.attend: Attend = attend_causal
+        self.rows: Rows = at_once
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         """``[b s d]`` -> ``[b s d]``."""
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.channels))  # [b s h c]
+            self.rows(project, x).unflatten(-1, (-1, self.channels))  # [b s h c]
             for project in (self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self.rows(self.query_norm, q), self.rows(self.key_norm, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = self.attend(q, k, v, doc_ids=doc_ids)
-        return self.output(attended.flatten(2))
+        return self.rows(self.output, attended.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -115,10 +125,11 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(dim, ffn_dim, bias=False)
         self.up = nn.Linear(dim, ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, dim, bias=False)
+        self.activation: Callable[[Tensor], Tensor] = F.silu
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b s d]`` -> ``[b s d]``."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -139,6 +150,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
+        self.rows: Rows = at_once
 
     def forward(
         self,
@@ -149,5 +161,7 @@ class Block(nn.Module):
         *routing: Any,
     ) -> Tensor:
         """``[b s d]`` -> ``[b s d]``; ``routing`` is what a feed-forward of experts takes."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, doc_ids))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x), *routing))
+        normed = self.rows(self.attention_norm, x)
+        x = x + self.dropout(self.attention(normed, cos, sin, doc_ids))
+        normed = self.rows(self.feed_forward_norm, x)
+        return x + self.dropout(self.rows(self.feed_forward, normed, *routing))

@@ -19,6 +19,14 @@ from attrs.validators import ge, gt, lt, optional
 from torch import Tensor, nn
 
 from forgekit.checks import divisors, nearest_multiples
+from forgekit.model.batch_invariant import (
+    attend_by_tile,
+    check_batch_invariant,
+    linear_by_tile,
+    restarting_positions,
+    rows_by_tile,
+    silu_in_parts,
+)
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
 from forgekit.model.lora import weight_of
@@ -133,6 +141,11 @@ class Transformer(nn.Module):
         spec: Sizes.
         seed: Seed of the initial weights. On the meta device nothing is filled; ``parallelize``
             does it, to bitwise the same values.
+        batch_invariant: Whether a token's logits have the same bits whatever is computed beside
+            it, so that ``generate`` and a training forward agree; also for ``parallelize``.
+
+    Raises:
+        ValueError: If ``batch_invariant`` cannot hold: with experts or dropout.
 
     Examples:
         >>> spec = TransformerSpec(vocab_size=8, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32,
@@ -141,7 +154,9 @@ class Transformer(nn.Module):
         torch.Size([1, 3, 8])
     """
 
-    def __init__(self, spec: TransformerSpec, seed: int = 0) -> None:
+    def __init__(
+        self, spec: TransformerSpec, seed: int = 0, *, batch_invariant: bool = False
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
@@ -150,6 +165,9 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.output = None if spec.tied else nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.locate: Callable[[int, torch.device], Tensor] = locate_all
+        self.batch_invariant = False
+        if batch_invariant:
+            make_batch_invariant(self)
         if not self.embedding.weight.is_meta:
             init_weights(self, seed)
 
@@ -192,6 +210,8 @@ class Transformer(nn.Module):
                 f"input_ids has {positions} positions; max_seq_len is {self.spec.max_seq_len}. "
                 "Shorten the sequences or build the model with a larger max_seq_len."
             )
+        if position_ids is None and self.batch_invariant and doc_ids is not None:
+            position_ids = restarting_positions(doc_ids)
         if position_ids is None:
             position_ids = self.locate(positions, input_ids.device)
         x = self.dropout(self.embedding(input_ids))
@@ -200,9 +220,11 @@ class Transformer(nn.Module):
         routed = self.spec.routed
         for block, layer in enumerate(self.layers):
             x = layer(x, cos, sin, doc_ids, *((routing,) if block in routed else ()))
-        x = self.norm(x)
+        x = rows_by_tile(self.norm, x) if self.batch_invariant else self.norm(x)
         weight = self.embedding.weight if self.output is None else weight_of(self.output)
-        return F.linear(x, weight) if head is None else head(x, weight)
+        if head is None:
+            head = linear_by_tile if self.batch_invariant else F.linear
+        return head(x, weight)
 
     @property
     def plan(self) -> dict[str, str]:
@@ -295,6 +317,22 @@ class Transformer(nn.Module):
         magnitude = 1.0 if scaling is None else scaling.magnitude
         cos, sin = ((turns * magnitude).to(wide(dtype)) for turns in rotary_turns(angles))
         return cos, sin
+
+
+def make_batch_invariant(model: Transformer) -> None:
+    """Switch a model to products of fixed shapes, in place; see ``batch_invariant``.
+
+    Raises:
+        ValueError: If it has experts, packed weights or dropout, or computes otherwise than a
+            ``Transformer`` of its own blocks.
+    """
+    check_batch_invariant(model)
+    blocks: Any = model.layers
+    for block in blocks:
+        block.rows = block.attention.rows = rows_by_tile
+        block.attention.attend = attend_by_tile
+        block.feed_forward.activation = silu_in_parts
+    model.batch_invariant = True
 
 
 def _block(spec: TransformerSpec, layer: int) -> Block:

@@ -1,0 +1,259 @@
+"""The same bits for a token, whatever is computed beside it.
+
+A matrix product adds up in an order that depends on its shape: a token decoded alone, in a batch
+or in a training row gets other last bits. Here every product has one shape per matrix. Positions
+are taken in tiles of a fixed number of rows, the last one padded; attention multiplies tiles of
+queries by blocks of keys that begin where the document does, and adds the blocks up from the first
+to the last, so that blocks behind a mask add an exact zero. Only the forward pass is bound to
+that: backward computes the ordinary way, from the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from forgekit.model.attention import Documents, attend_causal
+from forgekit.model.lora import LoraLinear
+from forgekit.model.nf4 import is_packed
+from forgekit.tensors import wide
+
+QUERIES, KEYS = 16, 64
+"""Rows of a tile of queries, which one new token with its heads does not fill, and of keys."""
+
+
+PART = 2**15
+"""Elements of a part: with more of them torch shares a loop among threads, and on a CPU the last
+elements of each thread's share get another exponential."""
+
+
+def tile_rows(device: torch.device) -> int:
+    """Rows of a tile: few on a CPU, where a decode computes all of them, padded ones too."""
+    return 32 if device.type == "cpu" else 256
+
+
+def by_tile(compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
+    """Compute what treats every row alone, each tile of rows by itself.
+
+    Args:
+        compute: Maps ``[n ...]`` to ``[n ...]``, each row from its own.
+        x: ``[n ...]``.
+        *read: What else ``compute`` reads and may be trained, such as a module's parameters.
+
+    Returns:
+        ``[n ...]``, differentiable in ``x`` and ``read``.
+    """
+    return _ByTile.apply(compute, x, *read)  # pyright: ignore[reportReturnType]
+
+
+def rows_by_tile(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a module on ``[b s ...]`` by tiles of positions: the ``rows`` socket of a model."""
+    return by_tile(module, x.flatten(0, 1), *module.parameters()).unflatten(0, x.shape[:2])
+
+
+def linear_by_tile(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply ``[... d]`` by ``weight``, ``[v d]``, by tiles of rows -> ``[... v]``."""
+    flat = x.reshape(-1, x.shape[-1])
+    out = by_tile(lambda rows: F.linear(rows, weight), flat, weight)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def silu_in_parts(x: Tensor) -> Tensor:
+    """SiLU of ``[t f]``, in parts that no loop divides unevenly."""
+    return torch.cat([F.silu(part) for part in x.flatten().split(PART)]).view_as(x)
+
+
+def log_probs_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of all tokens, ``[... v]``, in float32 or wider.
+
+    Sampling and training both call it: another formula for the same number has other last bits.
+
+    Args:
+        logits: ``[... v]``.
+        temperature: Divides them, above 0.
+    """
+    return (logits.to(wide(logits.dtype)) / temperature).log_softmax(-1)
+
+
+def attend_by_tile(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
+    """Attend inside documents as ``attend_causal`` does; an ``attend`` socket.
+
+    Args:
+        q: ``[b s h c]`` queries.
+        k: ``[b s k c]`` keys; ``k`` divides ``h``.
+        v: ``[b s k c]`` values.
+        doc_ids: ``[b s]``, read by the host; None for one document a row.
+
+    Returns:
+        ``[b s h c]``.
+
+    Raises:
+        ValueError: If an id comes back after another in a row.
+    """
+    return _AttendByTile.apply(q, k, v, doc_ids)  # pyright: ignore[reportReturnType]
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend from tiles of queries to blocks of keys, added up in the order of the blocks.
+
+    Args:
+        q: ``[m k r t c]``: of each key head, ``r`` tiles of ``t`` queries.
+        k: ``[j m k s c]``: ``j`` blocks of ``s`` keys, from the document's first one on.
+        v: ``[j m k s c]`` values.
+        mask: Of ``[j m k r t s]`` bool, True where a query sees a key; all see the first one.
+
+    Returns:
+        ``[m k r t c]`` in the dtype of ``q``.
+    """
+    dtype = wide(q.dtype)
+    scores = (q.to(dtype) * q.shape[-1] ** -0.5) @ k.to(dtype).unsqueeze(3).mT
+    scores = scores.masked_fill(~mask, float("-inf"))
+    # A maximum is exact in any order, unlike the sums below.
+    weights = (scores - scores.amax((0, -1), keepdim=True)).exp()
+    parts, sums = weights @ v.to(dtype).unsqueeze(3), weights.sum(-1, keepdim=True)
+    out, total = parts[0], sums[0]
+    for part, more in zip(parts[1:], sums[1:], strict=True):
+        out, total = out + part, total + more
+    return (out / total).to(q.dtype)
+
+
+def restarting_positions(doc_ids: Tensor) -> Tensor:
+    """Position of each token in its document, ``[b s]``: rotations by others differ in last bits.
+
+    Examples:
+        >>> restarting_positions(torch.tensor([[4, 4, 7, 7, 7]]))
+        tensor([[0, 1, 0, 1, 2]])
+    """
+    each = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    is_first = doc_ids != doc_ids.roll(1, 1)
+    return each - torch.where(is_first, each, 0).cummax(1).values
+
+
+def check_batch_invariant(model: nn.Module) -> None:
+    """Raise if a model has parts whose bits depend on other rows, or on chance.
+
+    Raises:
+        ValueError: If it has experts, weights packed into NF4 or dropout.
+    """
+    for name, module in model.named_modules():
+        adapters = module.adapters.values() if isinstance(module, LoraLinear) else ()
+        if hasattr(module, "experts"):
+            refuse_batch_invariant(f"{name!r} has experts, whose products have as many rows as")
+        if any(is_packed(parameter) for parameter in module.parameters(recurse=False)):
+            refuse_batch_invariant(f"{name!r} is packed into NF4")
+        if (isinstance(module, nn.Dropout) and module.p) or any(a.dropout for a in adapters):
+            refuse_batch_invariant(f"{name!r} has dropout")
+
+
+def refuse_batch_invariant(*reasons: str) -> None:
+    """Raise if there are reasons why the bits of a token would depend on others."""
+    if reasons:
+        raise ValueError(
+            f"batch_invariant=True, and {', '.join(reasons)}: log-probabilities would not be bit "
+            "for bit those of the training forward. Leave it out, and measure the difference."
+        )
+
+
+class _ByTile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.compute, ctx.read = compute, read  # FSDP gathers into the same parameters again
+        size = tile_rows(x.device)
+        tiles = F.pad(x, [0, 0] * (x.ndim - 1) + [0, -len(x) % size]).split(size)
+        return torch.cat([compute(tile) for tile in tiles])[: len(x)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        return None, *_gradients(ctx.compute, ctx.saved_tensors, ctx.read, needs, upstream)
+
+
+class _AttendByTile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.doc_ids = doc_ids
+        return _attend_documents(q, k, v, _starts(q, doc_ids))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        attend = partial(attend_causal, doc_ids=ctx.doc_ids)
+        needs = ctx.needs_input_grad[:3]
+        return *_gradients(attend, ctx.saved_tensors, (), needs, upstream), None
+
+
+def _gradients(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    read: Sequence[Tensor],
+    needs: Sequence[bool],
+    upstream: Tensor,
+) -> list[Tensor | None]:
+    """Compute once more, without tiles, and back to what needs a gradient of inputs and read."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = compute(*inputs)
+    wanted = [x for x, is_needed in zip([*inputs, *read], needs, strict=True) if is_needed]
+    gradients = iter(torch.autograd.grad(out, wanted, upstream))
+    return [next(gradients) if is_needed else None for is_needed in needs]
+
+
+def _starts(q: Tensor, doc_ids: Tensor | None) -> Tensor:
+    """Where documents begin in rows laid end to end, and last the end, ``[n+1]`` on the host."""
+    rows, positions = q.shape[:2]
+    if doc_ids is None:
+        return torch.arange(rows + 1) * positions
+    bounds = Documents().bounds(doc_ids, may_read=True)
+    if bounds is None:
+        raise ValueError(
+            "the model is batch_invariant, and in doc_ids an id comes back after another in a row; "
+            "documents must lie together. Number each run of positions by itself."
+        )
+    return bounds.starts.cpu().long()
+
+
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """Attend inside each document: its block of queries at a time, with all of that number."""
+    blocks = -(-starts.diff() // KEYS)
+    first = blocks.cumsum(0) - blocks
+    document = torch.arange(len(blocks)).repeat_interleave(starts.diff())
+    places = first[document] * KEYS + torch.arange(len(document)) - starts[document]
+    places, count = places.to(q.device), int(blocks.sum())
+    q_blocks, k_blocks, v_blocks = (_in_blocks(x, places, count) for x in (q, k, v))
+    out, groups = torch.empty_like(q_blocks), q.shape[2] // k.shape[2]
+    columns = torch.arange(int(blocks.max()) * KEYS, device=q.device).view(-1, 1, 1, 1, 1, KEYS)
+    for number in range(int(blocks.max())):
+        here = first[blocks > number].to(q.device)
+        before = here + torch.arange(number + 1, device=q.device)[:, None]  # [j m]
+        tiles = rearrange(
+            q_blocks[here + number], "m (u t) (k g) c -> m k (g u) t c", t=QUERIES, g=groups
+        )
+        keys, values = (
+            rearrange(x[before], "j m s k c -> j m k s c") for x in (k_blocks, v_blocks)
+        )
+        rows = number * KEYS + torch.arange(KEYS, device=q.device).view(-1, QUERIES)
+        mask = columns[: number + 1] <= rows.repeat(groups, 1)[:, :, None]
+        attended = attend_blocks(tiles, keys.contiguous(), values.contiguous(), mask)
+        out[here + number] = rearrange(attended, "m k (g u) t c -> m (u t) (k g) c", g=groups)
+    return out.flatten(0, 1)[places].view_as(q)
+
+
+def _in_blocks(x: Tensor, places: Tensor, count: int) -> Tensor:
+    """Rows laid end to end, ``[b s ...]``, at their places in blocks of keys, ``[n s ...]``."""
+    blocks = x.new_zeros(count * KEYS, *x.shape[2:])  # a NaN in memory would pass a mask as NaN
+    blocks[places] = x.flatten(0, 1)
+    return blocks.unflatten(0, (count, KEYS))
