@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgekit.checks import brief, check_integers
 from forgekit.files import write_atomic
 from forgekit.mesh import process_rank
-from forgekit.model.key_value_cache import CachedAttend, NewPositions, attentions
+from forgekit.model.batch_invariant import linear_by_tile, log_probs_of
+from forgekit.model.initial import seed_of
+from forgekit.model.key_value_cache import NewPositions, cache_sockets, is_batch_invariant
+from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
-from forgekit.state import Layout, TrainState, layout_of
+from forgekit.state import Layout, TrainState, layout_of, was_parallelized
 from forgekit.steps.micro_batch import evaluating
 
 
@@ -49,17 +54,25 @@ def generate(
     stop: Sequence[Sequence[int]] = (),
     eos_id: int | None = None,
     seed: int = 0,
+    samples: Sequence[int] | None = None,
     log_probs: bool = False,
 ) -> Any:
     """Continue prompts, token by token.
+
+    A row's text depends on its prompt, on ``(seed, sample number)`` and on the weights, and not on
+    the rows beside it: each sample number has random numbers of its own, and a token is the first
+    one at which the sum of the probabilities, in float64, exceeds the next of them. (Logits of
+    other batches differ in their last bits, which moves that sum; they do not in a model that is
+    ``batch_invariant``, where log-probabilities are bit for bit those of the training forward.)
 
     Keys and values of a ``Transformer`` are kept, so a new token costs one position's work, until
     a row is longer than ``max_seq_len``: from there on, and with any other model, the last
     ``max_seq_len`` tokens run through the model for each new one.
 
-    On several ranks every rank calls it with the same arguments and gets the same tokens; ranks
-    that share a sequence in training each run all of it here. The global random state is left
-    alone.
+    On several ranks of a model that ``parallelize`` returned every rank calls it, each with as many
+    prompts as it likes, or none; ranks go on until the last one is done. Ranks that share a
+    sequence in training (tp, cp) each run all of it here: they pass the same arguments and get
+    the same tokens. The global random state is left alone.
 
     Args:
         model: Maps ids ``[b s]`` to logits ``[b s v]``, each from the ids up to its own, or to an
@@ -72,6 +85,8 @@ def generate(
         stop: Sequences of token ids; a row ends with the first of them that it has produced.
         eos_id: The id that ends a row.
         seed: Seed of the samples.
+        samples: The sample number of each row, ``0 .. b-1`` if None. Ranks with prompts of their
+            own pass different ones.
         log_probs: Return ``Generated``, with the log-probability of each token.
 
     Returns:
@@ -82,27 +97,37 @@ def generate(
     Raises:
         TypeError: If ``max_new_tokens`` is no integer.
         ValueError: If a prompt or a sequence of ``stop`` is empty, ``temperature``, ``top_k`` or
-            ``top_p`` is out of range, or the model is split into pipeline stages.
+            ``top_p`` is out of range, ``samples`` are not one for each row, ``log_probs`` are
+            asked for with ``top_k`` or ``top_p``, or beyond ``max_seq_len`` of a model that is
+            ``batch_invariant``, the model is split into pipeline stages, or logits are NaN; on all
+            ranks if on one.
     """
-    check_integers(max_new_tokens=(max_new_tokens, 0))
-    draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
-    rows = _rows(prompts)
-    endings = [_ending(ids, rows[0].device) for ids in stop]
     layout = layout_of(model)
     if layout.stages is not None:
         raise ValueError(
             "this model is split into pipeline stages, and a rank can run only its own. To "
             "generate, load its checkpoint into a layout with pp=1."
         )
-    text = _Text.of(rows, max_new_tokens)
-    if max_new_tokens:
-        with (
-            evaluating(model, layout),
-            with_sockets(model, layout.sockets),
-            torch.compiler.set_stance("force_eager"),  # every length is new
-            ExitStack() as caches,
-        ):
-            _continue(_Reader.of(model, layout, text, caches), draw, endings, seed)
+    ranks = _Ranks(layout, was_parallelized(model) and dist.get_world_size() > 1)
+    with ranks.raising_together():
+        check_integers(max_new_tokens=(max_new_tokens, 0))
+        draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
+        rows = _rows(prompts, may_be_empty=ranks.are_several)
+        device = rows[0].device if rows else next(model.parameters()).device
+        endings = [_ending(ids, device) for ids in stop]
+        uniforms = _uniforms(seed, samples, len(rows), max_new_tokens)
+        text = _Text.of(rows, uniforms, device)
+        _check_longest(model, text, log_probs)
+    ranks.check_alike(text, [draw, stop])
+    with (
+        evaluating(model, layout),
+        with_sockets(model, layout.sockets),
+        torch.compiler.set_stance("force_eager"),  # every length is new
+        ExitStack() as caches,
+    ):
+        _continue(_Reader.of(model, layout, text, caches), draw, endings, ranks)
+    with ranks.raising_together():
+        text.check()
     ids, likely = text.result(is_list=not isinstance(prompts, Tensor))
     return Generated(ids, likely) if log_probs else ids
 
@@ -143,6 +168,8 @@ class _Text:
         longest: The largest of them, as a number.
         log_probs: ``[b n]`` of the new tokens.
         ends: ``[b]`` new tokens up to the end of a row; n for a row that has not ended.
+        uniforms: ``[b n]`` float64, what each token is drawn with.
+        is_bad: ``[b]`` bool, rows whose logits were not finite.
         made: New tokens so far.
     """
 
@@ -151,15 +178,23 @@ class _Text:
     longest: int
     log_probs: Tensor
     ends: Tensor
+    uniforms: Tensor
+    is_bad: Tensor
     made: int = 0
 
     @classmethod
-    def of(cls, rows: list[Tensor], room: int) -> _Text:
-        sizes, device = [len(row) for row in rows], rows[0].device
-        longest, lengths = max(sizes), torch.tensor(sizes, device=device)
-        ids = torch.stack([F.pad(row, (0, longest - len(row) + room)) for row in rows])
-        likely = torch.zeros(len(rows), room, device=device)
-        return cls(ids, lengths, longest, likely, torch.full_like(lengths, room))
+    def of(cls, rows: list[Tensor], uniforms: Tensor, device: torch.device) -> _Text:
+        sizes, room = [len(row) for row in rows], uniforms.shape[1]
+        longest = max(sizes, default=0)
+        lengths = torch.tensor(sizes, dtype=torch.int64, device=device)
+        padded = [F.pad(row, (0, longest - len(row) + room)) for row in rows]
+        ids = torch.stack(padded) if padded else lengths.new_zeros(0, room)
+        likely, is_bad = (
+            torch.zeros(uniforms.shape, device=device),
+            torch.zeros_like(lengths).bool(),
+        )
+        ends, uniforms = torch.full_like(lengths, room), uniforms.to(device)
+        return cls(ids, lengths, longest, likely, ends, uniforms, is_bad)
 
     def last(self, count: int = 1) -> Tensor:
         """The last tokens of each row, ``[b count]``."""
@@ -170,6 +205,14 @@ class _Text:
         """Add one token, ``[b]``, to each row."""
         self.ids.scatter_(1, self.lengths[:, None] + self.made, chosen[:, None])
         self.made += 1
+
+    def check(self) -> None:
+        """Raise if a row's logits were not finite: its tokens mean nothing."""
+        if bad := self.is_bad.nonzero().flatten().tolist():
+            raise ValueError(
+                f"the model's logits are NaN or infinite in {len(bad)} of {len(self.ids)} rows, "
+                f"the first of them {bad[0]}. Look at its weights: a step may have spoilt them."
+            )
 
     def result(self, *, is_list: bool) -> tuple[Any, Any]:
         """The tokens and their log-probabilities, as the prompts came."""
@@ -199,21 +242,30 @@ class _Draw:
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1.")
+        if self.log_probs and not (self.top_k is None and self.top_p is None):
+            raise ValueError(
+                f"log_probs=True with top_k {self.top_k} and top_p {self.top_p}: tokens would be "
+                "drawn from another distribution than their log-probabilities are of, and a ratio "
+                "of policies would be off by the share that was kept. Leave them out."
+            )
 
-    def __call__(self, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draw a token of each row, ``[b v]`` -> ``[b]``, and its log-probability if asked for."""
-        scaled = logits / self.temperature if self.temperature else logits
-        likely = scaled.log_softmax(-1) if self.log_probs else None
         if self.temperature == 0:
             chosen = logits.argmax(-1, keepdim=True)
         else:
+            scaled = logits / self.temperature
             if self.top_k is not None and self.top_k < logits.shape[-1]:
                 threshold = scaled.topk(self.top_k).values[:, -1:]
                 scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
             if self.top_p is not None:
                 scaled = _keep_likely(scaled, self.top_p)
-            chosen = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
-        return chosen[:, 0], None if likely is None else likely.gather(1, chosen)[:, 0]
+            sums = scaled.double().softmax(-1).cumsum(-1)
+            # The first sum above: a token of probability 0 never has it.
+            chosen = (sums <= uniforms[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        if not self.log_probs:
+            return chosen[:, 0], None
+        return chosen[:, 0], log_probs_of(logits, self.temperature or 1.0).gather(1, chosen)[:, 0]
 
 
 def _keep_likely(logits: Tensor, share: float) -> Tensor:
@@ -238,12 +290,10 @@ class _Reader:
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> _Reader:
         window = (layout.longest or 2**31) // layout.sequence * layout.sequence
-        layers = attentions(model) if text.longest <= window else {}
-        new = NewPositions(min(window, text.ids.shape[1])) if layers else None
-        if new is not None:
-            sockets = {n: {"attend": CachedAttend(one.attend, new)} for n, one in layers.items()}
-            caches.enter_context(with_sockets(model, sockets))
-        return cls(model, layout, text, caches, new, window)
+        new = NewPositions(min(window, text.ids.shape[1]))
+        sockets = cache_sockets(model, new) if text.longest <= window else {}
+        caches.enter_context(with_sockets(model, sockets))
+        return cls(model, layout, text, caches, new if sockets else None, window)
 
     def __call__(self) -> Tensor:
         """Logits of the token that comes next in each row, ``[b v]`` float32 or wider."""
@@ -253,6 +303,11 @@ class _Reader:
         if self.new is None:
             return self._all()
         return self._one(self.new) if self.text.made else self._prompts(self.new)
+
+    def stand_in(self) -> None:
+        """Run the model once for ranks that go on: those that share its weights run together."""
+        self.caches.close()
+        self.model(torch.zeros(1, self._padded(1), dtype=torch.int64, device=self.text.ids.device))
 
     def _all(self) -> Tensor:
         """Run the last tokens that fit; padding behind them changes nothing before it."""
@@ -265,7 +320,7 @@ class _Reader:
 
     def _prompts(self, new: NewPositions) -> Tensor:
         text = self.text
-        new.count, new.at = text.longest, None
+        new.count, new.at, new.mask = text.longest, None, None
         return self._logits(text.ids[:, : text.longest], text.lengths - 1, has_head=True)
 
     def _one(self, new: NewPositions) -> Tensor:
@@ -286,7 +341,8 @@ class _Reader:
         """Logits at one position of each row, ``[b]``."""
         each = torch.arange(len(ids), device=ids.device)
         if has_head and self.layout.tensor == 1:  # logits of all positions may not fit
-            options["head"] = lambda hidden, weight: F.linear(hidden[each, last], weight)
+            linear = linear_by_tile if is_batch_invariant(self.model) else F.linear
+            options["head"] = lambda hidden, weight: linear(hidden[each, last], weight)
         ids = F.pad(ids, (0, self._padded(ids.shape[1]) - ids.shape[1]))
         output = self.model(ids, **options)
         logits = output if isinstance(output, Tensor) else output.logits
@@ -295,14 +351,64 @@ class _Reader:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], seed: int) -> None:
-    """Add tokens to a text until all rows have ended or it is full."""
+@attrs.frozen
+class _Ranks:
+    """The ranks that share a model's weights, and so have to run it equally often."""
+
+    layout: Layout
+    are_several: bool
+
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Raise on all ranks what one of them raises inside; they would wait for it for ever."""
+        if not self.are_several:
+            yield
+            return
+        problem = None
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        raise_together(problem)
+
+    def check_alike(self, text: _Text, asked: list[Any]) -> None:
+        """Raise if ranks that share a sequence were asked for different texts."""
+        size = self.layout.context * self.layout.tensor
+        if not self.are_several or size == 1:
+            return
+        given = [text.ids.tolist(), text.uniforms.tolist(), *map(repr, asked)]
+        digests = exchange(hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest())
+        for first in range(0, len(digests), size):  # tp and cp are the last dimensions of a mesh
+            if len(set(digests[first : first + size])) > 1:
+                raise ValueError(
+                    f"ranks {first} to {first + size - 1} share their sequences (tp "
+                    f"{self.layout.tensor}, cp {self.layout.context}) and were given different "
+                    "prompts or options. Give them the same: prompts by the rank of the data."
+                )
+
+    def any(self, goes_on: bool, device: torch.device) -> bool:
+        """Whether any rank goes on; a collective."""
+        if not self.are_several:
+            return goes_on
+        flag = torch.tensor(int(goes_on), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) -> None:
+    """Add tokens to a text until all rows have ended or it is full, on all ranks."""
     text = read.text
-    generator = torch.Generator(text.ids.device).manual_seed(seed)
-    ended = torch.zeros_like(text.lengths, dtype=torch.bool)
+    rows, room = text.uniforms.shape
+    ended = torch.zeros_like(text.is_bad)
     can_end = draw.eos_id is not None or bool(endings)
-    for number in range(text.log_probs.shape[1]):
-        chosen, likely = draw(read(), generator)
+    goes_on = rows > 0 and room > 0
+    while ranks.any(goes_on, text.ids.device):
+        if not goes_on:
+            read.stand_in()
+            continue
+        logits, number = read(), text.made
+        text.is_bad |= ~logits.amax(-1).isfinite()
+        chosen, likely = draw(logits, text.uniforms[:, number])
         if can_end:
             fill = text.last()[:, 0] if draw.eos_id is None else draw.eos_id
             chosen = torch.where(ended, fill, chosen)
@@ -313,8 +419,7 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], seed: int) -> N
             is_end = _is_end(text, chosen, draw.eos_id, endings)
             text.ends = torch.where(is_end & ~ended, number + 1, text.ends)
             ended = ended | is_end
-            if bool(ended.all()):
-                return
+        goes_on = text.made < room and not (can_end and bool(ended.all()))
 
 
 def _is_end(text: _Text, chosen: Tensor, eos_id: int | None, endings: list[Tensor]) -> Tensor:
@@ -325,15 +430,37 @@ def _is_end(text: _Text, chosen: Tensor, eos_id: int | None, endings: list[Tenso
     return is_end
 
 
-def _rows(prompts: Any) -> list[Tensor]:
+def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:
     """The prompts as 1-D tensors of ids."""
     rows = [torch.as_tensor(row) for row in prompts]
-    if not rows or any(row.ndim != 1 or not len(row) for row in rows):
+    if not (rows or may_be_empty) or any(row.ndim != 1 or not len(row) for row in rows):
         shapes = brief([tuple(row.shape) for row in rows])
         raise ValueError(
             f"prompts have shapes {shapes}; they must be [b s] or a list of [s], s >= 1."
         )
     return rows
+
+
+def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -> Tensor:
+    """What each row's tokens are drawn with, ``[b n]`` float64 on the host."""
+    numbers = range(rows) if samples is None else [int(number) for number in samples]
+    if len(numbers) != rows:
+        raise ValueError(f"there are {len(numbers)} samples for {rows} prompts; give one for each.")
+    uniforms, generator = torch.empty(rows, count, dtype=torch.float64), torch.Generator()
+    for row, number in zip(uniforms, numbers, strict=True):
+        row.uniform_(generator=generator.manual_seed(seed_of(seed, f"sample {number}")))
+    return uniforms
+
+
+def _check_longest(model: Any, text: _Text, log_probs: bool) -> None:
+    """Raise if log-probabilities were asked for that no training forward computes."""
+    longest = text.longest + text.uniforms.shape[1] - 1
+    if log_probs and is_batch_invariant(model) and longest > model.spec.max_seq_len:
+        raise ValueError(
+            f"log_probs of a batch_invariant model need prompts and new tokens, but for the last, "
+            f"within max_seq_len {model.spec.max_seq_len}, and there may be {longest}: a training "
+            "forward takes no more. Ask for fewer new tokens, or shorten the prompts."
+        )
 
 
 def _ending(ids: Sequence[int], device: torch.device) -> Tensor:

@@ -112,16 +112,40 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     Returns:
         ``[m k r t c]`` in the dtype of ``q``.
     """
-    dtype = wide(q.dtype)
-    scores = (q.to(dtype) * q.shape[-1] ** -0.5) @ k.to(dtype).unsqueeze(3).mT
+    given, dtype = q.dtype, wide(q.dtype)
+    q = (q.to(dtype) * q.shape[-1] ** -0.5).contiguous()
+    # Contiguous as they are multiplied: how a matrix lies in memory may decide the order too.
+    k, v = (x.to(dtype).contiguous().unsqueeze(3) for x in (k.mT, v))
+    scores = q @ k
     scores = scores.masked_fill(~mask, float("-inf"))
     # A maximum is exact in any order, unlike the sums below.
     weights = (scores - scores.amax((0, -1), keepdim=True)).exp()
-    parts, sums = weights @ v.to(dtype).unsqueeze(3), weights.sum(-1, keepdim=True)
+    parts, sums = weights @ v, weights.sum(-1, keepdim=True)
     out, total = parts[0], sums[0]
     for part, more in zip(parts[1:], sums[1:], strict=True):
         out, total = out + part, total + more
-    return (out / total).to(q.dtype)
+    return (out / total).to(given)
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend from one new position to those that are kept, as ``attend_by_tile`` would.
+
+    Args:
+        q: ``[b k g c]``, the query heads that share keys.
+        k: ``[b k s c]`` keys from a row's first position on.
+        v: ``[b k s c]`` values.
+        mask: ``[b 1 1 s]`` bool, which positions a row has.
+
+    Returns:
+        ``[b k g c]``.
+    """
+    count, missing = q.shape[2], -k.shape[2] % KEYS
+    tiles = F.pad(q, (0, 0, 0, -count % QUERIES)).unflatten(2, (-1, QUERIES))
+    k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, KEYS)) for x in (k, v))
+    mask = F.pad(mask, (0, missing)).unflatten(-1, (-1, KEYS))
+    blocks = (rearrange(x, "b k j s c -> j b k s c") for x in (k, v))
+    out = attend_blocks(tiles, *blocks, rearrange(mask, "b k r j s -> j b k r 1 s"))
+    return out.flatten(2, 3)[:, :, :count]
 
 
 def restarting_positions(doc_ids: Tensor) -> Tensor:
@@ -247,7 +271,7 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor
         )
         rows = number * KEYS + torch.arange(KEYS, device=q.device).view(-1, QUERIES)
         mask = columns[: number + 1] <= rows.repeat(groups, 1)[:, :, None]
-        attended = attend_blocks(tiles, keys.contiguous(), values.contiguous(), mask)
+        attended = attend_blocks(tiles, keys, values, mask)
         out[here + number] = rearrange(attended, "m k (g u) t c -> m (u t) (k g) c", g=groups)
     return out.flatten(0, 1)[places].view_as(q)
 

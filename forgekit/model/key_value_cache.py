@@ -6,12 +6,15 @@ the model knows of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgekit.model.attention import Attend
+from forgekit.model.batch_invariant import attend_cached
 from forgekit.model.layers import Attention, Block
 from forgekit.model.transformer import Transformer
 
@@ -25,7 +28,7 @@ class NewPositions:
         count: Positions of each row under way, from the first on; more are padding.
         at: ``[b]`` position of the new one in each row; None while the prompts run.
         end: One more than the last position of any row.
-        mask: ``[b 1 1 end]`` bool, which positions a row has.
+        mask: ``[b 1 1 end]`` bool, which positions a row has; None while the prompts run.
     """
 
     room: int
@@ -42,10 +45,12 @@ class CachedAttend:
     Attributes:
         attend: Attends within the prompts.
         new: The positions under way.
+        attend_new: Attends from one new position of each row to those that are kept.
     """
 
     attend: Attend
     new: NewPositions
+    attend_new: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     _keys: Tensor | None = attrs.field(default=None, init=False)
     _values: Tensor | None = attrs.field(default=None, init=False)
 
@@ -58,13 +63,13 @@ class CachedAttend:
             self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
         self._write(self._keys, k)
         self._write(self._values, v)
-        if self.new.at is None:
+        if self.new.mask is None:
             return self.attend(q, k, v, doc_ids=doc_ids)
         rows, positions, heads, channels = q.shape
         # Query heads that share keys become queries of one head: nothing is repeated. [b k g*s c]
         shared = q.transpose(1, 2).reshape(rows, k.shape[2], -1, channels)
         keys, values = (x[:, :, : self.new.end] for x in (self._keys, self._values))
-        attended = F.scaled_dot_product_attention(shared, keys, values, attn_mask=self.new.mask)
+        attended = self.attend_new(shared, keys, values, self.new.mask)
         return attended.reshape(rows, heads, positions, channels).transpose(1, 2)
 
     def _write(self, kept: Tensor, x: Tensor) -> None:
@@ -73,6 +78,20 @@ class CachedAttend:
             kept[:, :, : new.count] = x[:, : new.count].transpose(1, 2)
         else:
             kept[torch.arange(len(x), device=x.device), :, new.at] = x[:, 0]
+
+
+def is_batch_invariant(model: nn.Module) -> bool:
+    """Whether a token's logits have the same bits whatever is computed beside it."""
+    return isinstance(model, Transformer) and model.batch_invariant
+
+
+def cache_sockets(model: nn.Module, new: NewPositions) -> dict[str, dict[str, CachedAttend]]:
+    """Make the ``attend`` sockets that keep keys and values, by module name; see ``attentions``."""
+    attend_new = F.scaled_dot_product_attention
+    if is_batch_invariant(model):
+        attend_new = attend_cached
+    named = attentions(model).items()
+    return {name: {"attend": CachedAttend(m.attend, new, attend_new)} for name, m in named}
 
 
 def attentions(model: nn.Module) -> dict[str, Attention]:

@@ -122,12 +122,11 @@ def test_prompts_of_any_lengths_go_on_as_each_alone(changes, count):
     assert len(set(found[0].tolist())) > 3
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_log_probs_are_those_of_the_whole_softmax(temperature, options):
+def test_log_probs_are_those_of_the_whole_softmax(temperature):
     model = transformer().double()
     found = fk.generate(
-        model, RAGGED, max_new_tokens=7, temperature=temperature, log_probs=True, seed=3, **options
+        model, RAGGED, max_new_tokens=7, temperature=temperature, log_probs=True, seed=3
     )
     for ids, likely, prompt in zip(*found, RAGGED, strict=True):
         logits = model(ids[None, :-1])[0, len(prompt) - 1 :].float() / (temperature or 1.0)
@@ -135,6 +134,33 @@ def test_log_probs_are_those_of_the_whole_softmax(temperature, options):
         assert likely.shape == (7,)
         torch.testing.assert_close(likely, wanted, rtol=1e-5, atol=1e-5)
         assert likely.min() < -0.1 or temperature == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
+def test_a_text_depends_on_seed_and_sample_number_alone(options):
+    """Whatever the companions, their order and number, the padding and the room for tokens."""
+    model, options = transformer().double(), {"temperature": 1.5, **options}
+    prompts = [RAGGED[number % 3] for number in range(7)]
+    texts = fk.generate(model, prompts, max_new_tokens=9, seed=5, **options)
+    assert len({tuple(text[len(p) :].tolist()) for text, p in zip(texts, prompts)}) == 7
+    for chosen in ([6, 2, 0], [4], [1, 5, 3, 0, 2, 6, 4]):
+        rows = [prompts[number] for number in chosen]
+        again = fk.generate(model, rows, max_new_tokens=9, seed=5, samples=chosen, **options)
+        assert all(torch.equal(row, texts[n]) for row, n in zip(again, chosen, strict=True))
+        short = fk.generate(model, rows, max_new_tokens=3, seed=5, samples=chosen, **options)
+        assert all(torch.equal(row, texts[n][: len(row)]) for row, n in zip(short, chosen))
+    other = fk.generate(model, prompts, max_new_tokens=9, seed=6, **options)
+    assert not any(map(torch.equal, other, texts))
+
+
+def test_a_model_whose_logits_are_nan_makes_no_text():
+    model = transformer()
+    with torch.no_grad():
+        model.embedding.weight[5] = float("nan")
+    fk.generate(model, [[1, 2]], max_new_tokens=1)
+    for temperature in (0, 1):
+        with pytest.raises(ValueError, match=r"NaN or infinite in 1 of 2 rows, the first of them 1"):
+            fk.generate(model, [[1], [5]], max_new_tokens=1, temperature=temperature)
 
 
 def test_a_new_token_costs_one_position():
@@ -270,6 +296,9 @@ def test_logits_may_be_in_an_object():
         ),
         (PROMPT, {"temperature": -0.5}, r"^temperature -0.5 must not be negative"),
         (PROMPT, {"top_k": 0}, r"top_k 0 at least 1\.$"),
+        (PROMPT, {"top_k": 2, "log_probs": True}, r"^log_probs=True with top_k 2 and top_p None:"),
+        (PROMPT, {"top_p": 0.9, "log_probs": True}, r"and top_p 0\.9: .* the share that was kept"),
+        (PROMPT, {"samples": [1, 2, 3]}, r"^there are 3 samples for 2 prompts"),
     ],
 )
 def test_arguments_out_of_range_are_refused(ids, options, message):
