@@ -317,7 +317,7 @@ def _problem(
 ) -> str | None:
     """Say why a matrix cannot get an adapter, or not one with these options."""
     name, stack = adapter.name, adapter.name.rpartition(".")[2]
-    transformers = (module for module in model.modules() if isinstance(module, Transformer))
+    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     # Of these the adapter is added to the matrix, not to what the matrix makes.
     kind = "of experts" if isinstance(layer, Experts) else ""
     kind = "the output projection" if any(t.output is layer for t in transformers) else kind
@@ -333,6 +333,8 @@ def _problem(
         return f"is {kind}; its adapter takes no dropout"
     if isinstance(layer, Experts) and adapter.dora:
         return f"is {kind}; its adapter takes no dora"
+    if (packs or adapter.dropout) and any(t.batch_invariant for t in transformers):
+        return "is in a batch_invariant model, which takes neither dropout nor a packed base"
     if packs and kind:
         return f'is {kind}, and base="nf4" packs other linear layers alone'
     if packs and isinstance(layer, nn.Linear) and layer.weight.numel() % PIECE:

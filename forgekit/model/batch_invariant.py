@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from forgekit.model.attention import Documents, attend_causal
 from forgekit.model.lora import LoraLinear
+from forgekit.model.moe import Experts
 from forgekit.model.nf4 import is_packed
 from forgekit.tensors import wide
 
@@ -50,6 +52,10 @@ def by_tile(compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Te
     Returns:
         ``[n ...]``, differentiable in ``x`` and ``read``.
     """
+    if torch.compiler.is_compiling():
+        _refuse_compiled()
+    if torch.is_autocast_enabled(x.device.type):
+        refuse_batch_invariant("it runs under autocast")
     return _ByTile.apply(compute, x, *read)  # pyright: ignore[reportReturnType]
 
 
@@ -143,8 +149,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     tiles = F.pad(q, (0, 0, 0, -count % QUERIES)).unflatten(2, (-1, QUERIES))
     k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, KEYS)) for x in (k, v))
     mask = F.pad(mask, (0, missing)).unflatten(-1, (-1, KEYS))
-    blocks = (rearrange(x, "b k j s c -> j b k s c") for x in (k, v))
-    out = attend_blocks(tiles, *blocks, rearrange(mask, "b k r j s -> j b k r 1 s"))
+    k, v = (rearrange(x, "b k j s c -> j b k s c") for x in (k, v))
+    out = attend_blocks(tiles, k, v, rearrange(mask, "b k r j s -> j b k r 1 s"))
     return out.flatten(2, 3)[:, :, :count]
 
 
@@ -160,7 +166,7 @@ def restarting_positions(doc_ids: Tensor) -> Tensor:
     return each - torch.where(is_first, each, 0).cummax(1).values
 
 
-def check_batch_invariant(model: nn.Module) -> None:
+def check_parts(model: nn.Module) -> None:
     """Raise if a model has parts whose bits depend on other rows, or on chance.
 
     Raises:
@@ -168,21 +174,31 @@ def check_batch_invariant(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         adapters = module.adapters.values() if isinstance(module, LoraLinear) else ()
-        if hasattr(module, "experts"):
-            refuse_batch_invariant(f"{name!r} has experts, whose products have as many rows as")
+        if isinstance(module, Experts):
+            refuse_batch_invariant(f"{name!r} has experts")
         if any(is_packed(parameter) for parameter in module.parameters(recurse=False)):
             refuse_batch_invariant(f"{name!r} is packed into NF4")
         if (isinstance(module, nn.Dropout) and module.p) or any(a.dropout for a in adapters):
             refuse_batch_invariant(f"{name!r} has dropout")
 
 
-def refuse_batch_invariant(*reasons: str) -> None:
-    """Raise if there are reasons why the bits of a token would depend on others."""
-    if reasons:
-        raise ValueError(
-            f"batch_invariant=True, and {', '.join(reasons)}: log-probabilities would not be bit "
-            "for bit those of the training forward. Leave it out, and measure the difference."
-        )
+def refuse_batch_invariant(why: str) -> NoReturn:
+    """Raise, as a token's bits would depend on what is computed beside it.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"the model is to be batch_invariant, and {why}: log-probabilities of generate would not "
+        "be bit for bit those of a training forward. Use the one or the other; without "
+        "batch_invariant the difference can be measured."
+    )
+
+
+@_disable_dynamo
+def _refuse_compiled() -> None:
+    # Not traced but called where it stands: what the compiler sees raised, it leaves to eager code.
+    refuse_batch_invariant("it is compiled")
 
 
 class _ByTile(torch.autograd.Function):

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.batch_invariant import (
     attend_by_tile,
-    check_batch_invariant,
+    check_parts,
     linear_by_tile,
+    refuse_batch_invariant,
     restarting_positions,
     rows_by_tile,
     silu_in_parts,
@@ -319,16 +320,21 @@ class Transformer(nn.Module):
         return cos, sin
 
 
-def make_batch_invariant(model: Transformer) -> None:
-    """Switch a model to products of fixed shapes, in place; see ``batch_invariant``.
+def make_batch_invariant(model: nn.Module) -> None:
+    """Switch a model to products of fixed shapes, in place; see ``Transformer``.
 
     Raises:
-        ValueError: If it has experts, packed weights or dropout, or computes otherwise than a
-            ``Transformer`` of its own blocks.
+        ValueError: If it has experts, packed weights or dropout, or is no ``Transformer`` that
+            computes with its own blocks.
     """
-    check_batch_invariant(model)
+    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
+        refuse_batch_invariant(f"{type(model).__name__} computes otherwise than a Transformer")
+    check_parts(model)
     blocks: Any = model.layers
     for block in blocks:
+        parts = (block, Block), (getattr(block, "attention", None), Attention)
+        if any(getattr(type(part), "forward", None) is not kind.forward for part, kind in parts):
+            refuse_batch_invariant(f"a block is a {type(block).__name__} with a forward of its own")
         block.rows = block.attention.rows = rows_by_tile
         block.attention.attend = attend_by_tile
         block.feed_forward.activation = silu_in_parts

@@ -21,6 +21,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from forgekit.checks import check_choice
 from forgekit.mesh import check_dimensions, expert_ranks, expert_view
 from forgekit.model.attention_kernels import AttentionChoice
+from forgekit.model.batch_invariant import refuse_batch_invariant
+from forgekit.model.key_value_cache import is_batch_invariant
+from forgekit.model.transformer import make_batch_invariant
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     compile_blocks,
@@ -67,6 +70,7 @@ def parallelize(
     head: str | None = None,
     reshard_after_forward: bool | int = True,
     cpu_offload: bool = False,
+    batch_invariant: bool = False,
     seed: int = 0,
 ) -> nn.Module:
     """Prepare a model for training on a mesh, in place, and return it.
@@ -104,6 +108,8 @@ def parallelize(
             backward; a number keeps them within groups of so many neighbours. Pipeline stages
             keep them for the whole step: a backward in two parts needs them in both.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
+        batch_invariant: Whether a token's logits have the same bits whatever is computed beside
+            it; see ``Transformer``. One that was built so stays so.
         seed: Seed of the initial weights of parameters that are on meta.
 
     Returns:
@@ -111,10 +117,10 @@ def parallelize(
 
     Raises:
         ValueError: If ranks differ in model or options, an option is unknown, sizes do not divide
-            (heads, features, layers), the device or the dtype has no such attention, the plan does
-            not fit, the blocks or the head are not found, a buffer is on meta and its module has no
-            ``reset_buffers()``, a parameter is shared by two blocks, or parameters are complex or
-            sparse.
+            (heads, features, layers), the device or the dtype has no such attention,
+            ``batch_invariant`` cannot hold, the plan does not fit, the blocks or the head are not
+            found, a buffer is on meta and its module has no ``reset_buffers()``, a parameter is
+            shared by two blocks, or parameters are complex or sparse.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
     is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
@@ -125,6 +131,8 @@ def parallelize(
     path, layers = _find_blocks(model, blocks)
     _check_options(model, mesh, layers, options)
     _check_model(model, layers if is_wrapped else [])
+    if batch_invariant or is_batch_invariant(model):
+        _make_batch_invariant(model, mesh, options)
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
     styles = read_plan(model, tensor, plan)
     experts = find_experts(model, plan) if experts_mesh else []
@@ -202,6 +210,17 @@ def _check_options(
             f"{type(model).__name__} has no list 'layers' to compile, recompute or split into "
             f"pipeline stages; name its list of repeated layers with blocks=; {_lists(model)}"
         )
+
+
+def _make_batch_invariant(model: Any, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+    """Make a model batch-invariant, in place, unless something else is asked for beside it."""
+    given = {name: size_of(mesh, name) for name in ("tp", "cp", "pp")}
+    given |= {name: options[name] for name in ("compile", "attention", "precision")}
+    proved = {"compile": (False,), "attention": ("auto",), "precision": ("fp32", "bf16")}
+    for name, value in given.items():
+        if value not in proved.get(name, (1,)):
+            refuse_batch_invariant(f"{name} is {value!r}")
+    make_batch_invariant(model)
 
 
 def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:

@@ -159,7 +159,9 @@ def test_a_model_whose_logits_are_nan_makes_no_text():
         model.embedding.weight[5] = float("nan")
     fk.generate(model, [[1, 2]], max_new_tokens=1)
     for temperature in (0, 1):
-        with pytest.raises(ValueError, match=r"NaN or infinite in 1 of 2 rows, the first of them 1"):
+        with pytest.raises(
+            ValueError, match=r"NaN or infinite in 1 of 2 rows, the first of them 1"
+        ):
             fk.generate(model, [[1], [5]], max_new_tokens=1, temperature=temperature)
 
 

@@ -93,8 +93,11 @@ def differing(model, prompts, forwards=(padded, alone, packed), **options):
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_probs_of_2000_tokens_are_those_of_training(dtype, lora):
-    model = build(dtype, lora)
-    assert differing(model, prompts_of(20), max_new_tokens=100) == (2000, [0, 0, 0])
+    """Of one row alone, of few and of many; where the prompts begin, end and cross a block."""
+    model, prompts = build(dtype, lora), prompts_of(20)
+    for first, last in ((0, 1), (1, 4), (4, 20)):
+        found = differing(model, prompts[first:last], max_new_tokens=100)
+        assert found == (100 * (last - first), [0, 0, 0])
 
 
 @pytest.mark.oracle
@@ -106,3 +109,85 @@ def test_log_probs_of_100000_tokens_are_those_of_training(dtype, lora):
         prompts = prompts_of(100, seed, most=56)
         found = differing(model, prompts, max_new_tokens=100, seed=seed)
         assert found == (10_000, [0, 0, 0])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_bits_do_not_depend_on_how_threads_share_a_loop(threads):
+    """A tile has more elements than a thread takes, and three threads share them unevenly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = build(spec=attrs.evolve(WIDE, ffn_dim=2752, layers=1))
+        assert differing(model, prompts_of(9), max_new_tokens=9) == (81, [0, 0, 0])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_the_mode_log_probs_differ_and_nothing_has_changed():
+    plain = build(batch_invariant=False)
+    total, counts = differing(plain, prompts_of(8), max_new_tokens=25)
+    assert min(counts) > 0.05 * total
+    texts = prompts_of(5)
+    invariant = build()
+    invariant.load_state_dict(plain.state_dict())
+    for ours, theirs in zip(packed(invariant, texts), packed(plain, texts), strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
+
+
+def gradients(model, texts, forward):
+    model.zero_grad()
+    logits = forward(model, texts)
+    weights = torch.Generator().manual_seed(5)
+    total = sum(
+        (log_probs_of(one) * torch.randn(one.shape, generator=weights, dtype=torch.float64)).sum()
+        for one in logits
+    )
+    total.backward()
+    return full_tensors(model, gradients=True)
+
+
+@pytest.mark.parametrize("forward", [padded, packed])
+@pytest.mark.parametrize(
+    ("lora", "changes"),
+    [(None, {}), (None, {"tied": True, "kv_heads": 6, "qk_norm": False}), (ADAPTERS["DoRA"], {})],
+    ids=["dense", "tied", "DoRA"],
+)
+def test_gradients_are_those_of_the_ordinary_forward(lora, changes, forward):
+    spec, texts = attrs.evolve(WIDE, **changes), prompts_of(5)
+    found = gradients(build(torch.float64, lora, spec), texts, forward)
+    plain = build(torch.float64, lora, spec, batch_invariant=False)
+    assert relative_error(found, gradients(plain, texts, forward)) < 1e-10
+
+
+def _build_on_ranks(sizes, precision="fp32", lora=None, dtype=torch.float32, **options):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
+    plain = build(dtype, lora, batch_invariant=False)
+    return fk.parallelize(plain, mesh, precision=precision, batch_invariant=True, **options)
+
+
+def _differing_on_ranks(rank, _, precision, lora, options):
+    model = _build_on_ranks({"dp_shard": 2}, precision, lora, **options)
+    prompts = prompts_of(7)[3 * rank : 3 + 4 * rank]  # three and four
+    # Both run whole forwards as often as the other: those of the seventh text are repeated.
+    forwards = (padded,) if rank else (padded,)
+    return differing(model, prompts, forwards, samples=range(3 * rank, 3 + 4 * rank), max_new_tokens=30)
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora", "options"),
+    [
+        ("fp32", None, {}),
+        ("bf16", None, {"activation_checkpoint": "full"}),
+        ("fp32", LORA, {"reshard_after_forward": False}),
+        ("bf16", LORA, {}),
+    ],
+)
+def test_log_probs_are_those_of_training_on_sharded_ranks(precision, lora, options):
+    found = run_again(_differing_on_ranks, 2, precision, lora, options)
+    assert found == [(90, [0]), (120, [0])]
+
+
+def _gradients_on_ranks(rank, _, recompute):
+    model = _build_on_ranks({"dp_shard": 2}, dtype=torch.float64, activation_checkpoint=recompute)
+    model.set_gradient_divide_factor(1.0) if hasattr(model, "set_gradient_divide_factor") else None
+    return gradients(model, prompts_of(4)[2 * rank : 2 * rank + 2], padded)
