@@ -142,13 +142,17 @@ def test_a_text_depends_on_seed_and_sample_number_alone(options):
     model, options = transformer().double(), {"temperature": 1.5, **options}
     prompts = [RAGGED[number % 3] for number in range(7)]
     texts = fk.generate(model, prompts, max_new_tokens=9, seed=5, **options)
-    assert len({tuple(text[len(p) :].tolist()) for text, p in zip(texts, prompts)}) == 7
+    assert (
+        len({tuple(text[len(p) :].tolist()) for text, p in zip(texts, prompts, strict=True)}) == 7
+    )
     for chosen in ([6, 2, 0], [4], [1, 5, 3, 0, 2, 6, 4]):
         rows = [prompts[number] for number in chosen]
         again = fk.generate(model, rows, max_new_tokens=9, seed=5, samples=chosen, **options)
         assert all(torch.equal(row, texts[n]) for row, n in zip(again, chosen, strict=True))
         short = fk.generate(model, rows, max_new_tokens=3, seed=5, samples=chosen, **options)
-        assert all(torch.equal(row, texts[n][: len(row)]) for row, n in zip(short, chosen))
+        assert all(
+            torch.equal(row, texts[n][: len(row)]) for row, n in zip(short, chosen, strict=True)
+        )
     other = fk.generate(model, prompts, max_new_tokens=9, seed=6, **options)
     assert not any(map(torch.equal, other, texts))
 
@@ -323,6 +327,74 @@ def test_ranks_make_the_tokens_of_one_process():
     for found, resharded in run_again(_on_ranks, 2):
         assert torch.equal(found, expected)
         assert resharded
+
+
+UNEVEN = [[RAGGED[1]], [], RAGGED, [RAGGED[2], RAGGED[0]]]
+"""Prompts by data rank, of which one has none."""
+
+
+def _of_its_own(rank, world, sizes, count):
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    moe = MOE if "ep" in sizes else None
+    model = fk.parallelize(transformer(vocab_size=40, moe=moe).double(), mesh)
+    data = rank // 2 if world == 4 else rank
+    prompts = UNEVEN[data + (1 if world == 2 else 0)]
+    samples = [10 * data + row for row in range(len(prompts))]
+    options = {"samples": samples, "eos_id": 7 * data, "log_probs": True, "seed": 2}
+    found = fk.generate(model, prompts, max_new_tokens=count[data], **options)
+    again = fk.generate(model, prompts, max_new_tokens=1, samples=samples)
+    return prompts, options, count[data], found, len(again)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, {"dp_shard": 2}),
+        (2, {"dp_replicate": 2, "dp_shard": 1}),
+        (2, {"dp_shard": 2, "ep": 2}),
+        (4, {"dp_shard": 2, "tp": 2}),
+        (4, {"dp_shard": 2, "cp": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_of_the_data_continue_prompts_of_their_own(world, sizes):
+    """Of other numbers and lengths, none at all too, and beyond max_seq_len on one of them."""
+    model = transformer(vocab_size=40, moe=MOE if "ep" in sizes else None).double()
+    for prompts, options, count, found, rows in run_again(_of_its_own, world, sizes, [14, 6]):
+        assert len(found.ids) == len(found.log_probs) == rows == len(prompts)
+        if prompts:
+            ids, likely = fk.generate(model, prompts, max_new_tokens=count, **options)
+            assert all(map(torch.equal, found.ids, ids))
+            for ours, theirs in zip(found.log_probs, likely, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def _asked_wrongly(rank, _world, sizes, options, message):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
+    model = transformer(vocab_size=40)
+    if options == "nan":
+        with torch.no_grad():
+            model.embedding.weight[0] = float("nan")
+        options = [{}, {"prompts": [[0]]}]
+    model = fk.parallelize(model, mesh)
+    asked = {"prompts": PROMPT, "max_new_tokens": 2, **options[rank]}
+    with pytest.raises(ValueError, match=message):
+        fk.generate(model, **asked)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"dp_shard": 2}, [{}, {"temperature": -1}], r"^temperature -1 must not"),
+        ({"dp_shard": 2}, [{"max_new_tokens": 1.5}, {}], r"^max_new_tokens is 1.5"),
+        ({"dp_shard": 2}, "nan", r"NaN or infinite in 1 of 1 rows"),
+        ({"tp": 2}, [{}, {"prompts": PROMPT.flip(0)}], r"^ranks 0 to 1 share .* \(tp 2, cp 1\)"),
+        ({"cp": 2}, [{}, {"seed": 1}], r"^ranks 0 to 1 share their sequences \(tp 1, cp 2\)"),
+        ({"tp": 2}, [{}, {"top_k": 2}], r"different prompts or options"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(sizes, options, message):
+    run_again(_asked_wrongly, 2, sizes, options, message)
 
 
 class Letters:
