@@ -122,7 +122,7 @@ def measure(bench: Bench) -> list[Row]:
     """Run all parts; one that raises is a row with its error, and the others go on."""
     torch.set_float32_matmul_precision("high")
     rows: list[Row] = []
-    for part in (same_as_cpu, waits, attention, losses, steps, memory, speed):
+    for part in (same_as_cpu, waits, attention, losses, steps, on_policy, memory, speed):
         sys.stderr.write(f"{part.__name__} ...\n")
         try:
             rows.extend(part(bench))
@@ -230,6 +230,31 @@ def steps(bench: Bench) -> Iterator[Row]:
         yield from _compared(kind, entries, (BARE, AGAIN), tokens, bench, {}, most={STEP: 1.02})
         del entries
         _forget(bench.device)
+
+
+def on_policy(bench: Bench) -> Iterator[Row]:
+    """Find log-probabilities of sampling again in training, bit for bit, and what that costs."""
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from run.test_on_policy import ADAPTERS, DTYPES, build, differing, prompts_of
+
+    count, new = (3, 4) if bench.is_tiny else (20, 100)
+    for dtype in DTYPES:
+        for name, lora in ADAPTERS.items():
+            prompts = [prompt.to(bench.device) for prompt in prompts_of(count)]
+            model = build(dtype, lora).to(bench.device)
+            total, differ = differing(model, prompts, max_new_tokens=new)
+            what, note = "log-probabilities as in training", f"{differ} of {total} differ"
+            yield _verdict(what, f"{dtype}, {name}", not any(differ), note)
+    mesh = fk.build_mesh(device=bench.device)
+    batches = bench.size.batches(bench.device)
+    options = {"ordinary": False, "ordinary again": False, "batch_invariant": True}
+    entries = {}
+    for name, is_on in options.items():
+        model = fk.parallelize(bench.size.model(), mesh, precision="bf16", batch_invariant=is_on)
+        entries[name] = _turn(bare_step(model, batches), bench.device)
+    first, again, last = entries
+    most = {last: 3.0}
+    yield from _compared("step, bf16", entries, (first, again), bench.size.tokens, bench, {}, most)
 
 
 def memory(bench: Bench) -> Iterator[Row]:
