@@ -7,6 +7,7 @@ computes whole tiles for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,8 +26,7 @@ MOST = 3.0
 def _times(dtype: torch.dtype, use: Callable[[fk.Transformer], object]) -> Times:
     options = {ORDINARY: False, AGAIN: False, INVARIANT: True}
     models = {n: fk.Transformer(SPEC, batch_invariant=is_on) for n, is_on in options.items()}
-    entries = {n: lambda model=m.to(dtype): use(model) for n, m in models.items()}
-    return take_turns(entries, ROUNDS)
+    return take_turns({n: partial(use, m.to(dtype)) for n, m in models.items()}, ROUNDS)
 
 
 def _train(model: fk.Transformer) -> None:

@@ -205,6 +205,7 @@ REFUSED = {
     "compile is True": {"compile": True},
     "attention is 'sdpa'": {"attention": "sdpa"},
     "precision is 'fp16'": {"precision": "fp16"},
+    "head is 'output'": {"head": "output"},
     "tp is 2": {"sizes": {"tp": 2}},
     "cp is 2": {"sizes": {"cp": 2}},
     "pp is 2": {"sizes": {"pp": 2}},
