@@ -214,13 +214,12 @@ def _check_options(
 
 def _make_batch_invariant(model: Any, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
     """Make a model batch-invariant, in place, unless something else is asked for beside it."""
-    given = {name: size_of(mesh, name) for name in ("tp", "cp", "pp")}
-    given |= {name: options[name] for name in ("compile", "attention", "precision", "head")}
-    proved = {"compile": (False,), "attention": ("auto",), "precision": ("fp32", "bf16")}
-    proved |= {"head": (None,)}
-    for name, value in given.items():
-        if value not in proved.get(name, (1,)):
-            refuse_batch_invariant(f"{name} is {value!r}")
+    given = {**options, **{name: size_of(mesh, name) for name in ("tp", "cp", "pp")}}
+    proved = {"compile": [False], "attention": ["auto"], "precision": ["fp32", "bf16"]}
+    proved |= {"head": [None], "tp": [1], "cp": [1], "pp": [1]}
+    for name, values in proved.items():
+        if given[name] not in values:
+            refuse_batch_invariant(f"{name} is {given[name]!r}")
     make_batch_invariant(model)
 
 
