@@ -16,6 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from forgekit.checks import check_numbers
 from forgekit.data.batch import IGNORED
+from forgekit.model.batch_invariant import (
+    linear_by_tile,
+    log_probs_of,
+    refuse_batch_invariant,
+)
 from forgekit.steps.cross_entropy import (
     Columns,
     all_gather,
@@ -35,6 +40,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     *,
     entropy: Literal[False] = False,
+    batch_invariant: bool = False,
 ) -> Tensor: ...
 @overload
 def linear_log_probs(
@@ -44,6 +50,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     *,
     entropy: Literal[True],
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 def linear_log_probs(
     hidden: Tensor,
@@ -52,6 +59,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     *,
     entropy: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of labels under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -65,13 +73,16 @@ def linear_log_probs(
         labels: ``[...]`` signed int, already shifted; -100 where nothing is asked.
         temperature: What logits are divided by, above 0: that of the sampling.
         entropy: Whether to return the entropy of each position too.
+        batch_invariant: Whether log-probabilities are to be bit for bit those that ``generate``
+            returns of a model that is ``batch_invariant`` too.
 
     Returns:
         ``[...]`` natural logarithms in float32 or wider, 0 where the label is -100. With
         ``entropy`` also the entropies in nats, ``[...]``, 0 there too; both are differentiable.
 
     Raises:
-        ValueError: If the shapes do not fit, or the temperature is not above 0.
+        ValueError: If the shapes do not fit, the temperature is not above 0, or
+            ``batch_invariant`` is asked for where ranks share the vocabulary.
         TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
 
     Examples:
@@ -84,12 +95,16 @@ def linear_log_probs(
     if not temperature:
         raise ValueError("temperature is 0, which has no probabilities; make it positive.")
     hidden, weight, columns = take_projection(hidden, weight)
+    if batch_invariant and columns is not None:
+        refuse_batch_invariant("ranks share its vocabulary")
     flat = hidden.reshape(-1, hidden.shape[-1])
     weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
     kind = hidden.device.type
     is_cast = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        results: Any = _LinearLogProbs.apply(flat, weight, positions, temperature, columns, entropy)
+        results: Any = _LinearLogProbs.apply(
+            flat, weight, positions, temperature, columns, entropy, batch_invariant
+        )
     log_probs, entropies = results
     log_probs = log_probs.view(labels.shape)
     return (log_probs, entropies.view(labels.shape)) if entropy else log_probs
@@ -105,15 +120,19 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         columns: Columns | None,
         entropy: bool,
+        batch_invariant: bool,
     ) -> tuple[Tensor, Tensor | None]:
         is_target = labels != IGNORED
         # Of each row its largest logit, the sum of exponentials relative to that, the label's
         # logit where it is one of this rank's, and the logits weighed by the exponentials.
         parts = hidden.new_empty(4 if entropy else 3, len(hidden), dtype=wide(hidden.dtype))
+        sampled = hidden.new_empty(len(hidden), dtype=parts.dtype) if batch_invariant else None
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = _logits(hidden[rows], weight, temperature, by_tile=batch_invariant)
             column, is_here = find_columns(labels[rows], is_target[rows], logits.shape[1], columns)
             parts[2, rows] = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
+            if sampled is not None:
+                sampled[rows] = log_probs_of(logits).gather(1, column)[:, 0]
             largest = logits.amax(1)
             # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
             largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -131,7 +150,8 @@ class _LinearLogProbs(torch.autograd.Function):
         total = (scales * everyone[:, 1]).sum(0)
         log_total = total.log()
         # `where`, not a product: masked positions may be NaN.
-        log_probs = torch.where(is_target, everyone[:, 2].sum(0) - top - log_total, 0.0)
+        log_probs = everyone[:, 2].sum(0) - top - log_total if sampled is None else sampled
+        log_probs = torch.where(is_target, log_probs, 0.0)
         entropies = None
         if entropy:
             mean = (scales * everyone[:, 3]).sum(0) / total
@@ -144,7 +164,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor, upstream_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         is_target = labels != IGNORED
@@ -176,7 +196,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     grad_weight += gradient.T @ part
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -184,9 +204,10 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, *, by_tile: bool = False) -> Tensor:
     """``[n v]`` in float32 or wider; whoever asks may write into them."""
-    logits = (hidden @ weight.T).to(wide(hidden.dtype))
+    product = linear_by_tile(hidden, weight) if by_tile else hidden @ weight.T
+    logits = product.to(wide(hidden.dtype))
     return logits if temperature == 1 else logits.div_(temperature)
 
 

@@ -6,6 +6,8 @@ without a head; that it computes the right numbers is held to float64 without ti
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -49,6 +51,14 @@ def alone(model, texts):
     return [model(text[None])[0] for text in texts]
 
 
+def headed(model, texts):
+    """The log-probability of each next token, without logits."""
+    ids = pad_sequence(texts, batch_first=True)
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    options = {"temperature": TEMPERATURE, "batch_invariant": model.batch_invariant}
+    return list(model(ids, head=partial(fk.linear_log_probs, labels=labels, **options)))
+
+
 def packed(model, texts):
     """Two texts a row behind padding, in another order, told apart by their ids alone."""
     order, front, logits = torch.randperm(len(texts)).tolist(), texts[0].new_zeros(3), {}
@@ -69,18 +79,22 @@ DTYPES = (torch.float32, torch.bfloat16)
 ADAPTERS = {"dense": None, "LoRA": LORA, "DoRA": {**LORA, "dora": True}}
 
 
-def differing(model, prompts, forwards=(padded, alone, packed), **options):
+def differing(model, prompts, forwards=(padded, alone, packed, headed), **options):
     """How many log-probabilities are sampled, and of how many each forward finds other bits."""
     options = {"temperature": TEMPERATURE, "log_probs": True, **options}
     texts, sampled = fk.generate(model, prompts, **options)
     counts = []
     for forward in forwards:
         with torch.no_grad():
-            every = [log_probs_of(logits, TEMPERATURE) for logits in forward(model, texts)]
+            every = list(forward(model, texts))
         counts.append(0)
         for prompt, text, found, likely in zip(prompts, texts, sampled, every, strict=True):
-            new = text[len(prompt) :, None]
-            expected = likely[len(prompt) - 1 : -1].gather(1, new)[:, 0]
+            places = slice(len(prompt) - 1, len(text) - 1)
+            if forward is headed:
+                expected = likely[places]
+            else:
+                new = text[len(prompt) :, None]
+                expected = log_probs_of(likely[places], TEMPERATURE).gather(1, new)[:, 0]
             assert found.shape == expected.shape
             counts[-1] += int((found != expected).sum())
     return sum(map(len, sampled)), counts
@@ -93,7 +107,7 @@ def test_log_probs_of_2000_tokens_are_those_of_training(dtype, lora):
     model, prompts = build(dtype, lora), prompts_of(20)
     for first, last in ((0, 1), (1, 4), (4, 20)):
         found = differing(model, prompts[first:last], max_new_tokens=100)
-        assert found == (100 * (last - first), [0, 0, 0])
+        assert found == (100 * (last - first), [0] * 4)
 
 
 @pytest.mark.oracle
@@ -104,7 +118,7 @@ def test_log_probs_of_100000_tokens_are_those_of_training(dtype, lora):
     for seed in range(10):
         prompts = prompts_of(100, seed, most=56)
         found = differing(model, prompts, max_new_tokens=100, seed=seed)
-        assert found == (10_000, [0, 0, 0])
+        assert found == (10_000, [0] * 4)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -133,6 +147,9 @@ def test_without_the_mode_log_probs_differ():
 
 def gradients(model, texts, forward):
     model.zero_grad()
+    if forward is headed:
+        sum(one.sum() for one in headed(model, texts)).backward()
+        return full_tensors(model, gradients=True)
     logits = forward(model, texts)
     weights = torch.Generator().manual_seed(5)
     total = sum(
@@ -143,7 +160,7 @@ def gradients(model, texts, forward):
     return full_tensors(model, gradients=True)
 
 
-@pytest.mark.parametrize("forward", [padded, packed])
+@pytest.mark.parametrize("forward", [padded, packed, headed])
 @pytest.mark.parametrize(
     ("lora", "changes"),
     [(None, {}), (None, {"tied": True, "kv_heads": 6, "qk_norm": False}), (ADAPTERS["DoRA"], {})],
@@ -166,7 +183,7 @@ def _differing_on_ranks(rank, _, precision, lora, options):
     model = _build_on_ranks({"dp_shard": 2}, precision, lora, **options)
     rows = range(3 * rank, 3 + 4 * rank)  # three prompts and four
     prompts = [prompts_of(7)[row] for row in rows]
-    return differing(model, prompts, (padded,), samples=rows, max_new_tokens=30 + rank)
+    return differing(model, prompts, (padded, headed), samples=rows, max_new_tokens=30 + rank)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +197,7 @@ def _differing_on_ranks(rank, _, precision, lora, options):
 )
 def test_log_probs_are_those_of_training_on_sharded_ranks(precision, lora, options):
     found = run_again(_differing_on_ranks, 2, precision, lora, options)
-    assert found == [(90, [0]), (124, [0])]
+    assert found == [(90, [0, 0]), (124, [0, 0])]
 
 
 def _steps(rank, world, *options):
