@@ -35,7 +35,7 @@ class Generated(NamedTuple):
         ids: What ``generate`` returns without ``log_probs``.
         log_probs: float32 natural logarithm of the probability of each new token, ``[b n]`` or, for
             a list of prompts, a list of ``[n]``: under the whole softmax at the temperature (at 1
-            for temperature 0), before ``top_k`` and ``top_p``. 0 behind the end of a row.
+            for temperature 0). 0 behind the end of a row.
     """
 
     ids: Any

@@ -42,6 +42,7 @@ ROOMS = (
     "huggingface",
     "lora",
     "optim",
+    "generation",
     "metrics",
     "run",
     "plan",
