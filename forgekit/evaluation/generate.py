@@ -108,11 +108,14 @@ def generate(
             "this model is split into pipeline stages, and a rank can run only its own. To "
             "generate, load its checkpoint into a layout with pp=1."
         )
-    ranks = _Ranks(layout, was_parallelized(model) and dist.get_world_size() > 1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = _Ranks(layout, world > 1 and was_parallelized(model))
     with ranks.raising_together():
         check_integers(max_new_tokens=(max_new_tokens, 0))
         draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
         rows = _rows(prompts, may_be_empty=ranks.are_several)
+        if ranks.are_several:  # where the error of an embedding would leave the others waiting
+            _check_ids(model, rows)
         device = rows[0].device if rows else next(model.parameters()).device
         endings = [_ending(ids, device) for ids in stop]
         uniforms = _uniforms(seed, samples, len(rows), max_new_tokens)
@@ -439,6 +442,18 @@ def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:
             f"prompts have shapes {shapes}; they must be [b s] or a list of [s], s >= 1."
         )
     return rows
+
+
+def _check_ids(model: Any, rows: list[Tensor]) -> None:
+    """Raise if a prompt holds an id that a model which says its vocabulary has not."""
+    vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
+    if rows and vocab_size is not None:
+        smallest, largest = (int(end) for end in torch.cat(rows).aminmax())
+        if smallest < 0 or largest >= vocab_size:
+            raise ValueError(
+                f"prompts hold ids from {smallest} to {largest}; vocab_size is {vocab_size}. "
+                "Encode them with the tokenizer that the model was trained with."
+            )
 
 
 def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -> Tensor:

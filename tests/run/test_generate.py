@@ -387,6 +387,7 @@ def _asked_wrongly(rank, _world, sizes, options, message):
     [
         ({"dp_shard": 2}, [{}, {"temperature": -1}], r"^temperature -1 must not"),
         ({"dp_shard": 2}, [{"max_new_tokens": 1.5}, {}], r"^max_new_tokens is 1.5"),
+        ({"dp_shard": 2}, [{"prompts": [[3, 40]]}, {}], r"ids from 3 to 40; vocab_size is 40"),
         ({"dp_shard": 2}, "nan", r"NaN or infinite in 1 of 1 rows"),
         ({"tp": 2}, [{}, {"prompts": PROMPT.flip(0)}], r"^ranks 0 to 1 share .* \(tp 2, cp 1\)"),
         ({"cp": 2}, [{}, {"seed": 1}], r"^ranks 0 to 1 share their sequences \(tp 1, cp 2\)"),
