@@ -1,0 +1,1 @@
+"""Rollouts: sampled answers with rewards, as batches, losses, streams and published weights."""

@@ -1,0 +1,193 @@
+"""Sampled answers with rewards, packed into rows that a step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor
+
+from forgekit.data.batch import IGNORED
+from forgekit.data.packing import pack
+
+EQUAL = 1e-6
+"""Rewards of a group that differ by less than this, as a share of the largest, are equal."""
+
+
+def group_advantages(
+    rewards: Tensor | Sequence[float], groups: Sequence[Hashable], *, scale: str | None = "std"
+) -> Tensor:
+    """How much better each answer is than the mean of its group.
+
+    Args:
+        rewards: ``[n]``.
+        groups: The group of each, by any name: a group's answers may stand anywhere.
+        scale: ``"std"`` divides by the group's standard deviation (of a population), as GRPO does;
+            None leaves differences as they are, as Dr. GRPO does.
+
+    Returns:
+        ``[n]`` float64. Those of a group add up to 0. They are 0 in a group of one and where all
+        rewards are equal but for rounding: there is nothing to prefer.
+
+    Raises:
+        ValueError: If a reward is not finite, or there are other numbers of rewards and groups.
+
+    Examples:
+        >>> group_advantages([1.0, 0.0, 0.25, 0.5], ["a", "a", "b", "b"]).tolist()
+        [1.0, -1.0, -1.0, 1.0]
+    """
+    values = torch.as_tensor(rewards, dtype=torch.float64)
+    if values.shape != (len(groups),):
+        raise ValueError(
+            f"rewards has shape {tuple(values.shape)} and there are {len(groups)} groups; each "
+            "answer needs one of both."
+        )
+    if not values.isfinite().all():
+        bad = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"the reward of answer {bad} (group {groups[bad]!r}) is {values[bad]:g}; a group's mean "
+            "would be too. Give failed answers a finite reward, or leave out their group."
+        )
+    numbers: dict[Hashable, int] = {}
+    at = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups]).long()
+    sizes = torch.bincount(at).double()
+
+    def means(of: Tensor) -> Tensor:
+        return (torch.zeros_like(sizes).index_add_(0, at, of) / sizes)[at]
+
+    apart = values - means(values)
+    deviation = means(apart.square()).sqrt()
+    largest = torch.zeros_like(sizes).scatter_reduce(0, at, values.abs(), "amax")[at]
+    is_equal = deviation <= EQUAL * largest
+    return torch.where(is_equal, 0.0, apart / deviation if scale == "std" else apart)
+
+
+def rollout_batch(
+    prompts: Sequence[Any],
+    generated: Any,
+    rewards: Tensor | Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    versions: Any = None,
+    trained: Sequence[Any] | None = None,
+    advantages: Sequence[Any] | Tensor | None = None,
+    scale: str | None = "std",
+    pad_to: int | None = None,
+) -> TensorDict:
+    """Pack prompts and what was sampled after them into rows.
+
+    Ids are trained as they were sampled; no text is tokenized again. The prompt, and what
+    ``trained`` leaves out, such as the output of a tool, is read and not trained on.
+
+    Args:
+        prompts: The ids of each prompt, ``n`` of any lengths.
+        generated: ``Generated(ids, log_probs)`` as ``generate(..., log_probs=True)`` returns it for
+            a list of prompts: whole texts that begin with their prompts, and the log-probability of
+            each new token.
+        rewards: ``[n]``.
+        groups: ``[n]`` names of groups, such as the number of the prompt.
+        versions: Of the weights that sampled: one number, one for each answer, or ``[new]`` numbers
+            of its tokens for each; 0 if left out.
+        trained: For each answer ``[new]`` bool; all its tokens if left out.
+        advantages: ``[n]``, or ``[new]`` for each answer; by default those of ``group_advantages``.
+        scale: As for ``group_advantages``.
+        pad_to: Positions of a row; that of the longest text if left out.
+
+    Returns:
+        TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
+        ``log_probs`` float32, ``advantages`` float32, ``versions`` int64, ``lengths`` int64 (trained
+        tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``.
+
+    Raises:
+        ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
+            is not finite, or a text is longer than a row.
+
+    Examples:
+        >>> from forgekit.evaluation.generate import Generated
+        >>> answers = Generated([[5, 7, 8], [5, 9]], [[-0.5, -0.25], [-1.0]])
+        >>> batch = rollout_batch([[5], [5]], answers, rewards=[1.0, 0.0], groups=[0, 0])
+        >>> batch["labels"].tolist(), batch["advantages"].tolist()
+        ([[7, 8], [9, -100]], [[1.0, 1.0], [-1.0, 0.0]])
+    """
+    if advantages is None:
+        advantages = group_advantages(rewards, groups, scale=scale)
+    count = len(prompts)
+    given = {"generated.ids": generated.ids, "generated.log_probs": generated.log_probs}
+    given |= {"advantages": advantages, "trained": trained}
+    for name, values in given.items():
+        if values is not None and len(values) != count:
+            raise ValueError(f"{count} prompts came with {len(values)} {name}.")
+    by_answer = [versions] * count if versions is None or isinstance(versions, int) else versions
+    texts = [
+        _text(
+            number,
+            torch.as_tensor(prompts[number]),
+            torch.as_tensor(generated.ids[number]),
+            torch.as_tensor(generated.log_probs[number], dtype=torch.float32),
+            torch.as_tensor(advantages[number], dtype=torch.float32),
+            torch.as_tensor(by_answer[number] or 0),
+            None if trained is None else torch.as_tensor(trained[number], dtype=torch.bool),
+        )
+        for number in range(count)
+    ]
+    sizes = [len(text["input_ids"]) for text in texts]
+    width = pad_to or max(sizes)
+    bins = pack(sizes, width, long="error")
+    rows = []
+    for start, end in zip(bins.offsets[:-1], bins.offsets[1:], strict=True):
+        pieces = [texts[document] for document in bins.documents[start:end]]
+        for number, piece in enumerate(pieces):
+            piece["doc_ids"] = torch.full_like(piece["input_ids"], number)
+        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        room = width - len(joined["input_ids"])
+        rows.append({n: F.pad(v, (0, room), value=FILLED.get(n, 0)) for n, v in joined.items()})
+    columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return TensorDict(columns, [len(rows)])
+
+
+FILLED = {"labels": IGNORED, "doc_ids": -1}
+"""What stands on padding, where it is not 0."""
+
+
+def _text(
+    number: int,
+    prompt: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    versions: Tensor,
+    trained: Tensor | None,
+) -> dict[str, Tensor]:
+    """The columns of one text, one position less than it has tokens."""
+    new = len(ids) - len(prompt)
+    if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)].cpu(), prompt.cpu()):
+        raise ValueError(
+            f"answer {number} has {len(ids)} ids that do not begin with its prompt of {len(prompt)}; "
+            "pass whole texts with the ids that were sampled, never encoded again."
+        )
+    if len(log_probs) != new or not log_probs.isfinite().all():
+        raise ValueError(
+            f"answer {number} has {new} new tokens and {int(log_probs.isfinite().sum())} finite "
+            f"log-probabilities of {len(log_probs)}; each sampled token needs one."
+        )
+    is_trained = torch.ones(new, dtype=torch.bool) if trained is None else trained
+    labels = ids[1:].long()
+    first = len(prompt) - 1  # the position that predicts the first new token
+
+    def at_new(values: Tensor, fill: float = 0) -> Tensor:
+        whole = torch.full((len(labels),), fill, dtype=values.dtype)
+        whole[first:] = torch.where(is_trained, values, fill)
+        return whole
+
+    return {
+        "input_ids": ids[:-1].long(),
+        "labels": at_new(labels[first:], IGNORED),
+        "log_probs": at_new(log_probs),
+        "advantages": at_new(advantages),
+        "versions": at_new(versions.long()),
+        "lengths": at_new(is_trained.sum()),
+        "position_ids": torch.arange(len(labels)),
+    }

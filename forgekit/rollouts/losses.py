@@ -1,0 +1,343 @@
+"""Policy-gradient losses of sampled tokens, as sums with the counts that divide them.
+
+Each loss is a sum over trained tokens, of which a batch says by ``labels`` which they are, and one
+count, which a step adds up over all its micro-batches and ranks before it divides. So the divisor
+is that of the global batch, whoever sampled it, however it is packed, split and streamed:
+
+===============  ==============================================  ===============================
+loss             divisor                                         ratio and its clip
+===============  ==============================================  ===============================
+``grpo_loss``    sequences, each the mean over its own tokens    of each token, both sides
+``dr_grpo_loss`` sequences times a constant length               of each token, both sides
+``dapo_loss``    tokens                                          of each token, higher above
+``ppo_loss``     tokens                                          of each token, both sides
+``gspo_loss``    sequences                                       of a sequence, geometric mean
+``cispo_loss``   tokens                                          of each token, a detached weight
+===============  ==============================================  ===============================
+
+With ``r`` the probability of a token now over that when it was sampled, and ``A`` its advantage, a
+token's loss is ``-min(r A, clamp(r, 1 - low, 1 + high) A)``. Its gradient at ``r = 1`` is that of
+the policy gradient, without bias as long as advantages do not depend on the token itself; a group's
+own mean and deviation as a baseline shrink it by a factor that depends on the group's size. Clipping
+adds bias against large changes. A mean over each sequence first weights tokens of short answers
+more, and tokens or constants as divisor do not.
+
+A batch holds, ``[b s]`` each: ``labels`` (-100 where nothing is trained), ``log_probs`` of the
+sampler, ``advantages``, ``lengths`` (trained tokens of a token's sequence), and where they are asked
+for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it.
+
+References:
+    PPO, https://arxiv.org/abs/1707.06347; GRPO, https://arxiv.org/abs/2402.03300;
+    Dr. GRPO, https://arxiv.org/abs/2503.20783; DAPO, https://arxiv.org/abs/2503.14476;
+    GSPO, https://arxiv.org/abs/2507.18071; CISPO, https://arxiv.org/abs/2506.13585;
+    estimators of KL, http://joschu.net/blog/kl-approx.html
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from forgekit.data.batch import IGNORED
+from forgekit.steps.losses import Loss
+from forgekit.tensors import wide
+
+Clip = float | tuple[float, float]
+
+LARGEST = 20.0
+"""Of a log-ratio: beyond it the gradient ends."""
+
+
+@attrs.frozen
+class KL:
+    """A penalty for moving away from a reference, added to a token's loss.
+
+    With ``d = log p - log p_reference`` of the sampled token: ``k1`` is ``d``, ``k2`` is ``d**2 / 2``
+    and ``k3`` is ``exp(-d) - 1 + d``. As values ``k1`` and ``k3`` estimate the reverse KL divergence
+    without bias where tokens were sampled from the policy itself. As losses it is the gradient that
+    counts, and there, on policy and with ``ratio=False``, ``k1``'s vanishes in expectation, ``k2``'s
+    is that of the reverse KL, and ``k3``'s is that of the forward KL. With ``ratio=True`` a term is
+    multiplied by the unclipped ratio, which makes the gradients of ``k1`` and ``k3`` those of the
+    reverse KL on and off policy (token by token, given what stands before).
+
+    Attributes:
+        weight: Factor of the penalty.
+        kind: The estimator.
+        ratio: Whether it is weighted by the ratio.
+    """
+
+    weight: float
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    ratio: bool = False
+
+    def __call__(self, log_probs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
+        """The estimate at each position, without the weight."""
+        moved = log_probs - reference
+        estimate = moved
+        if self.kind == "k2":
+            estimate = moved.square() / 2
+        elif self.kind == "k3":
+            estimate = (-moved).exp() - 1 + moved
+        return estimate * ratio if self.ratio else estimate
+
+
+@attrs.frozen
+class Correction:
+    """What a sampler's own numbers are worth where the trainer finds others with the same weights.
+
+    A batch then holds ``old_log_probs``, which the trainer found before its update. Ratios are taken
+    to these, and each token is weighted by ``p_old / p_sampler``, without a gradient.
+
+    Attributes:
+        most: The weight's upper bound.
+        kind: ``"truncate"`` cuts larger weights off to it, with little variance and a bias towards
+            what the sampler liked; ``"mask"`` leaves such tokens out of the sum. They still count.
+    """
+
+    most: float = 2.0
+    kind: Literal["truncate", "mask"] = "truncate"
+
+    def __call__(self, old: Tensor, sampled: Tensor) -> Tensor:
+        """Weights of positions."""
+        weight = (old - sampled).exp()
+        if self.kind == "mask":
+            return torch.where(weight <= self.most, weight, 0.0)
+        return weight.clamp(max=self.most)
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    clip: Clip = 0.2,
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """Group relative policy optimization: the mean over sequences of the mean over their tokens.
+
+    A token of a short sequence weighs more than one of a long sequence.
+
+    Args:
+        log_probs: ``[b s]`` of the labels, differentiable, at the temperature of the sampler.
+        batch: See the top of ``forgekit/rollouts/losses.py``.
+        clip: How far a ratio may leave 1 before its gradient ends: below and above.
+        kl: A penalty against ``batch["reference"]``.
+        correction: Of a sampler that computes otherwise than the trainer.
+
+    Returns:
+        ``Loss`` whose count is the number of sequences with a trained token, with the means over
+        trained tokens ``rollout/ratio``, ``rollout/clipped`` (the share whose gradient the clip has
+        ended), ``rollout/mismatch_kl`` (k3 of this policy against the sampler's) and, with a
+        penalty, ``rollout/kl``.
+
+    Raises:
+        KeyError: If the batch lacks what is asked for.
+    """
+    terms = _terms(log_probs, batch, clip, kl, correction)
+    return terms.over_sequences(1 / terms.lengths)
+
+
+def dr_grpo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    max_length: int,
+    clip: Clip = 0.2,
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """GRPO without its bias by length: the mean over sequences of sums over one constant length.
+
+    Take advantages that are not divided by a deviation (``rollout_batch(..., scale=None)``).
+
+    Args:
+        log_probs: As for ``grpo_loss``.
+        batch: As for ``grpo_loss``.
+        max_length: Tokens that every sequence counts as.
+        clip: As for ``grpo_loss``.
+        kl: As for ``grpo_loss``.
+        correction: As for ``grpo_loss``.
+
+    Returns:
+        ``Loss`` as of ``grpo_loss``.
+    """
+    terms = _terms(log_probs, batch, clip, kl, correction)
+    return terms.over_sequences(torch.full_like(terms.lengths, 1 / max_length))
+
+
+def dapo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    clip: Clip = (0.2, 0.28),
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """The mean over tokens of the global batch, with more room above 1 than below.
+
+    Args:
+        log_probs: As for ``grpo_loss``.
+        batch: As for ``grpo_loss``.
+        clip: As for ``grpo_loss``.
+        kl: As for ``grpo_loss``.
+        correction: As for ``grpo_loss``.
+
+    Returns:
+        ``Loss`` as of ``grpo_loss``, whose count is the number of trained tokens.
+    """
+    return _terms(log_probs, batch, clip, kl, correction).over_tokens()
+
+
+def ppo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    clip: Clip = 0.2,
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """Proximal policy optimization's clipped objective, the mean over tokens.
+
+    Without bias at a ratio of 1 for any ``advantages`` of tokens that do not depend on the token
+    and what follows but through its return, as generalized advantage estimation gives them.
+
+    Args:
+        log_probs: As for ``grpo_loss``.
+        batch: As for ``grpo_loss``.
+        clip: As for ``grpo_loss``.
+        kl: As for ``grpo_loss``.
+        correction: As for ``grpo_loss``.
+
+    Returns:
+        ``Loss`` as of ``grpo_loss``, whose count is the number of trained tokens.
+    """
+    return _terms(log_probs, batch, clip, kl, correction).over_tokens()
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    clip: Clip = (3e-4, 4e-4),
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """Group sequence policy optimization: one ratio for a sequence, the mean over sequences.
+
+    The ratio is ``exp`` of the mean of its tokens' log-ratios: the geometric mean, which is no
+    importance weight of the sequence, so off policy the gradient is biased. It needs whole
+    sequences: ranks that hold slices of them (``cp``) are refused by the first step's proof.
+
+    Args:
+        log_probs: As for ``grpo_loss``.
+        batch: As for ``grpo_loss``, and ``doc_ids``, from 0 in each row.
+        clip: As for ``grpo_loss``; much narrower than of a token.
+        kl: As for ``grpo_loss``; a ratio in it is the sequence's.
+        correction: As for ``grpo_loss``.
+
+    Returns:
+        ``Loss`` as of ``grpo_loss``.
+    """
+    terms = _terms(log_probs, batch, clip, kl, correction, documents=batch["doc_ids"])
+    return terms.over_sequences(1 / terms.lengths)
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    *,
+    most: float = 5.0,
+    kl: KL | None = None,
+    correction: Correction | None = None,
+) -> Loss:
+    """The policy gradient, weighted by a ratio that is cut off and not differentiated.
+
+    No token loses its gradient; where a ratio exceeds ``most`` it is biased towards the sampler.
+
+    Args:
+        log_probs: As for ``grpo_loss``.
+        batch: As for ``grpo_loss``.
+        most: The largest weight.
+        kl: As for ``grpo_loss``.
+        correction: As for ``grpo_loss``.
+
+    Returns:
+        ``Loss`` as of ``grpo_loss``, whose count is the number of trained tokens.
+    """
+    return _terms(log_probs, batch, (1.0, most - 1), kl, correction, detached=True).over_tokens()
+
+
+@attrs.frozen
+class _Terms:
+    """The losses of positions, ``[b s]``, 0 where nothing is trained, and what is told of them."""
+
+    losses: Tensor
+    is_trained: Tensor
+    lengths: Tensor
+    told: dict[str, Tensor]
+
+    def over_tokens(self) -> Loss:
+        return self._loss(self.losses, self.is_trained.sum())
+
+    def over_sequences(self, weights: Tensor) -> Loss:
+        """Weight tokens, ``[b s]``, and count sequences, each of them as a sum over its tokens."""
+        sequences = torch.where(self.is_trained, 1 / self.lengths, 0.0).sum()
+        return self._loss(torch.where(self.is_trained, self.losses * weights, 0.0), sequences)
+
+    def _loss(self, losses: Tensor, count: Tensor) -> Loss:
+        tokens = self.is_trained.sum()
+        metrics = {f"rollout/{n}": (values.sum(), tokens) for n, values in self.told.items()}
+        return Loss(losses.sum(), count, metrics)
+
+
+def _terms(
+    log_probs: Tensor,
+    batch: TensorDictBase,
+    clip: Clip,
+    kl: KL | None,
+    correction: Correction | None,
+    *,
+    documents: Tensor | None = None,
+    detached: bool = False,
+) -> _Terms:
+    is_trained = batch["labels"] != IGNORED
+
+    def masked(values: Tensor) -> Tensor:
+        # `where` first, not a product at the end: what stands at masked positions may be NaN.
+        return torch.where(is_trained, values, 0.0).to(wide(log_probs.dtype))
+
+    new, sampled, advantages = map(masked, (log_probs, batch["log_probs"], batch["advantages"]))
+    lengths = torch.where(is_trained, batch["lengths"], 1).double()
+    old = sampled if correction is None else masked(batch["old_log_probs"])
+    log_ratio = new - old
+    if documents is not None:
+        log_ratio = _sequence_means(log_ratio, documents, lengths)
+    # Beyond it the exponential overflows, and a gradient of 0 times infinity is NaN.
+    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    near = ratio.clamp(1 - low, 1 + high)
+    if detached:
+        losses, is_clipped = -near.detach() * advantages * new, ratio > near
+    else:
+        losses = -torch.minimum(ratio * advantages, near * advantages)
+        is_clipped = near * advantages < ratio * advantages
+    if correction is not None:
+        losses = losses * correction(old, sampled)
+    apart = new.detach() - sampled
+    told = {"ratio": ratio, "clipped": is_clipped, "mismatch_kl": apart.exp() - 1 - apart}
+    if kl is not None:
+        penalty = kl(new, masked(batch["reference"]), ratio)
+        losses, told["kl"] = losses + kl.weight * penalty, penalty
+    told = {name: torch.where(is_trained, values.detach(), 0) for name, values in told.items()}
+    return _Terms(torch.where(is_trained, losses, 0.0), is_trained, lengths, told)
+
+
+def _sequence_means(log_ratio: Tensor, documents: Tensor, lengths: Tensor) -> Tensor:
+    """The mean of each position's sequence, ``[b s]``."""
+    at = documents.long().clamp(min=0)  # padding adds 0 to the first
+    sums = torch.zeros_like(log_ratio, dtype=torch.float64).scatter_add(1, at, log_ratio.double())
+    return (sums.gather(1, at) / lengths).to(log_ratio.dtype)

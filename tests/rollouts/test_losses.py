@@ -1,0 +1,331 @@
+"""Policy-gradient losses: beside trl's, beside exact expectations, and whatever the packing."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from forgekit.rollouts.batch import group_advantages, rollout_batch
+from forgekit.rollouts.losses import (
+    KL,
+    Correction,
+    cispo_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+)
+
+SEQUENCES, TOKENS, LONGEST = 5, 7, 11
+LENGTHS = [7, 3, 1, 6, 4]
+
+
+def padded(seed: int = 0) -> tuple[TensorDict, Tensor]:
+    """One answer a row, ragged, with masked tokens inside, and the policy's log-probabilities."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (SEQUENCES, TOKENS)
+    is_trained = torch.arange(TOKENS) < torch.tensor(LENGTHS)[:, None]
+    is_trained[0, 2] = is_trained[3, 4] = False  # the output of a tool
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    sampled = -noise(1).abs() - 0.1
+    columns = {
+        "labels": torch.where(is_trained, 3, -100),
+        "log_probs": sampled,
+        "old_log_probs": sampled + noise(0.4),
+        "reference": sampled + noise(0.5),
+        "advantages": torch.randn(SEQUENCES, 1, generator=draw).double().expand(shape),
+        "lengths": is_trained.sum(1, keepdim=True).expand(shape),
+        "doc_ids": torch.zeros(shape, dtype=torch.int64),
+    }
+    return TensorDict(columns, [SEQUENCES]), sampled + noise(0.4)
+
+
+def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
+    """What trl computes from the same numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl import GRPOTrainer
+
+    class Stub(SimpleNamespace):
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    corrects = options.pop("corrects", False)
+    stub = Stub(
+        loss_type="grpo",
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        importance_sampling_level="token",
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        aux_loss_enabled=False,
+        use_vllm=corrects,
+        vllm_importance_sampling_correction=corrects,
+        args=Stub(use_bias_correction_kl=options.pop("weighs_kl", False), steps_per_generation=1),
+        accelerator=Stub(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            log_probs,
+            torch.zeros_like(log_probs),
+            None,
+        ),
+    )
+    vars(stub).update(options, model=SimpleNamespace(training=True))
+    mask = (batch["labels"] != -100).long()
+    ids = torch.zeros_like(mask)
+    old = batch["old_log_probs"] if corrects else batch["log_probs"]
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": batch["advantages"][:, 0],
+        "old_per_token_logps": old,
+        "ref_per_token_logps": batch["reference"],
+        "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": (batch["old_log_probs"] - batch["log_probs"])
+        .exp()
+        .clamp(max=2.0),
+    }
+    return GRPOTrainer._compute_loss(stub, stub.model, inputs)
+
+
+PARITY = {
+    "grpo": (grpo_loss, {}, {}),
+    "asymmetric": (grpo_loss, {"clip": (0.1, 0.3)}, {"epsilon_low": 0.1, "epsilon_high": 0.3}),
+    "k3": (grpo_loss, {"kl": KL(0.3)}, {"beta": 0.3}),
+    "k3 by ratio": (grpo_loss, {"kl": KL(0.3, ratio=True)}, {"beta": 0.3, "weighs_kl": True}),
+    "bnpo": (ppo_loss, {}, {"loss_type": "bnpo"}),
+    "dapo": (dapo_loss, {}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr_grpo": (dr_grpo_loss, {"max_length": LONGEST}, {"loss_type": "dr_grpo"}),
+    "gspo": (
+        gspo_loss,
+        {"clip": (0.05, 0.1)},
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
+    ),
+    "gspo, k3 by ratio": (
+        gspo_loss,
+        {"clip": 0.1, "kl": KL(0.2, ratio=True)},
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1}
+        | {"beta": 0.2, "weighs_kl": True},
+    ),
+    "cispo": (cispo_loss, {"most": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
+    "truncated": (ppo_loss, {"correction": Correction(2.0)}, {"loss_type": "bnpo", "corrects": 1}),
+}
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_losses_and_gradients_are_those_of_trl(case):
+    loss_fn, ours, theirs = PARITY[case]
+    batch, log_probs = padded()
+    mine, other = (log_probs.clone().requires_grad_() for _ in range(2))
+    loss = loss_fn(mine, batch, **ours)
+    value = loss.sum / loss.count
+    expected = of_trl(batch, other, **theirs)
+    value.backward()
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
+    assert other.grad.abs().max() > 1e-3
+
+
+EVERY = [grpo_loss, dapo_loss, ppo_loss, gspo_loss, cispo_loss]
+
+
+@pytest.mark.parametrize("loss_fn", EVERY)
+def test_what_is_masked_adds_nothing_whatever_stands_there(loss_fn):
+    batch, log_probs = padded()
+    is_trained = batch["labels"] != -100
+    poisoned = batch.clone()
+    for name in ("log_probs", "reference", "old_log_probs", "advantages"):
+        poisoned[name] = torch.where(is_trained, batch[name], torch.nan)
+    options: Any = {"kl": KL(0.1, "k2"), "correction": Correction(1.5, "mask")}
+    plain = log_probs.clone().requires_grad_()
+    odd = torch.where(is_trained, log_probs, torch.nan).requires_grad_()
+    loss, same = loss_fn(plain, batch, **options), loss_fn(odd, poisoned, **options)
+    loss.sum.backward()
+    same.sum.backward()
+    assert torch.equal(same.sum, loss.sum)
+    assert torch.equal(same.count, loss.count)
+    assert torch.equal(odd.grad, plain.grad)
+    assert not plain.grad[~is_trained].any()
+    for name, pair in loss.metrics.items():
+        assert [float(x) for x in pair] == [float(x) for x in same.metrics[name]]
+
+
+@pytest.mark.parametrize("loss_fn", EVERY)
+def test_the_packing_and_the_split_change_nothing(loss_fn):
+    batch, log_probs = padded(seed=3)
+    whole = log_probs.clone().requires_grad_()
+    loss = loss_fn(whole, batch, kl=KL(0.2, "k2"))
+    loss.sum.backward()
+    # Answers 0 and 2 in one row, 1, 3 and 4 in another, which is a micro-batch of its own.
+    total, count, gradients = 0.0, 0.0, torch.zeros_like(log_probs)
+    for answers in ([0, 2], [1, 3, 4]):
+        at = [(answer, token) for answer in answers for token in range(LENGTHS[answer])]
+        rows, columns = torch.tensor(at).T
+        row = batch.apply(lambda x, r=rows, c=columns: x[r, c][None], batch_size=[1])
+        row["doc_ids"] = torch.tensor([answers.index(answer) for answer, _ in at])[None]
+        leaf = log_probs[rows, columns][None].clone().requires_grad_()
+        part = loss_fn(leaf, row, kl=KL(0.2, "k2"))
+        part.sum.backward()
+        gradients[rows, columns] = leaf.grad[0]
+        total, count = total + part.sum.detach(), count + part.count
+    torch.testing.assert_close(total, loss.sum.detach(), rtol=1e-13, atol=0)
+    assert float(count) == pytest.approx(float(loss.count), rel=1e-13)
+    torch.testing.assert_close(gradients, whole.grad, rtol=0, atol=1e-14)
+
+
+def test_ratios_too_large_for_a_number_leave_gradients_finite():
+    batch, log_probs = padded()
+    batch["log_probs"] = batch["log_probs"] - 2000
+    leaf = log_probs.clone().requires_grad_()
+    grpo_loss(leaf, batch).sum.backward()
+    assert leaf.grad.isfinite().all()
+
+
+VOCABULARY = 3
+
+
+def texts() -> list[tuple[int, int]]:
+    return list(itertools.product(range(VOCABULARY), repeat=2))
+
+
+def log_policy(parameters: Tensor) -> Tensor:
+    """Log-probabilities of both tokens of all nine texts, ``[9 2]``, from ``[4 3]`` logits."""
+    tables = parameters.log_softmax(-1)
+    return torch.stack(
+        [torch.stack([tables[0, one], tables[1 + one, two]]) for one, two in texts()]
+    )
+
+
+def expected_gradient(sampler: Tensor, policy: Tensor, **options: Any) -> Tensor:
+    """Of ``ppo_loss`` over all texts, each as often as the sampler draws it; times tokens."""
+    leaf = policy.clone().requires_grad_()
+    log_probs, sampled = log_policy(leaf), log_policy(sampler).detach()
+    chances = sampled.sum(1).exp()
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (one, two) in enumerate(texts()):
+        columns = {
+            "labels": torch.tensor([[one, two]]),
+            "log_probs": sampled[number : number + 1],
+            "advantages": REWARDS[number].expand(1, 2),
+            "lengths": torch.full((1, 2), 2),
+            "reference": log_policy(REFERENCE)[number : number + 1],
+        }
+        loss = ppo_loss(log_probs[number : number + 1], TensorDict(columns, [1]), **options)
+        total = total + chances[number] * loss.sum
+    return torch.autograd.grad(total, leaf)[0]
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(seed)).double()
+
+
+REWARDS = torch.randn(9, generator=torch.Generator().manual_seed(5)).double()
+NONE = torch.zeros(9, dtype=torch.float64)
+REFERENCE = drawn(1)
+OPEN: Any = (1.0, 1e9)
+"""A clip that ends no gradient."""
+
+
+def test_on_policy_the_gradient_is_that_of_the_expected_reward():
+    policy = drawn(0).requires_grad_()
+    reward = (log_policy(policy).sum(1).exp() * REWARDS).sum()
+    truth = torch.autograd.grad(-reward, policy)[0]
+    found = expected_gradient(policy.detach(), policy.detach())
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
+def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
+    """KL of both tokens to the reference, given what the sampler put before them."""
+    tables, reference = policy.log_softmax(-1), REFERENCE.log_softmax(-1)
+    weights = torch.cat([torch.ones(1).double(), sampler[0].softmax(-1)])
+    one, two = (reference, tables) if forward else (tables, reference)
+    return (weights * (one.exp() * (one - two)).sum(-1)).sum()
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("ratio", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_gradients_of_penalties_are_what_their_docstring_says(monkeypatch, kind, ratio, off_policy):
+    monkeypatch.setitem(globals(), "REWARDS", NONE)
+    policy = drawn(0)
+    sampler = drawn(2) if off_policy else policy
+    found = expected_gradient(sampler, policy, clip=OPEN, kl=KL(1.0, kind, ratio=ratio))
+    leaf = policy.clone().requires_grad_()
+    truths = {
+        way: torch.autograd.grad(divergence(leaf, sampler, forward=way == "forward"), leaf)[0]
+        for way in ("reverse", "forward")
+    } | {"none": torch.zeros_like(policy)}
+    exact = {name for name, truth in truths.items() if torch.allclose(found, truth, atol=1e-12)}
+    unbiased = {"k1": "none", "k2": "reverse", "k3": "forward"}[kind]
+    if ratio:
+        assert exact == ({"reverse"} if kind != "k2" else set())
+    else:
+        assert exact == (set() if off_policy else {unbiased})
+
+
+@pytest.mark.parametrize("scale", ["std", None])
+def test_advantages_are_those_of_groups_in_any_order(scale):
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0)).double()
+    groups = [f"prompt {n % 4}" for n in range(12)]
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    found = group_advantages(rewards, groups, scale=scale)
+    shuffled = group_advantages(rewards[order], [groups[n] for n in order], scale=scale)
+    torch.testing.assert_close(shuffled, found[order], rtol=0, atol=1e-15)
+    for first in range(4):
+        of_group = rewards[first::4]
+        expected = of_group - of_group.mean()
+        if scale:
+            expected = expected / of_group.std(correction=0)
+        torch.testing.assert_close(found[first::4], expected, rtol=0, atol=1e-13)
+        assert abs(found[first::4].sum()) < 1e-13
+
+
+def test_a_group_with_nothing_to_prefer_has_no_advantages():
+    alike = [0.1 + 0.2, 0.3, 0.3]  # equal but for rounding
+    assert group_advantages([*alike, 7.0, 0.0], [0, 0, 0, 1, 2]).tolist() == [0.0] * 5
+
+
+def test_a_reward_that_is_no_number_is_refused_by_its_answer():
+    with pytest.raises(ValueError, match="answer 2 .group 'b'. is nan"):
+        group_advantages([1.0, 0.0, float("nan")], ["a", "a", "b"])
+
+
+def answers() -> tuple[list[Any], Any, list[float], list[str]]:
+    prompts = [torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([4, 5])]
+    ids = [torch.tensor(x) for x in ([4, 5, 1, 2, 3], [6, 9], [4, 5, 8])]
+    log_probs = [torch.tensor(x) for x in ([-1.0, -2.0, -3.0], [-0.5], [-0.25])]
+    generated = SimpleNamespace(ids=ids, log_probs=log_probs)
+    return prompts, generated, [1.0, 5.0, 0.0], ["p", "q", "p"]
+
+
+def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
+    trained = [[True, False, True], [True], [True]]
+    versions = [[7, 7, 8], [7], [7]]
+    batch = rollout_batch(*answers(), versions=versions, trained=trained, pad_to=7)
+    assert {name: batch[name].tolist() for name in batch.keys()} == {
+        "input_ids": [[4, 5, 1, 2, 6, 4, 5]],
+        "labels": [[-100, 1, -100, 3, 9, -100, 8]],
+        "log_probs": [[0, -1.0, 0, -3.0, -0.5, 0, -0.25]],
+        "advantages": [[0, 1.0, 0, 1.0, 0, 0, -1.0]],
+        "versions": [[0, 7, 0, 8, 7, 0, 7]],
+        "lengths": [[0, 2, 0, 2, 1, 0, 1]],
+        "doc_ids": [[0, 0, 0, 0, 1, 2, 2]],
+        "position_ids": [[0, 1, 2, 3, 0, 0, 1]],
+    }
