@@ -48,8 +48,8 @@ def group_advantages(
     if not values.isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0])
         raise ValueError(
-            f"the reward of answer {bad} (group {groups[bad]!r}) is {values[bad]:g}; a group's mean "
-            "would be too. Give failed answers a finite reward, or leave out their group."
+            f"the reward of answer {bad} (group {groups[bad]!r}) is {values[bad]:g}; the mean of "
+            "its group would be too. Give failed answers a finite reward, or leave out their group."
         )
     numbers: dict[Hashable, int] = {}
     at = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups]).long()
@@ -98,8 +98,8 @@ def rollout_batch(
 
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
-        ``log_probs`` float32, ``advantages`` float32, ``versions`` int64, ``lengths`` int64 (trained
-        tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``.
+        ``log_probs`` float32, ``advantages`` float32, ``versions`` int64, ``lengths`` int64
+        (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``.
 
     Raises:
         ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
@@ -165,8 +165,8 @@ def _text(
     new = len(ids) - len(prompt)
     if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)].cpu(), prompt.cpu()):
         raise ValueError(
-            f"answer {number} has {len(ids)} ids that do not begin with its prompt of {len(prompt)}; "
-            "pass whole texts with the ids that were sampled, never encoded again."
+            f"answer {number} has {len(ids)} ids that do not begin with its prompt of "
+            f"{len(prompt)}; pass whole texts with the ids that were sampled, never encoded again."
         )
     if len(log_probs) != new or not log_probs.isfinite().all():
         raise ValueError(

@@ -18,13 +18,14 @@ loss             divisor                                         ratio and its c
 With ``r`` the probability of a token now over that when it was sampled, and ``A`` its advantage, a
 token's loss is ``-min(r A, clamp(r, 1 - low, 1 + high) A)``. Its gradient at ``r = 1`` is that of
 the policy gradient, without bias as long as advantages do not depend on the token itself; a group's
-own mean and deviation as a baseline shrink it by a factor that depends on the group's size. Clipping
-adds bias against large changes. A mean over each sequence first weights tokens of short answers
-more, and tokens or constants as divisor do not.
+own mean and deviation as a baseline shrink it by a factor that depends on the group's size.
+Clipping adds bias against large changes. A mean over each sequence first weights tokens of short
+answers more, and tokens or constants as divisor do not.
 
 A batch holds, ``[b s]`` each: ``labels`` (-100 where nothing is trained), ``log_probs`` of the
-sampler, ``advantages``, ``lengths`` (trained tokens of a token's sequence), and where they are asked
-for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it.
+sampler, ``advantages``, ``lengths`` (trained tokens of a token's sequence), and where they are
+asked for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it. A ``RolloutStream`` adds
+``staleness``, the trainer's version minus that of the weights that sampled a token.
 
 References:
     PPO, https://arxiv.org/abs/1707.06347; GRPO, https://arxiv.org/abs/2402.03300;
@@ -56,13 +57,13 @@ LARGEST = 20.0
 class KL:
     """A penalty for moving away from a reference, added to a token's loss.
 
-    With ``d = log p - log p_reference`` of the sampled token: ``k1`` is ``d``, ``k2`` is ``d**2 / 2``
-    and ``k3`` is ``exp(-d) - 1 + d``. As values ``k1`` and ``k3`` estimate the reverse KL divergence
-    without bias where tokens were sampled from the policy itself. As losses it is the gradient that
-    counts, and there, on policy and with ``ratio=False``, ``k1``'s vanishes in expectation, ``k2``'s
-    is that of the reverse KL, and ``k3``'s is that of the forward KL. With ``ratio=True`` a term is
-    multiplied by the unclipped ratio, which makes the gradients of ``k1`` and ``k3`` those of the
-    reverse KL on and off policy (token by token, given what stands before).
+    With ``d = log p - log p_reference`` of the sampled token: ``k1`` is ``d``, ``k2`` is
+    ``d**2 / 2`` and ``k3`` is ``exp(-d) - 1 + d``. As values ``k1`` and ``k3`` estimate the reverse
+    KL divergence without bias where tokens were sampled from the policy itself. As losses it is the
+    gradient that counts, and there, on policy and with ``ratio=False``, ``k1``'s vanishes in
+    expectation, ``k2``'s is that of the reverse KL, and ``k3``'s is that of the forward KL. With
+    ``ratio=True`` a term is multiplied by the unclipped ratio, which makes the gradients of ``k1``
+    and ``k3`` those of the reverse KL on and off policy (token by token, given what stands before).
 
     Attributes:
         weight: Factor of the penalty.
@@ -86,11 +87,11 @@ class KL:
 
 
 @attrs.frozen
-class Correction:
+class ImportanceCorrection:
     """What a sampler's own numbers are worth where the trainer finds others with the same weights.
 
-    A batch then holds ``old_log_probs``, which the trainer found before its update. Ratios are taken
-    to these, and each token is weighted by ``p_old / p_sampler``, without a gradient.
+    A batch then holds ``old_log_probs``, which the trainer found before its update. Ratios are
+    taken to these, and each token is weighted by ``p_old / p_sampler``, without a gradient.
 
     Attributes:
         most: The weight's upper bound.
@@ -115,7 +116,7 @@ def grpo_loss(
     *,
     clip: Clip = 0.2,
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """Group relative policy optimization: the mean over sequences of the mean over their tokens.
 
@@ -131,8 +132,8 @@ def grpo_loss(
     Returns:
         ``Loss`` whose count is the number of sequences with a trained token, with the means over
         trained tokens ``rollout/ratio``, ``rollout/clipped`` (the share whose gradient the clip has
-        ended), ``rollout/mismatch_kl`` (k3 of this policy against the sampler's) and, with a
-        penalty, ``rollout/kl``.
+        ended), ``rollout/mismatch_kl`` (k3 of this policy against the sampler's), with a penalty
+        ``rollout/kl`` and, where the batch has ``staleness``, ``rollout/staleness``.
 
     Raises:
         KeyError: If the batch lacks what is asked for.
@@ -148,7 +149,7 @@ def dr_grpo_loss(
     max_length: int,
     clip: Clip = 0.2,
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """GRPO without its bias by length: the mean over sequences of sums over one constant length.
 
@@ -175,7 +176,7 @@ def dapo_loss(
     *,
     clip: Clip = (0.2, 0.28),
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """The mean over tokens of the global batch, with more room above 1 than below.
 
@@ -198,7 +199,7 @@ def ppo_loss(
     *,
     clip: Clip = 0.2,
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """Proximal policy optimization's clipped objective, the mean over tokens.
 
@@ -224,7 +225,7 @@ def gspo_loss(
     *,
     clip: Clip = (3e-4, 4e-4),
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """Group sequence policy optimization: one ratio for a sequence, the mean over sequences.
 
@@ -252,7 +253,7 @@ def cispo_loss(
     *,
     most: float = 5.0,
     kl: KL | None = None,
-    correction: Correction | None = None,
+    correction: ImportanceCorrection | None = None,
 ) -> Loss:
     """The policy gradient, weighted by a ratio that is cut off and not differentiated.
 
@@ -273,12 +274,12 @@ def cispo_loss(
 
 @attrs.frozen
 class _Terms:
-    """The losses of positions, ``[b s]``, 0 where nothing is trained, and what is told of them."""
+    """The losses of positions, ``[b s]``, 0 where nothing is trained, and the metrics of each."""
 
     losses: Tensor
     is_trained: Tensor
     lengths: Tensor
-    told: dict[str, Tensor]
+    metrics: dict[str, Tensor]
 
     def over_tokens(self) -> Loss:
         return self._loss(self.losses, self.is_trained.sum())
@@ -290,8 +291,8 @@ class _Terms:
 
     def _loss(self, losses: Tensor, count: Tensor) -> Loss:
         tokens = self.is_trained.sum()
-        metrics = {f"rollout/{n}": (values.sum(), tokens) for n, values in self.told.items()}
-        return Loss(losses.sum(), count, metrics)
+        means = {f"rollout/{n}": (values.sum(), tokens) for n, values in self.metrics.items()}
+        return Loss(losses.sum(), count, means)
 
 
 def _terms(
@@ -299,7 +300,7 @@ def _terms(
     batch: TensorDictBase,
     clip: Clip,
     kl: KL | None,
-    correction: Correction | None,
+    correction: ImportanceCorrection | None,
     *,
     documents: Tensor | None = None,
     detached: bool = False,
@@ -328,12 +329,14 @@ def _terms(
     if correction is not None:
         losses = losses * correction(old, sampled)
     apart = new.detach() - sampled
-    told = {"ratio": ratio, "clipped": is_clipped, "mismatch_kl": apart.exp() - 1 - apart}
+    metrics = {"ratio": ratio, "clipped": is_clipped, "mismatch_kl": apart.exp() - 1 - apart}
+    if "staleness" in batch:
+        metrics["staleness"] = batch["staleness"]
     if kl is not None:
         penalty = kl(new, masked(batch["reference"]), ratio)
-        losses, told["kl"] = losses + kl.weight * penalty, penalty
-    told = {name: torch.where(is_trained, values.detach(), 0) for name, values in told.items()}
-    return _Terms(torch.where(is_trained, losses, 0.0), is_trained, lengths, told)
+        losses, metrics["kl"] = losses + kl.weight * penalty, penalty
+    metrics = {n: torch.where(is_trained, v.detach(), 0) for n, v in metrics.items()}
+    return _Terms(torch.where(is_trained, losses, 0.0), is_trained, lengths, metrics)
 
 
 def _sequence_means(log_ratio: Tensor, documents: Tensor, lengths: Tensor) -> Tensor:
