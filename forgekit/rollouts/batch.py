@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ def rollout_batch(
         groups: ``[n]`` names of groups, such as the number of the prompt.
         versions: Of the weights that sampled: one number, one for each answer, or ``[new]`` numbers
             of its tokens for each; 0 if left out.
-        trained: For each answer ``[new]`` bool; all its tokens if left out.
+        trained: For each answer ``[new]`` bool or, for all its tokens, None; all if left out.
         advantages: ``[n]``, or ``[new]`` for each answer; by default those of ``group_advantages``.
         scale: As for ``group_advantages``.
         pad_to: Positions of a row; that of the longest text if left out.
@@ -99,7 +100,8 @@ def rollout_batch(
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
         ``log_probs`` float32, ``advantages`` float32, ``versions`` int64, ``lengths`` int64
-        (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``.
+        (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``. Of no
+        prompt one row of padding.
 
     Raises:
         ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
@@ -112,6 +114,8 @@ def rollout_batch(
         >>> batch["labels"].tolist(), batch["advantages"].tolist()
         ([[7, 8], [9, -100]], [[1.0, 1.0], [-1.0, 0.0]])
     """
+    if not len(prompts):
+        return _padding(pad_to or 1)
     if advantages is None:
         advantages = group_advantages(rewards, groups, scale=scale)
     count = len(prompts)
@@ -129,7 +133,7 @@ def rollout_batch(
             torch.as_tensor(generated.log_probs[number], dtype=torch.float32),
             torch.as_tensor(advantages[number], dtype=torch.float32),
             torch.as_tensor(by_answer[number] or 0),
-            None if trained is None else torch.as_tensor(trained[number], dtype=torch.bool),
+            None if trained is None else trained[number],
         )
         for number in range(count)
     ]
@@ -148,8 +152,62 @@ def rollout_batch(
     return TensorDict(columns, [len(rows)])
 
 
-FILLED = {"labels": IGNORED, "doc_ids": -1}
+def join_rollouts(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    pad_to: int | None = None,
+    scale: str | None = "std",
+) -> TensorDict:
+    """Build a micro-batch from messages of generators; a stream's ``to_batch`` by default.
+
+    Args:
+        messages: Of each one or more answers, with ``prompts``, ``ids`` (whole texts),
+            ``log_probs`` and ``rewards`` as for ``rollout_batch``, and where they are there
+            ``versions`` (a number for all, or as there), ``groups``, ``trained`` and
+            ``advantages``. Groups are those of a message: by default its answers are one.
+        pad_to: As for ``rollout_batch``.
+        scale: As for ``rollout_batch``.
+
+    Returns:
+        What ``rollout_batch`` returns.
+
+    Raises:
+        KeyError: If a message lacks what it must have.
+        ValueError: As ``rollout_batch``.
+    """
+    columns: dict[str, Any] = {name: [] for name in ("prompts", "ids", *_OF_ANSWERS)}
+    for number, message in enumerate(messages):
+        if not (count := len(message["prompts"])):
+            raise ValueError(f"message {number} holds no answer; leave out groups without one.")
+        whole = {"groups": [0] * count, "versions": 0, "trained": [None] * count, **message}
+        if isinstance(whole["versions"], int):
+            whole["versions"] = [whole["versions"]] * count
+        if "advantages" not in message:
+            whole["advantages"] = group_advantages(whole["rewards"], whole["groups"], scale=scale)
+        for name, column in columns.items():
+            if len(whole[name]) != count:
+                raise ValueError(f"{count} prompts came with {len(whole[name])} {name}.")
+            column.extend(whole[name] if name != "groups" else [(number, g) for g in whole[name]])
+    generated = _Answers(columns.pop("ids"), columns.pop("log_probs"))
+    return rollout_batch(generated=generated, pad_to=pad_to, **columns)
+
+
+class _Answers(NamedTuple):
+    ids: list[Any]
+    log_probs: list[Any]
+
+
+_OF_ANSWERS = ("log_probs", "rewards", "groups", "versions", "trained", "advantages")
+FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 """What stands on padding, where it is not 0."""
+
+
+def _padding(width: int) -> TensorDict:
+    token, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
+    text = _text(0, token, token, nothing, nothing, nothing, None)
+    text["doc_ids"] = text["input_ids"]
+    row = {n: F.pad(v, (0, width), value=FILLED.get(n, 0))[None] for n, v in text.items()}
+    return TensorDict(row, [1])
 
 
 def _text(
@@ -159,7 +217,7 @@ def _text(
     log_probs: Tensor,
     advantages: Tensor,
     versions: Tensor,
-    trained: Tensor | None,
+    trained: Any,
 ) -> dict[str, Tensor]:
     """The columns of one text, one position less than it has tokens."""
     new = len(ids) - len(prompt)
@@ -173,7 +231,9 @@ def _text(
             f"answer {number} has {new} new tokens and {int(log_probs.isfinite().sum())} finite "
             f"log-probabilities of {len(log_probs)}; each sampled token needs one."
         )
-    is_trained = torch.ones(new, dtype=torch.bool) if trained is None else trained
+    is_trained = torch.ones(new, dtype=torch.bool)
+    if trained is not None:
+        is_trained = torch.as_tensor(trained, dtype=torch.bool)
     labels = ids[1:].long()
     first = len(prompt) - 1  # the position that predicts the first new token
 

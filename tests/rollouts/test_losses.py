@@ -323,7 +323,7 @@ def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
     trained = [[True, False, True], [True], [True]]
     versions = [[7, 7, 8], [7], [7]]
     batch = rollout_batch(*answers(), versions=versions, trained=trained, pad_to=7)
-    assert {name: batch[name].tolist() for name in batch} == {
+    assert {name: column.tolist() for name, column in batch.items()} == {
         "input_ids": [[4, 5, 1, 2, 6, 4, 5]],
         "labels": [[-100, 1, -100, 3, 9, -100, 8]],
         "log_probs": [[0, -1.0, 0, -3.0, -0.5, 0, -0.25]],

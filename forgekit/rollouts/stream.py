@@ -1,0 +1,437 @@
+"""Rollouts as a stream of micro-batches that loses nothing and trains nothing twice.
+
+A message of a source is a sample. Samples are numbered as they are handed out, over all ranks:
+micro-batch ``m`` of ``R`` data-parallel ranks with ``B`` messages takes, on rank ``r``, the numbers
+``start + (m * R + r) * B + (0..B-1)``, so that ``state.samples`` says which of them are trained. A
+message is acknowledged when its number is below that of a state that was saved; until then its
+source hands it out again after a kill, and a step that changed nothing gives its messages back.
+
+::
+
+    source ---> handed out ---> trained ---> acknowledged
+                 |     ^         commit(state, saved=False)   commit(state)
+                 |     |
+                 +-----+  a bad step, a step that failed, a kill
+
+Each message is read by the first of the ranks that share data (``tp``, ``cp``, ``pp``), which sends
+the micro-batch to the others. While it waits, all of them look at the stop request every second.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from forgekit.checks import brief, check_integers, check_numbers, counted
+from forgekit.data.batch import IGNORED, mask_batch
+from forgekit.mesh import DATA_DIMENSIONS, data_ranks, group_of, process_rank
+from forgekit.parallel.agreement import exchange
+from forgekit.ranks import explain
+from forgekit.rollouts.batch import join_rollouts
+from forgekit.rollouts.sources import LOOK_S, Message, Prefetched, as_source
+from forgekit.state import TrainState
+from forgekit.tensors import HostCopy
+
+FAILED = 2.0**20
+"""The vote of a rank whose source failed: more than the votes of all that have ended."""
+KEPT = 16
+"""Messages set aside that a stream keeps; sources with a memory keep all."""
+
+log = logging.getLogger("forgekit")
+
+
+class Stop(Protocol):
+    """What a stream asks of a ``StopSignal``."""
+
+    def vote(self) -> float:
+        """1.0 if this process wants to stop, else 0.0."""
+        ...
+
+
+class RolloutStream:
+    """Messages of generators as one data-parallel rank's micro-batches, lazily.
+
+    It is the ``end`` of ``groups`` and ``make_step`` too, and belongs in a field of the state, so
+    that checkpoints hold which samples they have trained::
+
+        stream = fk.RolloutStream(source, batch_size=4, mesh=mesh, stop=stop)
+        step = fk.make_step(loss_fn, schedule=schedule, stop=stop, end=stream)
+        for batches in fk.groups(stream, micro_batches, end=stream):
+            state, metrics = step(state, batches)
+            stream.commit(state, saved=False)
+            if every(save_every, state):
+                fk.checkpoint_save(state, checkpoints, blocking=True)
+                stream.commit(state)
+
+    A rank whose messages have ended goes on with padding until no rank has any; the last step has
+    none at all and changes nothing. A rank whose source fails, or lets it wait too long, pads its
+    step, and after it all ranks raise. When a stop is asked for, what has not come is not waited
+    for.
+
+    Args:
+        source: An iterator, or a function that returns the next message and None at the end, each
+            asked when a micro-batch is due; a queue of ``multiprocessing``; or a ``RedisSource``.
+        batch_size: Messages of a micro-batch on each data-parallel rank.
+        to_batch: Makes a micro-batch of a list of messages; of none a row of padding.
+            ``functools.partial(join_rollouts, pad_to=...)`` gives rows one length.
+        mesh: What ``build_mesh`` returned.
+        start: ``state.samples`` where the stream begins.
+        prefetch: Messages that a thread reads ahead at most; 0 is strictly lazy.
+        stop: The run's ``StopSignal``.
+        timeout_s: Seconds to wait for a message.
+        attempts: Bad steps after which a message is set aside.
+
+    Attributes:
+        samples: Numbers that all ranks have handed out.
+        version: The trainer's version of the weights: set it after each publication. Batches then
+            hold ``staleness`` ``[b s]``, and messages of later versions are set aside.
+        world: Number of data-parallel ranks.
+        wait_seconds: How long this rank has waited.
+        set_aside: The last messages that could not be trained, with the reason.
+
+    Raises:
+        TypeError: If the source is none.
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> answers = {"prompts": [[5]], "ids": [[5, 7]], "log_probs": [[-0.5]], "rewards": [1.0]}
+        >>> stream = RolloutStream(iter([answers]))
+        >>> [batch["labels"].tolist() for batch in stream], stream.samples
+        ([[[7]]], 1)
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int = 1,
+        *,
+        to_batch: Callable[[Sequence[Any]], TensorDict] = join_rollouts,
+        mesh: DeviceMesh | None = None,
+        start: int = 0,
+        prefetch: int = 0,
+        stop: Stop | None = None,
+        timeout_s: float = 600.0,
+        attempts: int = 3,
+    ) -> None:
+        check_integers(
+            batch_size=(batch_size, 1),
+            start=(start, 0),
+            prefetch=(prefetch, 0),
+            attempts=(attempts, 1),
+        )
+        check_numbers(timeout_s=(timeout_s, 0))
+        self.rank, self.world = data_ranks(mesh)
+        self.samples = start
+        self.version: int | None = None
+        self.wait_seconds = 0.0
+        self.set_aside: deque[tuple[Any, str]] = deque(maxlen=KEPT)
+        self._sharing = _group_sharing_data(mesh)
+        self._is_reader = self._sharing is None or dist.get_rank(self._sharing) == 0
+        self._source = as_source(source) if self._is_reader else None
+        if prefetch and self._source is not None:
+            self._source = Prefetched(self._source, prefetch)
+        self._batch_size, self._to_batch = batch_size, to_batch
+        self._stop, self._timeout_s, self._attempts = stop, timeout_s, attempts
+        self._last: TensorDict | None = None
+        self._taken: list[Message] = []  # for the next micro-batch
+        self._again: deque[Message] = deque()  # given back
+        self._out: dict[int, Message] = {}  # handed out and not acknowledged, by number
+        # Samples of each noted step, and the number of bad ones that end with it.
+        self._steps: list[tuple[range, HostCopy]] = []
+        self._noted = start  # samples below it are of steps that were noted
+        self._trained: set[str] = set()  # in the state that was loaded, and not acknowledged yet
+        self._is_over = self._is_stopped = self._is_watched = False
+        self._is_empty = True  # whether the step has only padding so far
+        self._problem: str | None = None
+        self._heard = self._unnoted = 0
+        self._votes: HostCopy | None = None
+
+    # Micro-batches
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return self
+
+    def __next__(self) -> TensorDict:
+        if self.world > 1 and not self._is_watched:
+            raise RuntimeError(
+                f"this stream is one of {self.world} and ends on its own; the others would wait "
+                "forever. Pass it as end= to forgekit.groups and forgekit.make_step."
+            )
+        began = time.monotonic()
+        batch = None if self._is_over else self._next(began)
+        self.wait_seconds += time.monotonic() - began
+        if batch is None and not self._is_watched:
+            if self._problem is not None:
+                raise RuntimeError(self._problem)
+            raise StopIteration
+        first = self.samples + self.rank * self._batch_size
+        self.samples += self.world * self._batch_size
+        if batch is None:
+            if self._last is None:
+                self._last = self._to_batch([])
+            return self._with_staleness(mask_batch(self._last))
+        self._is_empty = False
+        self._out.update(enumerate(self._taken, start=first))
+        self._taken = []
+        self._last = batch
+        return self._with_staleness(batch)
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        if isinstance(self._source, Prefetched):
+            self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, began: float) -> TensorDict | None:
+        """Wait for the next micro-batch together with the ranks that share it; None at the end."""
+        while True:
+            batch, problem = self._look(began) if self._is_reader else (None, None)
+            is_over = self._is_reader and batch is None and self._source_has_ended()
+            wants_stop = self._stop is not None and self._stop.vote() > 0
+            told = [(batch, problem, is_over, wants_stop)]
+            if self._sharing is not None:
+                told *= dist.get_world_size(self._sharing)
+                dist.all_gather_object(told, told[0], group=self._sharing)
+            batch, problem, is_over, _ = told[0]
+            if batch is not None:
+                return batch
+            self._problem = problem
+            self._is_stopped = any(wants for *_, wants in told)
+            if is_over or problem is not None or self._is_stopped:
+                self._is_over = True
+                return None
+
+    def _look(self, began: float) -> tuple[TensorDict | None, str | None]:
+        """Read for up to a second: a micro-batch, or why none will come."""
+        try:
+            while len(self._taken) < self._batch_size and (message := self._read()):
+                self._take(message)
+            is_due = len(self._taken) == self._batch_size or self._source_has_ended()
+            if self._taken and is_due:
+                return self._to_batch([message.content for message in self._taken]), None
+            if time.monotonic() - began > self._timeout_s:
+                raise TimeoutError(self._waited(began))
+        except Exception as error:
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                raise
+            return None, f"rank {process_rank()}: {explain(error)}"
+        return None, None
+
+    def _read(self) -> Message | None:
+        if self._again:
+            return self._again.popleft()
+        if self._source is None or self._source.has_ended:
+            return None
+        message = self._source.read(LOOK_S)
+        while message is not None and message.id in self._trained:
+            message = self._source.read(LOOK_S)
+        return message
+
+    def _source_has_ended(self) -> bool:
+        return self._source is not None and self._source.has_ended and not self._again
+
+    def _take(self, message: Message) -> None:
+        """Keep a message for the next micro-batch, or set it aside if none can be made of it."""
+        try:
+            batch = self._to_batch([message.content])
+            newest = int(batch["versions"].max()) if "versions" in batch else 0
+        except Exception as error:
+            return self._set_aside(message, explain(error))
+        if self.version is not None and newest > self.version:
+            problem = f"was sampled with version {newest}, and the trainer's is {self.version}"
+            return self._set_aside(message, problem)
+        return self._taken.append(message)
+
+    def _set_aside(self, message: Message, problem: str) -> None:
+        log.warning("set aside message %s (%s): %s", message.id, brief(message.content), problem)
+        self.set_aside.append((message.content, problem))
+        assert self._source is not None
+        try:
+            self._source.set_aside(message, problem)
+        except ConnectionError as error:
+            log.warning("%s; message %s will come again", error, message.id)
+
+    def _with_staleness(self, batch: TensorDict) -> TensorDict:
+        if self.version is not None:
+            is_trained = batch["labels"] != IGNORED
+            batch["staleness"] = torch.where(is_trained, self.version - batch["versions"], 0)
+        return batch
+
+    def _waited(self, began: float) -> str:
+        asides = f"; {self.set_aside[-1][1]}" if self.set_aside else ""
+        return (
+            f"rank {process_rank()}, reader {self.rank} of {self.world}, has waited "
+            f"{time.monotonic() - began:.0f} s for sample {self.samples} of {self._source!r}, and "
+            f"{len(self._taken)} of {counted(self._batch_size, 'message')} came{asides}. Are the "
+            "generators alive?"
+        )
+
+    # What is trained
+
+    def commit(self, state: TrainState, *, saved: bool = True) -> None:
+        """Note what a step has trained, and acknowledge it once it cannot be lost.
+
+        Call it after each step, on every rank: what a bad step was given is read again. It reads
+        one number from the device, at once if ``saved``.
+
+        Args:
+            state: What the step returned.
+            saved: Whether the state is safe: written to disk, or never to be gone back to. If not,
+                messages are kept until a later call.
+
+        Raises:
+            RuntimeError: If more was handed out than the state has taken, because a step failed, or
+                steps were taken without a call.
+        """
+        if state.samples != self.samples:
+            raise RuntimeError(
+                f"samples up to {self.samples} were handed out and the state has taken "
+                f"{state.samples}: a step failed in between. Call stream.give_back() before the "
+                "next one."
+            )
+        if self._unnoted > 1:
+            raise RuntimeError(
+                f"{self._unnoted} steps were taken since the last commit, so nothing tells which "
+                "of them changed nothing. Call stream.commit(state, saved=False) after each."
+            )
+        self._unnoted = 0
+        if self.samples > self._noted:
+            steps = range(self._noted, self.samples)
+            self._steps.append((steps, HostCopy(state.skipped)))
+            self._noted = self.samples
+        if saved:
+            self._judge()
+            self._acknowledge()
+
+    def give_back(self) -> None:
+        """Read again what was handed out since the last commit, as after a step that raised."""
+        self._again.extend(self._out.pop(n) for n in sorted(self._out) if n >= self._noted)
+        self.samples = self._noted
+        self._reopen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and which trained messages are not acknowledged, in JSON values.
+
+        Raises:
+            RuntimeError: If a step was not committed: it may have changed nothing.
+        """
+        if self.samples != self._noted:
+            raise RuntimeError(
+                f"samples {self._noted} to {self.samples} were handed out and not committed. Call "
+                "stream.commit(state, saved=False) after the step and before the save."
+            )
+        self._judge()
+        trained = sorted({message.id for message in self._out.values()} | self._trained)
+        return {"samples": self.samples, "reader": [self.rank, self.world], "trained": trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after a saved state: acknowledge what it has trained, read the rest again.
+
+        Raises:
+            ValueError: If it is the position of another reader.
+        """
+        if (reader := [self.rank, self.world]) != [*state["reader"]]:
+            raise ValueError(
+                f"the stream's position is that of reader {state['reader']}, and this is {reader} "
+                "(rank, number of data-parallel ranks); each knows its own messages only. Resume "
+                "on as many."
+            )
+        self._trained = set(state["trained"])
+        out = [self._out[number] for number in sorted(self._out)]
+        self._again.extend(message for message in out if message.id not in self._trained)
+        self._steps, self._out = [], {}
+        self.samples = self._noted = state["samples"]
+        self._reopen()
+        self._acknowledge()
+
+    def _judge(self) -> None:
+        """Give back what steps were given that changed nothing."""
+        for numbers, skipped in self._steps:
+            if not int(skipped.read()):
+                continue
+            self._reopen()
+            for message in [self._out.pop(n) for n in numbers if n in self._out]:
+                message.bad_steps += 1
+                if message.bad_steps < self._attempts:
+                    self._again.append(message)
+                else:
+                    self._set_aside(message, f"was in {counted(self._attempts, 'bad step')}")
+        self._steps = []
+
+    def _reopen(self) -> None:
+        """Ask the reader again, on all ranks that share it: it may have been given some back."""
+        self._is_over = self._problem is not None or self._is_stopped
+
+    def _acknowledge(self) -> None:
+        if self._source is None:
+            return
+        try:
+            self._source.acknowledge([*self._trained, *(m.id for m in self._out.values())])
+        except ConnectionError as error:
+            log.warning("%s; what is trained is acknowledged later", error)
+        else:
+            self._trained, self._out = set(), {}
+
+    # The end of all ranks' data: what `groups` and `make_step` ask of `end=`
+
+    def watch(self, has_more: Callable[[], bool]) -> None:  # noqa: ARG002
+        """Go on with padding from here on; it is never looked ahead, which would sample early."""
+        self._is_watched, self._heard, self._votes = True, 0, None
+
+    def vote(self) -> float:
+        """1.0 if this rank's messages ended before this step; more if its source has failed."""
+        # Before it: a step that had some may turn out to be a bad one and give them back.
+        return FAILED if self._problem is not None else float(self._is_over and self._is_empty)
+
+    def hear(self, votes: Tensor) -> None:
+        """Take the votes of all ranks, ``[]`` on the device."""
+        self._heard += 1
+        self._unnoted += 1
+        self._is_empty = True
+        self._votes = HostCopy(votes)
+
+    def goes_on(self, groups: int) -> bool:
+        """Whether another group is due after so many; the same on all ranks.
+
+        Raises:
+            RuntimeError: On all ranks, if the source of one has failed, or if steps have voted
+                less often than there were groups.
+        """
+        if self._heard < groups:
+            raise RuntimeError(
+                "the stream was passed as end= to groups but not to make_step, so ranks would wait "
+                "for each other forever; pass it to both."
+            )
+        self._judge()
+        if self._votes is None:
+            return True
+        votes = float(self._votes.read())
+        if votes >= FAILED:
+            problems = dict.fromkeys(problem for problem in exchange(self._problem) if problem)
+            raise RuntimeError("; ".join(problems))
+        return votes < (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _group_sharing_data(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks that read the same samples as this one; None if it is alone."""
+    _, world = data_ranks(mesh)
+    if mesh is None or mesh.size() == world:
+        return None
+    names = mesh.mesh_dim_names or ()
+    of_data = [dim for dim, name in enumerate(names) if name in DATA_DIMENSIONS]
+    ranks = mesh.mesh.movedim(of_data, list(range(len(of_data)))).reshape(world, -1)
+    return group_of("rollouts", ranks.tolist())

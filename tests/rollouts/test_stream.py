@@ -1,0 +1,380 @@
+"""A stream of rollouts: lazy, committed after the step, none lost and none trained twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import re
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
+from fakeredis import FakeRedis, FakeServer
+
+import forgekit as fk
+from forgekit.rollouts.batch import join_rollouts
+from forgekit.rollouts.sources import RedisSource
+from forgekit.rollouts.stream import RolloutStream
+
+
+def filled(count: int, **changes: Any) -> FakeRedis:
+    """A server with that many messages."""
+    redis = FakeRedis(server=FakeServer())
+    source = RedisSource(redis)
+    for number in range(count):
+        assert source.put(message(number, **changes), key=str(number))
+    return redis
+
+
+def queue_of(count: int) -> Any:
+    queue = multiprocessing.get_context("spawn").Queue()
+    for number in range(count):
+        queue.put(message(number))
+    queue.put(None)
+    return queue
+
+
+def ended(redis: FakeRedis) -> FakeRedis:
+    RedisSource(redis).end()
+    return redis
+
+
+SOURCES = {
+    "iterator": lambda count: map(message, range(count)),
+    "function": lambda count: partial(next, map(message, range(count)), None),
+    "queue": queue_of,
+    "redis": lambda count: RedisSource(ended(filled(count))),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
+    with RolloutStream(SOURCES[kind](7), batch_size=2, prefetch=prefetch) as stream:
+        assert [numbers(batch) for batch in stream] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert stream.samples == 8
+
+
+def test_no_message_is_made_before_its_micro_batch_is_due():
+    made: list[int] = []
+
+    def generate() -> Any:
+        for number in itertools.count():
+            made.append(number)
+            yield message(number)
+
+    stream = RolloutStream(generate(), batch_size=2)
+    state, step = build_state(stream), build_step(stream)
+    seen = []
+    groups = fk.groups(stream, 3, end=stream)
+    for _ in range(2):
+        lazy = next(groups)
+        before = len(made)
+
+        def batches(group=lazy):
+            for batch in group:
+                seen.append(len(made))
+                yield batch
+
+        sized = type("Sized", (), {"__len__": lambda _: 3, "__iter__": lambda _: batches()})
+        state, _ = step(state, sized())
+        assert before == len(seen[:-3]) * 2
+        assert len(made) == 2 * len(seen)
+    assert seen == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_thread_reads_ahead_no_more_than_it_may():
+    made: list[int] = []
+
+    def generate() -> Any:
+        for number in range(9):
+            made.append(number)
+            yield message(number)
+
+    with RolloutStream(generate(), prefetch=3) as stream:
+        next(stream)
+        time.sleep(0.2)
+        assert made == [0, 1, 2, 3]
+
+
+def test_tensors_and_bits_survive_the_way_through_redis():
+    redis = FakeRedis(server=FakeServer())
+    exact = torch.tensor([-1 / 3, -0.1], dtype=torch.float32)
+    ids = torch.tensor([5, 6, 7])
+    sent = {"prompts": [[5]], "ids": [ids], "log_probs": [exact], "rewards": [1.0]}
+    RedisSource(redis).put(sent)
+    batch = next(RolloutStream(RedisSource(redis)))
+    assert torch.equal(batch["log_probs"], exact[None])
+    assert batch["labels"].tolist() == [[6, 7]]
+
+
+def test_a_message_with_a_key_is_put_once():
+    redis = filled(1)
+    assert not RedisSource(redis).put(message(0), key="0")
+    assert RedisSource(redis).put(message(1))
+    assert redis.xlen("rollouts") == 2
+
+
+def test_a_generator_waits_until_fewer_messages_wait():
+    redis = filled(3)
+    source = RedisSource(redis)
+    with pytest.raises(
+        TimeoutError, match=r"3 messages wait there and 3 may. Does the trainer run"
+    ):
+        source.wait_for_room(3, timeout_s=0.1)
+    done = threading.Thread(target=source.wait_for_room, args=(3,))
+    done.start()
+    stream = RolloutStream(RedisSource(redis))
+    next(stream)  # taken, though not acknowledged: what is trained and kept must not stop anybody
+    done.join(5)
+    assert not done.is_alive()
+    assert redis.xlen("rollouts") == 3
+
+
+def trained(redis: FakeRedis, steps: int, state: State | None = None, **options: Any) -> State:
+    """Steps of two messages on what a server has; a fresh reader, as of a process that starts."""
+    stream = RolloutStream(RedisSource(redis), batch_size=2, **options)
+    state = build_state(stream) if state is None else state
+    step = build_step(stream)
+    for group in itertools.islice(fk.groups(stream, 1, end=stream), steps):
+        state, _ = step(state, group)
+        stream.commit(state, saved=False)
+    return state
+
+
+def left(redis: FakeRedis) -> list[int]:
+    rows = [json.loads(fields[b"rollout"]) for _, fields in redis.xrange("rollouts")]
+    return [row["prompts"][0][1] * 8 + row["prompts"][0][2] for row in rows]
+
+
+def test_messages_are_acknowledged_with_the_state_that_was_saved(tmp_path):
+    redis = filled(8)
+    state = trained(redis, steps=2)
+    assert left(redis) == [*range(8)]
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    assert left(redis) == [*range(8)]
+    state.stream.commit(state)
+    assert left(redis) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("killed", ["after the read", "before the commit", "after the commit"])
+def test_a_trainer_that_is_killed_repeats_what_no_saved_state_has_trained(tmp_path, killed):
+    redis = filled(8)
+    state = trained(redis, steps=1)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    if killed != "before the commit":
+        state.stream.commit(state)
+    if killed == "after the read":
+        next(state.stream)
+    # What it held is gone with it; another process comes with its name.
+    stream = RolloutStream(RedisSource(redis), batch_size=2)
+    state = fk.checkpoint_load(build_state(stream), tmp_path)
+    assert (state.samples, stream.samples) == (2, 2)
+    assert left(redis) == [*range(2, 8)]
+    assert numbers(next(stream)) == [2, 3]
+
+
+def test_what_a_loaded_state_has_trained_is_not_trained_while_redis_is_away(tmp_path):
+    redis = filled(6)
+    state = trained(redis, steps=1)
+    fk.checkpoint_save(state, tmp_path, blocking=True)
+    server = redis.connection_pool.connection_kwargs["server"]
+    server.connected = False
+    stream = RolloutStream(RedisSource(redis), batch_size=2)
+    state = fk.checkpoint_load(build_state(stream), tmp_path)
+    threading.Timer(0.5, setattr, (server, "connected", True)).start()
+    assert numbers(next(stream)) == [2, 3]
+    stream.give_back()
+    stream.commit(state)
+    assert left(redis) == [2, 3, 4, 5]
+
+
+def test_a_lost_reply_is_read_again():
+    redis = filled(2)
+    redis.xgroup_create("rollouts", "trainer", id="0")
+    source = RedisSource(redis)
+    source._looked_back = None  # it looked back, and then the reply to its first question was lost
+    redis.xreadgroup("trainer", "rank0", {"rollouts": ">"}, count=1)
+    stream = RolloutStream(source)
+    assert numbers(next(stream)) == [1]
+    assert numbers(next(stream)) == [0]
+
+
+def spoiled(model: Any, batch: Any, *, by: int) -> fk.Loss:
+    loss = loss_fn(model, batch)
+    return fk.Loss(
+        loss.sum * (torch.nan if by in numbers(batch) else 1.0), loss.count, loss.metrics
+    )
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
+    redis = ended(filled(4))
+    stream = RolloutStream(RedisSource(redis), batch_size=1, attempts=2)
+    state = build_state(stream)
+    step = fk.make_step(partial(spoiled, by=1), schedule=fk.constant(0.1), end=stream)
+    seen = []
+    for group in fk.groups(stream, 1, end=stream):
+        batches = list(group)
+        seen += [numbers(batch) for batch in batches]
+        sized = type("Again", (list,), {"samples": group.samples})(batches)
+        state, _ = step(state, sized)
+        stream.commit(state, saved=saved)
+    stream.commit(state)
+    assert seen == [[0], [1], [1], [2], [3], []]
+    assert left(redis) == []
+    ((_, aside),) = redis.xrange("rollouts:set_aside")
+    assert aside[b"problem"] == b"was in 2 bad steps"
+    assert json.loads(aside[b"rollout"]) == message(1)
+
+
+def test_a_bad_last_step_is_tried_again():
+    stream = RolloutStream(map(message, range(2)), attempts=5)
+    state = build_state(stream)
+    bad = iter([False, True, True, False])
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        return spoiled(model, batch, by=1 if next(bad, False) else 99)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    for group in fk.groups(stream, 1, end=stream):
+        state, _ = step(state, group)
+        stream.commit(state, saved=False)
+    assert (state.step, int(state.targets)) == (5, 6)
+    assert stream.state_dict()["trained"] != []
+
+
+def test_a_step_that_failed_gives_its_messages_back():
+    stream = RolloutStream(map(message, range(4)), batch_size=2)
+    state, step = build_state(stream), build_step(stream)
+    with pytest.raises(ZeroDivisionError):
+        fk.accumulate(state, fk.groups(stream, 1).__next__(), lambda *_: 1 / 0)
+    with pytest.raises(
+        RuntimeError, match=r"samples up to 2 were handed out and the state has tak"
+    ):
+        stream.commit(state)
+    stream.give_back()
+    state, _ = step(state, next(fk.groups(stream, 1, end=stream)))
+    stream.commit(state)
+    assert state.samples == 2
+    assert int(state.targets) == 6
+
+
+MALFORMED = {
+    "no JSON": (None, "Can|string|indices"),
+    "no ids": ({"ids": []}, "came with 0 ids"),
+    "another prompt": ({"prompts": [[1], [1]]}, "do not begin with its prompt"),
+    "a reward short": ({"rewards": [1.0]}, "shape|came with"),
+    "an empty group": (message(0, answers=0), "holds no answer"),
+    "a later version": ({"versions": 7}, "sampled with version 7, and the trainer's is 3"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_message_is_set_aside_with_the_reason(case):
+    changes, problem = MALFORMED[case]
+    redis = filled(1)
+    text = "{" if changes is None else json.dumps({**message(1), **changes})
+    redis.xadd("rollouts", {"rollout": text})
+    RedisSource(redis).put(message(2))
+    stream = RolloutStream(RedisSource(redis), batch_size=2)
+    stream.version = 3
+    assert numbers(next(stream)) == [0, 2]
+    ((_, why),) = stream.set_aside
+    ((_, aside),) = redis.xrange("rollouts:set_aside")
+    assert aside[b"problem"].decode() == why
+    assert re.search(problem, why), why
+    assert len(left(redis)) == 2
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused_where_it_is_put(reward):
+    with pytest.raises(ValueError, match="Out of range float"):
+        RedisSource(FakeRedis(server=FakeServer())).put(message(0, rewards=[reward, 0.0]))
+    stream = RolloutStream(iter([message(0, rewards=[reward, 0.0]), message(1)]))
+    assert numbers(next(stream)) == [1]
+    assert "reward of answer 0" in stream.set_aside[0][1]
+
+
+def test_staleness_is_the_trainers_version_less_that_of_each_token():
+    versions = [[3, 3], [5, 4, 3]]
+    ids = [[1, 2, 3], [1, 4, 5, 6]]
+    one = {"prompts": [[1], [1]], "ids": ids, "log_probs": [[-1.0] * 2, [-1.0] * 3]}
+    stream = RolloutStream(iter([{**one, "rewards": [0, 1], "versions": versions}]))
+    stream.version = 5
+    state = build_state(stream)
+    seen = []
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(batch["staleness"].tolist())
+        return loss_fn(model, batch)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    _, metrics = step(state, next(fk.groups(stream, 1, end=stream)))
+    assert seen == [[[0, 1, 2], [2, 2, 0]]]
+    assert float(metrics["rollout/staleness"]) == 7 / 5
+
+
+class Asked:
+    """A stop request that comes after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def vote(self) -> float:
+        self.looks -= 1
+        return float(self.looks < 0)
+
+
+def test_a_wait_ends_with_the_stop_request_and_loses_nothing():
+    redis = filled(3)
+    stream = RolloutStream(RedisSource(redis), batch_size=2, stop=Asked(2))
+    state, step = build_state(stream), build_step(stream)
+    began = time.monotonic()
+    for group in fk.groups(stream, 2, end=stream):  # 3 of 4 have come
+        state, _ = step(state, group)
+        stream.commit(state)
+    assert time.monotonic() - began < 20
+    assert int(state.targets) == 6
+    assert left(redis) == [2]
+
+
+def test_a_wait_that_is_too_long_says_who_waits_for_what():
+    stream = RolloutStream(RedisSource(filled(1)), batch_size=2, timeout_s=0.1)
+    with pytest.raises(
+        TimeoutError,
+        match=r"rank 0, reader 0 of 1, has waited \d s for sample 0 of the Redis stream 'rollouts' "
+        r"\(consumer 'rank0'\), and 1 of 2 messages came. Are the generators alive",
+    ):
+        next(stream)
+
+
+def test_what_would_lose_rollouts_silently_is_refused():
+    stream = RolloutStream(map(message, itertools.count()))
+    state, step = build_state(stream), build_step(stream)
+    groups = fk.groups(stream, 1, end=stream)
+    state, _ = step(state, next(groups))
+    with pytest.raises(RuntimeError, match="samples 0 to 1 were handed out and not committed"):
+        stream.state_dict()
+    state, _ = step(state, next(groups))
+    with pytest.raises(RuntimeError, match="2 steps were taken since the last commit"):
+        stream.commit(state)
+    with pytest.raises(RuntimeError, match="to groups but not to make_step"):
+        for group in fk.groups(stream, 1, end=stream):
+            fk.accumulate(state, group, loss_fn)
+    other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
+    with pytest.raises(ValueError, match=r"that of reader \[1, 2\], and this is \[0, 1\]"):
+        stream.load_state_dict(other)
+    with pytest.raises(TypeError, match="source is a int; pass a source, a queue, an iterable"):
+        RolloutStream(3)
+
+
+def test_rows_have_one_length_where_it_is_given():
+    stream = RolloutStream(map(message, range(3)), to_batch=partial(join_rollouts, pad_to=16))
+    group = next(fk.groups(stream, 4, end=stream))
+    assert [tuple(batch["labels"].shape) for batch in group] == [(1, 16)] * 4
