@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
 from fakeredis import FakeRedis, FakeServer
+from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
 
 import forgekit as fk
 from forgekit.rollouts.batch import join_rollouts
@@ -364,9 +364,10 @@ def test_what_would_lose_rollouts_silently_is_refused():
     state, _ = step(state, next(groups))
     with pytest.raises(RuntimeError, match="2 steps were taken since the last commit"):
         stream.commit(state)
+    groups = fk.groups(stream, 1, end=stream)
+    fk.accumulate(state, next(groups), loss_fn)
     with pytest.raises(RuntimeError, match="to groups but not to make_step"):
-        for group in fk.groups(stream, 1, end=stream):
-            fk.accumulate(state, group, loss_fn)
+        next(groups)
     other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
     with pytest.raises(ValueError, match=r"that of reader \[1, 2\], and this is \[0, 1\]"):
         stream.load_state_dict(other)

@@ -1,0 +1,267 @@
+"""Published weights: what arrives is what the trainer has, and anything else is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from lab import SPEC, build_state, full_tensors, global_batch, head_loss
+from ranks import RankError, run_again, run_ranks
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import forgekit as fk
+from forgekit.rollouts import weights
+from forgekit.rollouts.weights import publish_weights, read_weights
+
+
+def stepped(state: fk.TrainState, world: int = 1, rank: int = 0) -> fk.TrainState:
+    step = fk.make_step(head_loss, schedule=fk.constant(0.05))
+    return step(state, [global_batch(world)[1][rank]])[0]
+
+
+def build(tied: bool = True, adapters: bool = False, seed: int = 0) -> fk.Transformer:
+    model = fk.Transformer(attrs.evolve(SPEC, tied=tied))
+    fk.init_weights(model, seed=seed)
+    if adapters:
+        fk.add_lora(model, rank=2)
+    return model
+
+
+def state_of(model: fk.Transformer) -> fk.TrainState:
+    return fk.TrainState.create(model, fk.adamw(model))
+
+
+def test_a_generator_has_the_trainers_bits(tmp_path):
+    state = stepped(state_of(build()))
+    canary = publish_weights(state, tmp_path, version=1)
+    model = build(seed=7)
+    assert read_weights(model, tmp_path) == canary
+    assert canary.version == 1
+    for name, tensor in state.model.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_weights_may_be_published_in_another_dtype(tmp_path):
+    state = stepped(state_of(build()))
+    publish_weights(state, tmp_path, version=1, dtype=torch.bfloat16)
+    model = build(seed=7).to(torch.bfloat16)
+    read_weights(model, tmp_path)
+    for name, tensor in state.model.state_dict().items():
+        assert torch.equal(tensor.bfloat16(), model.state_dict()[name]), name
+
+
+def test_adapters_are_published_alone_where_only_they_are_trained(tmp_path):
+    state = stepped(state_of(build(adapters=True)))
+    canary = publish_weights(state, tmp_path, version=1)
+    assert canary.are_adapters
+    assert all("lora" in name for name in canary.names)
+    model = build(adapters=True)
+    read_weights(model, tmp_path)
+    ids = torch.arange(8)[None]
+    assert torch.equal(model.eval()(ids), state.model.eval()(ids))
+
+
+def test_what_is_there_already_is_not_read_again(tmp_path, monkeypatch):
+    state = state_of(build())
+    publish_weights(state, tmp_path, version=1)
+    model = build(seed=7)
+    canary = read_weights(model, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "copy_full", None)
+        assert read_weights(model, tmp_path, have=canary) is canary
+    # The same version of a run that was killed and trained on otherwise is another one.
+    publish_weights(stepped(state), tmp_path, version=1)
+    assert read_weights(model, tmp_path, have=canary) != canary
+
+
+def test_a_generator_waits_for_the_first_weights(tmp_path):
+    state = state_of(build())
+    with pytest.raises(
+        fk.CheckpointError, match=r"no trainer has published weights at .* in 0.1 s"
+    ):
+        read_weights(build(), tmp_path, timeout_s=0.1)
+    later = threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4))
+    later.start()
+    assert read_weights(build(), tmp_path / "new" / "folder").version == 4
+    later.join()
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the tensors of a file and leave its canary what it is."""
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors, canary = change(tensors, json.loads(metadata["forgekit"]))
+    save_file(tensors, path, {"forgekit": json.dumps(canary)})
+
+
+def checksummed(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
+    """As a trainer would write it that publishes these tensors."""
+    crc32 = 0
+    for tensor in tensors.values():
+        crc32 = weights.zlib.crc32(tensor.numpy().tobytes(), crc32)
+    return tensors, {**canary, "names": [*tensors], "crc32": f"{crc32:08x}"}
+
+
+def half(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
+    return {name: tensors[name] for name in sorted(tensors)[::2]}, canary
+
+
+def half_old(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
+    old = state_of(build()).model.state_dict()
+    return {n: old[n] if i % 2 else t for i, (n, t) in enumerate(tensors.items())}, canary
+
+
+def all_old(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
+    old = state_of(build()).model.state_dict()
+    return {name: old[name].contiguous() for name in tensors}, canary
+
+
+def lost(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
+    return {name: t for name, t in tensors.items() if "layers.1.feed_forward" not in name}, canary
+
+
+FAULTS = {
+    "old weights": (all_old, {}, "a part is missing or old"),
+    "half of them old": (half_old, {}, "a part is missing or old"),
+    "half the tensors": (half, {}, "a part is missing or old"),
+    "half the tensors, said to be all": (
+        lambda *of: checksummed(*half(*of)),
+        {},
+        "is of another model: this one lacks .., has",
+    ),
+    "old weights, said to be new": (
+        lambda *of: checksummed(*all_old(*of)),
+        {},
+        r"with version 2 the trainer and this generator are .* nats apart on the probe",
+    ),
+    "one layer's half of the weights lost": (
+        lambda *of: checksummed(*lost(*of)),
+        {},
+        "has .'layers.1.feed_forward",
+    ),
+    "a tied head lost": (None, {"tied": False}, r"has \['output.weight'\] besides"),
+    "an adapter of the generator's": (None, {"adapters": True}, "has .*lora"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_the_trainers_is_refused(tmp_path, fault):
+    change, reader, message = FAULTS[fault]
+    publish_weights(stepped(state_of(build())), tmp_path, version=2)
+    if change is not None:
+        rewrite(tmp_path / weights.FILE, change)
+    with pytest.raises(fk.CheckpointError, match=message):
+        read_weights(build(**reader), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reader", "message"),
+    [
+        ({}, r"lacks \['layers.0.*has \[\] besides"),
+        ({"adapters": True, "seed": 3}, "nats apart on the probe .* another base"),
+    ],
+)
+def test_an_adapter_that_is_missing_or_of_another_base_is_refused(tmp_path, reader, message):
+    publish_weights(stepped(state_of(build(adapters=True))), tmp_path, version=2)
+    with pytest.raises(fk.CheckpointError, match=message):
+        read_weights(build(**reader), tmp_path)
+
+
+def test_a_generator_that_shares_what_the_trainer_has_apart_is_refused(tmp_path):
+    publish_weights(stepped(state_of(build())), tmp_path, version=2)
+    model = build()
+    shared = model.layers[0].feed_forward
+    model.layers[1].feed_forward.up.weight.data = shared.up.weight.data
+    with pytest.raises(fk.CheckpointError, match="it shares memory between parameters"):
+        read_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("end", [0, 40, -7])
+def test_a_damaged_file_is_refused(tmp_path, end):
+    publish_weights(state_of(build()), tmp_path, version=2)
+    path = tmp_path / weights.FILE
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(fk.CheckpointError, match="holds no published weights"):
+        read_weights(build(), tmp_path)
+
+
+def test_a_trainer_that_dies_while_it_writes_leaves_the_last_weights(tmp_path, monkeypatch):
+    state = state_of(build())
+    first = publish_weights(state, tmp_path, version=1)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish_weights(state, tmp_path, version=2)
+    assert read_weights(build(), tmp_path) == first
+    assert publish_weights(state, tmp_path, version=3).version == 3
+    assert [path.name for path in tmp_path.iterdir()] == [weights.FILE]
+
+
+def test_weights_that_are_no_numbers_are_not_published(tmp_path):
+    state = state_of(build())
+    with torch.no_grad():
+        next(iter(state.model.parameters()))[3] = torch.nan
+    with pytest.raises(fk.CheckpointError, match="log-probabilities of version 2 are not finite"):
+        publish_weights(state, tmp_path, version=2, probe=torch.tensor([3, 3]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_does_not_say_its_vocabulary_needs_a_probe(tmp_path):
+    model = torch.nn.Embedding(5, 5)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    with pytest.raises(ValueError, match="Embedding does not say its vocab_size"):
+        publish_weights(state, tmp_path, version=0)
+    canary = publish_weights(state, tmp_path, version=0, probe=torch.tensor([1, 2]))
+    assert read_weights(torch.nn.Embedding(5, 5), tmp_path) == canary
+
+
+EVEN = attrs.evolve(SPEC, vocab_size=40)
+
+
+def layout_job(rank: int, world: int, folder: str, layout: dict[str, int]) -> Any:
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+
+    def build_shared(seed: int) -> fk.TrainState:
+        model = fk.Transformer(EVEN).double()
+        fk.init_weights(model, seed=seed)
+        model = fk.parallelize(model, mesh)
+        return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+
+    state = stepped(build_shared(0), world, fk.data_ranks(mesh)[0])
+    canary = publish_weights(state, folder, version=1)
+    whole = full_tensors(state.model)
+    generator = build_shared(3).model
+    assert read_weights(generator, folder) == canary
+    for name, tensor in full_tensors(generator).items():
+        assert torch.equal(tensor, whole[name]), name
+    return whole if rank == 0 else None
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=["fsdp", "tp", "cp"])
+def test_every_layout_publishes_the_whole_for_one_process(tmp_path, layout):
+    whole, _ = run_again(layout_job, 2, str(tmp_path), layout)
+    model = fk.Transformer(EVEN).double()
+    read_weights(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole[name]), name
+
+
+def pipelined(rank: int, world: int, folder: str) -> None:
+    publish_weights(build_state({"pp": 2}, world), folder, version=1)
+
+
+def test_pipelines_are_refused(tmp_path):
+    with pytest.raises(
+        RankError, match="split into pipeline stages, and no rank can run the probe"
+    ):
+        run_ranks(pipelined, 2, str(tmp_path))
