@@ -63,8 +63,8 @@ class State(fk.TrainState):
     stream: RolloutStream = attrs.field(repr=False)
 
 
-def build_state(stream: RolloutStream, mesh: Any = None) -> State:
-    model: nn.Module = Policy()
+def build_state(stream: RolloutStream, mesh: Any = None, model: nn.Module | None = None) -> State:
+    model = model or Policy()
     if mesh is not None:
         model = fk.parallelize(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

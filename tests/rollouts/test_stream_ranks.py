@@ -1,0 +1,151 @@
+"""Streams on two ranks: one reader for those that share data, one end, one error for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_again
+from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers
+
+import forgekit as fk
+from forgekit.rollouts.batch import join_rollouts
+from forgekit.rollouts.stream import RolloutStream
+
+ROWS = partial(join_rollouts, pad_to=8)
+SPEC = fk.TransformerSpec(
+    vocab_size=VOCABULARY, dim=8, layers=1, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=8
+)
+DATA, SHARED = {"dp_shard": 2}, {"tp": 2}
+
+
+class Asked:
+    """A stop request that comes after some looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def vote(self) -> float:
+        self.looks -= 1
+        return float(self.looks < 0)
+
+
+class Silent:
+    """A source from which nothing comes, and another that must not be asked."""
+
+    has_ended = False
+
+    def __init__(self, is_asked: bool = True) -> None:
+        self.is_asked = is_asked
+
+    def __repr__(self) -> str:
+        return "a silent source"
+
+    def read(self, timeout_s: float) -> None:
+        assert self.is_asked
+
+    def acknowledge(self, ids: Any) -> None: ...
+
+    def set_aside(self, message: Any, problem: str) -> None: ...
+
+
+def failing(count: int) -> Iterator[Any]:
+    yield from map(message, range(100, 100 + count))
+    raise OSError("the generator died")
+
+
+def source_of(kind: str, rank: int) -> Any:
+    if kind == "shared":
+        return map(message, range(3)) if rank == 0 else Silent(is_asked=False)
+    if kind == "stopped":
+        return Silent(is_asked=rank == 0)
+    counts = {"ragged": (5, 2), "bad": (3, 3), "failed": (5, 2), "late": (5, 2)}[kind]
+    first = [*map(message, range(100 * rank, 100 * rank + counts[rank]))]
+    if rank == 0 or kind in ("ragged", "bad"):
+        return iter(first)
+    return failing(2) if kind == "failed" else Silent()
+
+
+def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
+    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+    # On the rank that reads nothing, where there is one.
+    stop = Asked(3 if rank else 10**9) if kind == "stopped" else None
+    stream = RolloutStream(
+        source_of(kind, rank), to_batch=ROWS, mesh=mesh, stop=stop, timeout_s=0.05
+    )
+    state = build_state(stream, mesh, fk.Transformer(SPEC) if layout == SHARED else None)
+    seen: list[list[int]] = []
+    spoiled = iter([True])
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(numbers(batch))
+        found = loss_fn(model, batch)
+        is_bad = kind == "bad" and seen[-1] == [101] and next(spoiled, False)
+        return fk.Loss(found.sum * (torch.nan if is_bad else 1.0), found.count, found.metrics)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream, audit=layout == DATA)
+    try:
+        for group in fk.groups(stream, 2, end=stream):
+            state, _ = step(state, group)
+            stream.commit(state, saved=False)
+    except RuntimeError as error:
+        return seen, str(error)
+    return seen, (state.step, state.samples, int(state.targets))
+
+
+def test_ranks_whose_rollouts_end_at_different_times_end_together():
+    (first, one), (second, other) = run_again(train_job, 2, "ragged", DATA)
+    assert first == [[0], [1], [2], [3], [4], [], [], []]
+    assert second == [[100], [101], [], [], [], [], [], []]
+    assert one == other == (4, 16, 3 * 7)
+
+
+def test_a_bad_step_of_all_ranks_is_tried_again_by_all():
+    (first, one), (second, other) = run_again(train_job, 2, "bad", DATA)
+    assert first == [[0], [1], [0], [1], [2], [], [], []]
+    assert second == [[100], [101], [100], [101], [102], [], [], []]
+    assert one == other == (4, 16, 6 * 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("failed", "rank 1: OSError: the generator died"),
+        (
+            "late",
+            r"rank 1: TimeoutError: rank 1, reader 1 of 2, has waited 0 s for sample 0 of a silent "
+            r"source, and 0 of 1 message came. Are the generators alive\?",
+        ),
+    ],
+)
+def test_a_source_that_fails_on_one_rank_raises_on_all_after_the_step(kind, message):
+    results = run_again(train_job, 2, kind, DATA)
+    assert {error for _, error in results} == {message.replace("\\", "")}
+    assert results[0][0][:2] == [[0], [1]]
+    assert len(results[0][0]) == len(results[1][0])
+
+
+def test_ranks_that_share_data_have_one_reader():
+    (first, one), (second, other) = run_again(train_job, 2, "shared", SHARED)
+    assert first == second == [[0], [1], [2], [], [], []]
+    assert one == other == (3, 6, 9)
+
+
+def test_a_stop_request_of_any_rank_ends_the_wait_of_all_that_share_data():
+    (first, one), (second, other) = run_again(train_job, 2, "stopped", SHARED)
+    assert first == second == [[], []]
+    assert one == other == (1, 2, 0)
+
+
+def unwatched_job(rank: int, world: int) -> None:
+    mesh = fk.build_mesh(device="cpu")
+    stream = RolloutStream(map(message, range(3)), mesh=mesh)
+    with pytest.raises(RuntimeError, match="this stream is one of 2 and ends on its own"):
+        next(stream)
+
+
+def test_a_stream_of_several_ranks_needs_its_end():
+    run_again(unwatched_job, 2)
