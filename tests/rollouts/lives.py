@@ -1,0 +1,76 @@
+"""A trainer and a generator that may be killed at any moment, as functions for processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from rollouts.answers import Policy, State, loss_fn, message, numbers
+from torch import Tensor
+
+import forgekit as fk
+from forgekit.rollouts.sources import RedisSource
+from forgekit.rollouts.stream import RolloutStream
+
+
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Counted(State):
+    """How often the weights of this state have seen each message."""
+
+    counts: Tensor
+
+
+def train(url: str, folder: str, total: int, kill: tuple[str, int] | None = None) -> list[int]:
+    """Train to the end of the stream, saving each step; from the last checkpoint on, if any.
+
+    Args:
+        url: Of Redis.
+        folder: Of checkpoints.
+        total: Number of messages.
+        kill: A point of the loop, and the step at which this process is killed there.
+    """
+
+    def reach(point: str) -> None:
+        if kill == (point, state.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stream = RolloutStream(RedisSource(url), batch_size=2)
+    model, seen = Policy(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = torch.zeros(total, dtype=torch.int64)
+    state = Counted.create(model, optimizer, stream=stream, counts=counts)
+    if fk.latest_checkpoint(folder) is not None:
+        state = fk.checkpoint_load(state, folder)
+
+    def noting(model: Any, batch: Any) -> fk.Loss:
+        seen.extend(numbers(batch))
+        return loss_fn(model, batch)
+
+    step = fk.make_step(noting, schedule=fk.constant(0.1), end=stream)
+    for group in fk.groups(stream, 1, end=stream):
+        seen.clear()
+        reach("started")
+        state, _ = step(state, group)
+        reach("trained")
+        seen_now = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=total)
+        state = fk.donate(state, counts=state.counts + seen_now)
+        stream.commit(state, saved=False)
+        fk.checkpoint_save(state, folder, blocking=True, keep=2)
+        reach("saved")
+        stream.commit(state)
+        reach("committed")
+    return state.counts.tolist()
+
+
+def generate(url: str, total: int, done: str) -> None:
+    """Put every message that is not there yet, and then the end."""
+    source = RedisSource(url)
+    for number in range(total):
+        source.wait_for_room(6)
+        source.put(message(number), key=str(number))
+    source.end()
+    Path(done).touch()
