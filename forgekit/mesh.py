@@ -304,12 +304,13 @@ def mesh_of(
     return mesh
 
 
-def group_of(description: str, rows: list[list[int]]) -> dist.ProcessGroup:
+def group_of(description: str, rows: list[list[int]], *, alone: bool = False) -> dist.ProcessGroup:
     """This rank's group among rows of ranks: an earlier one of that description, or a new one.
 
     Args:
         description: What the group is for.
         rows: Ranks of each group, of all ranks; the same on every rank, which all call this.
+        alone: Whether it must not be the group of all ranks, which others use.
 
     Returns:
         The group.
@@ -317,7 +318,7 @@ def group_of(description: str, rows: list[list[int]]) -> dist.ProcessGroup:
     here = next(row for row in rows if dist.get_rank() in row)
     # gloo alone cannot serve accelerators, and there a group of all ranks is another one.
     is_whole = not torch.cuda.is_available() or dist.get_backend() != "gloo"
-    if len(here) == dist.get_world_size() and is_whole:
+    if len(here) == dist.get_world_size() and is_whole and not alone:
         return cast("dist.ProcessGroup", dist.group.WORLD)
     for group in dist.distributed_c10d._world.pg_map:  # torch's own list has no public name
         if group.group_desc == description and dist.get_process_group_ranks(group) == here:

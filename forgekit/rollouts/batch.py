@@ -77,6 +77,7 @@ def rollout_batch(
     advantages: Sequence[Any] | Tensor | None = None,
     scale: str | None = "std",
     pad_to: int | None = None,
+    rows: int | None = None,
 ) -> TensorDict:
     """Pack prompts and what was sampled after them into rows.
 
@@ -96,6 +97,8 @@ def rollout_batch(
         advantages: ``[n]``, or ``[new]`` for each answer; by default those of ``group_advantages``.
         scale: As for ``group_advantages``.
         pad_to: Positions of a row; that of the longest text if left out.
+        rows: Rows, those of padding included; as many as the texts fill if left out. A pipeline
+            needs as many in each micro-batch.
 
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
@@ -105,7 +108,7 @@ def rollout_batch(
 
     Raises:
         ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
-            is not finite, or a text is longer than a row.
+            is not finite, a text is longer than a row, or all of them than the rows.
 
     Examples:
         >>> from forgekit.evaluation.generate import Generated
@@ -115,7 +118,7 @@ def rollout_batch(
         ([[7, 8], [9, -100]], [[1.0, 1.0], [-1.0, 0.0]])
     """
     if not len(prompts):
-        return _padding(pad_to or 1)
+        return _padding(rows or 1, pad_to or 1)
     if advantages is None:
         advantages = group_advantages(rewards, groups, scale=scale)
     count = len(prompts)
@@ -140,22 +143,33 @@ def rollout_batch(
     sizes = [len(text["input_ids"]) for text in texts]
     width = pad_to or max(sizes)
     bins = pack(sizes, width, long="error")
-    rows = []
+    columns: dict[str, list[Tensor]] = {}
     for start, end in zip(bins.offsets[:-1], bins.offsets[1:], strict=True):
         pieces = [texts[document] for document in bins.documents[start:end]]
         for number, piece in enumerate(pieces):
             piece["doc_ids"] = torch.full_like(piece["input_ids"], number)
         joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         room = width - len(joined["input_ids"])
-        rows.append({n: F.pad(v, (0, room), value=FILLED.get(n, 0)) for n, v in joined.items()})
-    columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return TensorDict(columns, [len(rows)])
+        for name, values in joined.items():
+            row = F.pad(values, (0, room), value=FILLED.get(name, 0))
+            columns.setdefault(name, []).append(row)
+    count = len(bins.offsets) - 1
+    batch = TensorDict({name: torch.stack(column) for name, column in columns.items()}, [count])
+    if rows is None or count == rows:
+        return batch
+    if count > rows:
+        raise ValueError(
+            f"{len(texts)} texts fill {count} rows of {width} positions, and there are {rows}; "
+            "take more rows, longer ones, or fewer answers at a time."
+        )
+    return torch.cat([batch, _padding(rows - count, width)])  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
 def join_rollouts(
     messages: Sequence[Mapping[str, Any]],
     *,
     pad_to: int | None = None,
+    rows: int | None = None,
     scale: str | None = "std",
 ) -> TensorDict:
     """Build a micro-batch from messages of generators; a stream's ``to_batch`` by default.
@@ -166,6 +180,7 @@ def join_rollouts(
             ``versions`` (a number for all, or as there), ``groups``, ``trained`` and
             ``advantages``. Groups are those of a message: by default its answers are one.
         pad_to: As for ``rollout_batch``.
+        rows: As for ``rollout_batch``.
         scale: As for ``rollout_batch``.
 
     Returns:
@@ -189,7 +204,7 @@ def join_rollouts(
                 raise ValueError(f"{count} prompts came with {len(whole[name])} {name}.")
             column.extend(whole[name] if name != "groups" else [(number, g) for g in whole[name]])
     generated = _Answers(columns.pop("ids"), columns.pop("log_probs"))
-    return rollout_batch(generated=generated, pad_to=pad_to, **columns)
+    return rollout_batch(generated=generated, pad_to=pad_to, rows=rows, **columns)
 
 
 class _Answers(NamedTuple):
@@ -202,12 +217,12 @@ FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 """What stands on padding, where it is not 0."""
 
 
-def _padding(width: int) -> TensorDict:
+def _padding(rows: int, width: int) -> TensorDict:
     token, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
     text = _text(0, token, token, nothing, nothing, nothing, None)
     text["doc_ids"] = text["input_ids"]
     row = {n: F.pad(v, (0, width), value=FILLED.get(n, 0))[None] for n, v in text.items()}
-    return TensorDict(row, [1])
+    return TensorDict({name: values.repeat(rows, 1) for name, values in row.items()}, [rows])
 
 
 def _text(

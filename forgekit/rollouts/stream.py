@@ -33,10 +33,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checks import brief, check_integers, check_numbers, counted
 from forgekit.data.batch import IGNORED, mask_batch
-from forgekit.mesh import DATA_DIMENSIONS, data_ranks, group_of, process_rank
+from forgekit.mesh import data_ranks, process_rank
 from forgekit.parallel.agreement import exchange
 from forgekit.ranks import explain
 from forgekit.rollouts.batch import join_rollouts
+from forgekit.rollouts.sharing import Sharing
 from forgekit.rollouts.sources import LOOK_S, Message, Prefetched, as_source
 from forgekit.state import TrainState
 from forgekit.tensors import HostCopy
@@ -47,6 +48,9 @@ KEPT = 16
 """Messages set aside that a stream keeps; sources with a memory keep all."""
 
 log = logging.getLogger("forgekit")
+
+_Outcome = tuple[TensorDict | None, str | None, bool]
+"""A micro-batch; or why none comes: a problem, a stop that was asked for, or neither, its end."""
 
 
 class Stop(Protocol):
@@ -134,9 +138,8 @@ class RolloutStream:
         self.version: int | None = None
         self.wait_seconds = 0.0
         self.set_aside: deque[tuple[Any, str]] = deque(maxlen=KEPT)
-        self._sharing = _group_sharing_data(mesh)
-        self._is_reader = self._sharing is None or dist.get_rank(self._sharing) == 0
-        self._source = as_source(source) if self._is_reader else None
+        self._sharing = Sharing(mesh)
+        self._source = as_source(source) if self._sharing.is_first else None
         if prefetch and self._source is not None:
             self._source = Prefetched(self._source, prefetch)
         self._batch_size, self._to_batch = batch_size, to_batch
@@ -198,22 +201,30 @@ class RolloutStream:
 
     def _next(self, began: float) -> TensorDict | None:
         """Wait for the next micro-batch together with the ranks that share it; None at the end."""
+        if self._sharing.is_first:
+            outcome = self._sharing.send(self._read_batch(began))
+        else:
+            outcome = self._sharing.receive(self._pass_stop_on)
+        batch, self._problem, self._is_stopped = outcome
+        self._is_over = batch is None
+        return batch
+
+    def _wants_stop(self) -> bool:
+        return self._stop is not None and self._stop.vote() > 0
+
+    def _pass_stop_on(self) -> None:
+        if self._wants_stop():
+            self._sharing.ask_to_stop()
+
+    def _read_batch(self, began: float) -> _Outcome:
+        """Read until there is a micro-batch, or none will come."""
         while True:
-            batch, problem = self._look(began) if self._is_reader else (None, None)
-            is_over = self._is_reader and batch is None and self._source_has_ended()
-            wants_stop = self._stop is not None and self._stop.vote() > 0
-            told = [(batch, problem, is_over, wants_stop)]
-            if self._sharing is not None:
-                told *= dist.get_world_size(self._sharing)
-                dist.all_gather_object(told, told[0], group=self._sharing)
-            batch, problem, is_over, _ = told[0]
-            if batch is not None:
-                return batch
-            self._problem = problem
-            self._is_stopped = any(wants for *_, wants in told)
-            if is_over or problem is not None or self._is_stopped:
-                self._is_over = True
-                return None
+            batch, problem = self._look(began)
+            is_over = batch is None and self._source_has_ended()
+            if batch is not None or problem is not None or is_over:
+                return batch, problem, False
+            if self._wants_stop() or self._sharing.is_asked_to_stop():
+                return None, None, True
 
     def _look(self, began: float) -> tuple[TensorDict | None, str | None]:
         """Read for up to a second: a micro-batch, or why none will come."""
@@ -424,14 +435,3 @@ class RolloutStream:
             problems = dict.fromkeys(problem for problem in exchange(self._problem) if problem)
             raise RuntimeError("; ".join(problems))
         return votes < (dist.get_world_size() if dist.is_initialized() else 1)
-
-
-def _group_sharing_data(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks that read the same samples as this one; None if it is alone."""
-    _, world = data_ranks(mesh)
-    if mesh is None or mesh.size() == world:
-        return None
-    names = mesh.mesh_dim_names or ()
-    of_data = [dim for dim, name in enumerate(names) if name in DATA_DIMENSIONS]
-    ranks = mesh.mesh.movedim(of_data, list(range(len(of_data)))).reshape(world, -1)
-    return group_of("rollouts", ranks.tolist())

@@ -134,3 +134,4 @@ def test_a_hundred_kills_of_trainer_generator_and_redis_lose_nothing(tmp_path):
         for process in alive.values():
             process.kill()
         server.process.kill()
+        server.process.wait()

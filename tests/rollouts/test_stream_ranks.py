@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ class Silent:
 
     def read(self, timeout_s: float) -> None:
         assert self.is_asked
+        time.sleep(0.01)
 
     def acknowledge(self, ids: Any) -> None: ...
 
@@ -74,7 +76,11 @@ def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
     # On the rank that reads nothing, where there is one.
     stop = Asked(3 if rank else 10**9) if kind == "stopped" else None
     stream = RolloutStream(
-        source_of(kind, rank), to_batch=ROWS, mesh=mesh, stop=stop, timeout_s=0.05
+        source_of(kind, rank),
+        to_batch=ROWS,
+        mesh=mesh,
+        stop=stop,
+        timeout_s=0.05 if kind == "late" else 60,
     )
     state = build_state(stream, mesh, fk.Transformer(SPEC) if layout == SHARED else None)
     seen: list[list[int]] = []
