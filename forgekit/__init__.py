@@ -132,6 +132,27 @@ if _TYPE_CHECKING:
     from forgekit.evaluation.evaluate import evaluate as evaluate
     from forgekit.evaluation.averaged import averaged as averaged
     from forgekit.evaluation.generate import generate as generate
+    from forgekit.rollouts.batch import (
+        group_advantages as group_advantages,
+        join_rollouts as join_rollouts,
+        rollout_batch as rollout_batch,
+    )
+    from forgekit.rollouts.losses import (
+        KL as KL,
+        ImportanceCorrection as ImportanceCorrection,
+        cispo_loss as cispo_loss,
+        dapo_loss as dapo_loss,
+        dr_grpo_loss as dr_grpo_loss,
+        grpo_loss as grpo_loss,
+        gspo_loss as gspo_loss,
+        ppo_loss as ppo_loss,
+    )
+    from forgekit.rollouts.sources import RedisSource as RedisSource
+    from forgekit.rollouts.stream import RolloutStream as RolloutStream
+    from forgekit.rollouts.weights import (
+        publish_weights as publish_weights,
+        read_weights as read_weights,
+    )
     from forgekit.run.load_run import load_run as load_run
     from forgekit.report import wrap_up as wrap_up
     from forgekit.verification.verify import verify as verify
@@ -193,6 +214,12 @@ _NAMES = _MappingProxyType(
         "evaluation.evaluate": "evaluate",
         "evaluation.averaged": "averaged",
         "evaluation.generate": "generate",
+        "rollouts.batch": "group_advantages join_rollouts rollout_batch",
+        "rollouts.losses": "KL ImportanceCorrection cispo_loss dapo_loss dr_grpo_loss grpo_loss"
+        " gspo_loss ppo_loss",
+        "rollouts.sources": "RedisSource",
+        "rollouts.stream": "RolloutStream",
+        "rollouts.weights": "publish_weights read_weights",
         "run.load_run": "load_run",
         "report": "wrap_up",
         "verification.verify": "verify",

@@ -17,7 +17,16 @@ import pytest
 import forgekit as fk
 
 ROOT = Path(fk.__file__).parent
-OPTIONAL = ("tokenizers", "matplotlib", "transformers", "datasets", "pyarrow", "wandb", "pandas")
+OPTIONAL = (
+    "tokenizers",
+    "matplotlib",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "wandb",
+    "pandas",
+    "redis",
+)
 TESTING = ("pytest", "hypothesis", "oracle", "ranks", "tests", "conftest")
 
 
