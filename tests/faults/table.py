@@ -43,6 +43,7 @@ ROOMS = (
     "lora",
     "optim",
     "generation",
+    "rollouts",
     "metrics",
     "run",
     "plan",

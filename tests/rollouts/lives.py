@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,36 @@ class Counted(State):
     counts: Tensor
 
 
-def train(url: str, folder: str, total: int, kill: tuple[str, int] | None = None) -> list[int]:
+def end_process() -> None:
+    """Let the kernel kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    redis: Any,
+    folder: str,
+    total: int,
+    kill: tuple[str, int] | None = None,
+    *,
+    bad_step: int | None = None,
+    end: Callable[[], None] = end_process,
+) -> list[int]:
     """Train to the end of the stream, saving each step; from the last checkpoint on, if any.
 
     Args:
-        url: Of Redis.
+        redis: URL or client.
         folder: Of checkpoints.
         total: Number of messages.
         kill: A point of the loop, and the step at which this process is killed there.
+        bad_step: A step whose loss is NaN.
+        end: What kills it.
     """
 
     def reach(point: str) -> None:
         if kill == (point, state.step):
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
 
-    stream = RolloutStream(RedisSource(url), batch_size=2)
+    stream = RolloutStream(RedisSource(redis), batch_size=2)
     model, seen = Policy(), list[int]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = torch.zeros(total, dtype=torch.int64)
@@ -48,17 +64,21 @@ def train(url: str, folder: str, total: int, kill: tuple[str, int] | None = None
 
     def noting(model: Any, batch: Any) -> fk.Loss:
         seen.extend(numbers(batch))
-        return loss_fn(model, batch)
+        loss = loss_fn(model, batch)
+        factor = torch.nan if state.step == bad_step else 1.0
+        return fk.Loss(loss.sum * factor, loss.count, loss.metrics)
 
     step = fk.make_step(noting, schedule=fk.constant(0.1), end=stream)
     for group in fk.groups(stream, 1, end=stream):
         seen.clear()
         reach("started")
-        state, _ = step(state, group)
+        state, metrics = step(state, group)
         reach("trained")
-        seen_now = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=total)
-        state = fk.donate(state, counts=state.counts + seen_now)
+        if not metrics["skipped"]:
+            times = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=total)
+            state = fk.donate(state, counts=state.counts + times)
         stream.commit(state, saved=False)
+        reach("noted")
         fk.checkpoint_save(state, folder, blocking=True, keep=2)
         reach("saved")
         stream.commit(state)

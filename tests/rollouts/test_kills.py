@@ -46,7 +46,9 @@ def life(rank: int, world: int, *options: Any) -> list[int]:
     return lives.train(*options)
 
 
-@pytest.mark.parametrize("kill", [("started", 1), ("trained", 2), ("saved", 2), ("committed", 2)])
+@pytest.mark.parametrize(
+    "kill", [("started", 1), ("trained", 2), ("noted", 2), ("saved", 2), ("committed", 2)]
+)
 def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, url, kill):
     source = RedisSource(url)
     for number in range(7):
