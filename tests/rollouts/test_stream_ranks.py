@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,17 +22,6 @@ SPEC = fk.TransformerSpec(
     vocab_size=VOCABULARY, dim=8, layers=1, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=8
 )
 DATA, SHARED = {"dp_shard": 2}, {"tp": 2}
-
-
-class Asked:
-    """A stop request that comes after some looks."""
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def vote(self) -> float:
-        self.looks -= 1
-        return float(self.looks < 0)
 
 
 class Silent:
@@ -73,8 +63,9 @@ def source_of(kind: str, rank: int) -> Any:
 
 def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
     mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-    # On the rank that reads nothing, where there is one.
-    stop = Asked(3 if rank else 10**9) if kind == "stopped" else None
+    stop = fk.StopSignal(signals=())
+    if rank and kind == "stopped":  # on the rank that reads nothing
+        threading.Timer(0.2, stop.request, ["enough"]).start()
     stream = RolloutStream(
         source_of(kind, rank),
         to_batch=ROWS,
