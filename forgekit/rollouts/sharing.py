@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from forgekit.mesh import DATA_DIMENSIONS, data_ranks, group_of
 from forgekit.rollouts.sources import LOOK_S
 
-T = TypeVar("T")
 POLL_S = 0.002
 
 
 class Sharing:
-    """The ranks that read the same samples; all of them make it, one after the other data ranks.
+    """The ranks that read the same samples; every rank of the mesh makes one.
 
     Args:
-        mesh: What ``build_mesh`` returned.
+        mesh: What ``build_mesh`` returned; None for a rank that reads for itself.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -61,17 +60,17 @@ class Sharing:
         """Whether a rank has called ``ask_to_stop``."""
         return self._store is not None and self._store.check(["stop"])
 
-    def send(self, value: T) -> T:
-        """Send a value from the first rank to the others; returns it and waits for nobody."""
-        if self._group is not None:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-            for tensor in (torch.tensor([len(content)]), content):
-                self._sent.append((self._broadcast(tensor), tensor))
-            while self._sent and self._sent[0][0].is_completed():
-                self._sent.popleft()
-        return value
+    def send(self, value: Any) -> None:
+        """Send a value from the first rank to the others, and wait for none of them."""
+        if self._group is None:
+            return
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(content)]), content):
+            self._sent.append((self._broadcast(tensor), tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
 
     def receive(self, look: Callable[[], None]) -> Any:
         """Wait for what the first rank sends next, and call ``look`` every second."""

@@ -139,17 +139,19 @@ class RedisSource:
     Args:
         redis: A URL such as ``"redis://host:6379"``, or a client.
         name: Of the stream; other keys begin with it.
-        consumer: Names this reader, the same when it is started again: one for each data-parallel
-            rank, such as ``f"rank{rank}"``.
+
+    Attributes:
+        consumer: Names this reader, the same when it is started again. A ``RolloutStream`` names it
+            after its data-parallel rank: two of one name would read the same messages.
     """
 
     GROUP = "trainer"
 
-    def __init__(self, redis: Any, name: str = "rollouts", consumer: str = "rank0") -> None:
+    def __init__(self, redis: Any, name: str = "rollouts") -> None:
         from redis import Redis, exceptions
 
         self.has_ended = False
-        self.name, self.consumer = name, consumer
+        self.name, self.consumer = name, "rank0"
         timeouts = {"socket_timeout": 5 * LOOK_S, "socket_connect_timeout": LOOK_S}
         is_url = isinstance(redis, str)
         self._redis: Any = Redis.from_url(redis, **timeouts) if is_url else redis

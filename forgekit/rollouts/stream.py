@@ -38,7 +38,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.ranks import explain
 from forgekit.rollouts.batch import join_rollouts
 from forgekit.rollouts.sharing import Sharing
-from forgekit.rollouts.sources import LOOK_S, Message, Prefetched, as_source
+from forgekit.rollouts.sources import LOOK_S, Message, Prefetched, RedisSource, as_source
 from forgekit.state import TrainState
 from forgekit.tensors import HostCopy
 
@@ -88,6 +88,9 @@ class RolloutStream:
         to_batch: Makes a micro-batch of a list of messages; of none a row of padding.
             ``functools.partial(join_rollouts, pad_to=...)`` gives rows one length.
         mesh: What ``build_mesh`` returned.
+        shared: Whether one of the ranks that share data reads for all of them. False asks the
+            source of each, which must give them the same messages: a model that generates here on
+            all of them does.
         start: ``state.samples`` where the stream begins.
         prefetch: Messages that a thread reads ahead at most; 0 is strictly lazy.
         stop: The run's ``StopSignal``.
@@ -120,6 +123,7 @@ class RolloutStream:
         *,
         to_batch: Callable[[Sequence[Any]], TensorDict] = join_rollouts,
         mesh: DeviceMesh | None = None,
+        shared: bool = True,
         start: int = 0,
         prefetch: int = 0,
         stop: Stop | None = None,
@@ -138,13 +142,17 @@ class RolloutStream:
         self.version: int | None = None
         self.wait_seconds = 0.0
         self.set_aside: deque[tuple[Any, str]] = deque(maxlen=KEPT)
-        self._sharing = Sharing(mesh)
+        self._sharing = Sharing(mesh if shared else None)
+        self._round = 0  # of what is shared; what was sent before another one began is void
         self._source = as_source(source) if self._sharing.is_first else None
+        if isinstance(self._source, RedisSource):
+            self._source.consumer = f"rank{self.rank}"
         if prefetch and self._source is not None:
             self._source = Prefetched(self._source, prefetch)
         self._batch_size, self._to_batch = batch_size, to_batch
         self._stop, self._timeout_s, self._attempts = stop, timeout_s, attempts
         self._last: TensorDict | None = None
+        self._built: TensorDict | None = None  # of the last message that was taken
         self._taken: list[Message] = []  # for the next micro-batch
         self._again: deque[Message] = deque()  # given back
         self._out: dict[int, Message] = {}  # handed out and not acknowledged, by number
@@ -202,9 +210,12 @@ class RolloutStream:
     def _next(self, began: float) -> TensorDict | None:
         """Wait for the next micro-batch together with the ranks that share it; None at the end."""
         if self._sharing.is_first:
-            outcome = self._sharing.send(self._read_batch(began))
+            outcome = self._read_batch(began)
+            self._sharing.send((self._round, outcome))
         else:
-            outcome = self._sharing.receive(self._pass_stop_on)
+            sent, outcome = self._sharing.receive(self._pass_stop_on)
+            while sent != self._round:
+                sent, outcome = self._sharing.receive(self._pass_stop_on)
         batch, self._problem, self._is_stopped = outcome
         self._is_over = batch is None
         return batch
@@ -232,7 +243,9 @@ class RolloutStream:
             while len(self._taken) < self._batch_size and (message := self._read()):
                 self._take(message)
             is_due = len(self._taken) == self._batch_size or self._source_has_ended()
-            if self._taken and is_due:
+            if is_due and len(self._taken) == 1:
+                return self._built, None
+            if is_due and self._taken:
                 return self._to_batch([message.content for message in self._taken]), None
             if time.monotonic() - began > self._timeout_s:
                 raise TimeoutError(self._waited(began))
@@ -265,6 +278,7 @@ class RolloutStream:
         if self.version is not None and newest > self.version:
             problem = f"was sampled with version {newest}, and the trainer's is {self.version}"
             return self._set_aside(message, problem)
+        self._built = batch
         return self._taken.append(message)
 
     def _set_aside(self, message: Message, problem: str) -> None:
@@ -311,8 +325,8 @@ class RolloutStream:
         if state.samples != self.samples:
             raise RuntimeError(
                 f"samples up to {self.samples} were handed out and the state has taken "
-                f"{state.samples}: a step failed in between. Call stream.give_back() before the "
-                "next one."
+                f"{state.samples}: a step failed in between, after which stream.give_back() is "
+                "due, or the stream did not start at state.samples."
             )
         if self._unnoted > 1:
             raise RuntimeError(
@@ -332,6 +346,7 @@ class RolloutStream:
         """Read again what was handed out since the last commit, as after a step that raised."""
         self._again.extend(self._out.pop(n) for n in sorted(self._out) if n >= self._noted)
         self.samples = self._noted
+        self._round += 1
         self._reopen()
 
     def state_dict(self) -> dict[str, Any]:
@@ -366,6 +381,7 @@ class RolloutStream:
         self._again.extend(message for message in out if message.id not in self._trained)
         self._steps, self._out = [], {}
         self.samples = self._noted = state["samples"]
+        self._round += 1
         self._reopen()
         self._acknowledge()
 

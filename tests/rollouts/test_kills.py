@@ -5,41 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import random
 import shutil
-import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import pytest
 from ranks import RankError, run_ranks
 from redis import Redis
 from redis.exceptions import ConnectionError as AwayError
 from rollouts import lives
 from rollouts.answers import message
+from rollouts.conftest import free_port
 
 import forgekit as fk
 from forgekit.rollouts.sources import RedisSource
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-@pytest.fixture
-def url():
-    """A server that speaks Redis's protocol, in a thread."""
-    port = free_port()
-    server = fakeredis.TcpFakeServer(("127.0.0.1", port), server_type="redis")
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"redis://127.0.0.1:{port}"
-    server.shutdown()
-    server.server_close()
 
 
 def life(rank: int, world: int, *options: Any) -> list[int]:
@@ -49,17 +29,17 @@ def life(rank: int, world: int, *options: Any) -> list[int]:
 @pytest.mark.parametrize(
     "kill", [("started", 1), ("trained", 2), ("noted", 2), ("saved", 2), ("committed", 2)]
 )
-def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, url, kill):
-    source = RedisSource(url)
+def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, redis_url, kill):
+    source = RedisSource(redis_url)
     for number in range(7):
         source.put(message(number))
     source.end()
     with pytest.raises(RankError, match="died"):
-        run_ranks(life, 1, url, str(tmp_path), 7, kill)
+        run_ranks(life, 1, redis_url, str(tmp_path), 7, kill)
     assert fk.latest_checkpoint(tmp_path) is not None
-    (counts,) = run_ranks(life, 1, url, str(tmp_path), 7)
+    (counts,) = run_ranks(life, 1, redis_url, str(tmp_path), 7)
     assert counts == [1] * 7
-    assert Redis.from_url(url).xlen("rollouts") == 0
+    assert Redis.from_url(redis_url).xlen("rollouts") == 0
 
 
 class Server:

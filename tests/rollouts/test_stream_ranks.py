@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_again
+from redis import Redis
 from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers
 
 import forgekit as fk
 from forgekit.rollouts.batch import join_rollouts
+from forgekit.rollouts.sources import RedisSource
 from forgekit.rollouts.stream import RolloutStream
 
 ROWS = partial(join_rollouts, pad_to=8)
@@ -52,6 +54,8 @@ def failing(count: int) -> Iterator[Any]:
 def source_of(kind: str, rank: int) -> Any:
     if kind == "shared":
         return map(message, range(3)) if rank == 0 else Silent(is_asked=False)
+    if kind == "each":
+        return map(message, range(3))
     if kind == "stopped":
         return Silent(is_asked=rank == 0)
     counts = {"ragged": (5, 2), "bad": (3, 3), "failed": (5, 2), "late": (5, 2)}[kind]
@@ -68,6 +72,7 @@ def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
         threading.Timer(0.2, stop.request, ["enough"]).start()
     stream = RolloutStream(
         source_of(kind, rank),
+        shared=kind != "each",
         to_batch=ROWS,
         mesh=mesh,
         stop=stop,
@@ -125,8 +130,9 @@ def test_a_source_that_fails_on_one_rank_raises_on_all_after_the_step(kind, mess
     assert len(results[0][0]) == len(results[1][0])
 
 
-def test_ranks_that_share_data_have_one_reader():
-    (first, one), (second, other) = run_again(train_job, 2, "shared", SHARED)
+@pytest.mark.parametrize("kind", ["shared", "each"])
+def test_ranks_that_share_data_have_one_reader_or_one_source_each(kind):
+    (first, one), (second, other) = run_again(train_job, 2, kind, SHARED)
     assert first == second == [[0], [1], [2], [], [], []]
     assert one == other == (3, 6, 9)
 
@@ -135,6 +141,41 @@ def test_a_stop_request_of_any_rank_ends_the_wait_of_all_that_share_data():
     (first, one), (second, other) = run_again(train_job, 2, "stopped", SHARED)
     assert first == second == [[], []]
     assert one == other == (1, 2, 0)
+
+
+def failed_step_job(rank: int, world: int) -> list[list[int]]:
+    """The first rank has pulled more than the second when a step fails."""
+    mesh = fk.build_mesh(fk.MeshSpec(**SHARED), device="cpu")
+    source = map(message, range(4)) if rank == 0 else Silent(is_asked=False)
+    stream = RolloutStream(source, to_batch=ROWS, mesh=mesh)
+    stream.watch(lambda: True)
+    for _ in range(2 - rank):
+        next(stream)
+    stream.give_back()
+    return [numbers(next(stream)) for _ in range(4)]
+
+
+def test_what_was_sent_for_a_step_that_failed_is_void():
+    assert run_again(failed_step_job, 2) == [[[0], [1], [2], [3]]] * 2
+
+
+def redis_job(rank: int, world: int, url: str) -> list[int]:
+    mesh = fk.build_mesh(fk.MeshSpec(**DATA), device="cpu")
+    stream = RolloutStream(RedisSource(url), to_batch=ROWS, mesh=mesh)
+    stream.watch(lambda: True)
+    return [number for _ in range(3) for number in numbers(next(stream))]
+
+
+def test_data_ranks_share_the_messages_of_one_redis_stream(redis_url):
+    source = RedisSource(redis_url)
+    for number in range(5):
+        source.put(message(number))
+    source.end()
+    seen = run_again(redis_job, 2, redis_url)
+    assert sorted(seen[0] + seen[1]) == [*range(5)]
+    assert sorted(
+        c["name"] for c in Redis.from_url(redis_url).xinfo_consumers("rollouts", "trainer")
+    ) == [b"rank0", b"rank1"]
 
 
 def unwatched_job(rank: int, world: int) -> None:
