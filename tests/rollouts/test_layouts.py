@@ -74,8 +74,11 @@ def with_reference(messages: Any) -> Any:
     return batch
 
 
-def log_probs_of(model: nn.Module, batch: Any) -> Tensor:
+def log_probs_of(model: nn.Module, batch: Any, *, has_head: bool) -> Tensor:
     options = {"position_ids": batch["position_ids"], "doc_ids": batch["doc_ids"]}
+    if has_head:
+        head = partial(fk.linear_log_probs, labels=batch["labels"])
+        return model(batch["input_ids"], head=head, **options)
     logits: Any = model(batch["input_ids"], **options)
     at = batch["labels"].clamp(min=0)[..., None]
     return logits.log_softmax(-1).gather(-1, at)[..., 0]
@@ -142,7 +145,7 @@ def gradients_job(rank: int, world: int, layout: str, name: str, split: str, kin
 
     def loss(model: Any, batch: Any) -> fk.Loss:
         seen.append(len(made))
-        return LOSSES[name](log_probs_of(model, batch), batch)
+        return LOSSES[name](log_probs_of(model, batch, has_head=name != "dapo"), batch)
 
     group = next(fk.groups(stream, -(-COUNT // size), end=stream))
     totals = fk.reduce_totals(fk.accumulate(state, group, loss), state)
