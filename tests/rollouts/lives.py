@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,12 @@ def train(
     return state.counts.tolist()
 
 
-def generate(url: str, total: int, done: str) -> None:
+def generate(url: str, total: int, done: str, pause_s: float) -> None:
     """Put every message that is not there yet, and then the end."""
     source = RedisSource(url)
     for number in range(total):
         source.wait_for_room(6)
-        source.put(message(number), key=str(number))
+        if source.put(message(number), key=str(number)):
+            time.sleep(pause_s)
     source.end()
     Path(done).touch()

@@ -80,7 +80,7 @@ def test_a_hundred_kills_of_trainer_generator_and_redis_lose_nothing(tmp_path):
     done, folder = str(tmp_path / "done"), str(tmp_path / "checkpoints")
     programs = {
         "trainer": (lives.train, (server.url, folder, total)),
-        "generator": (lives.generate, (server.url, total, done)),
+        "generator": (lives.generate, (server.url, total, done, 0.2)),
     }
     draw = random.Random(0)
 
@@ -104,6 +104,7 @@ def test_a_hundred_kills_of_trainer_generator_and_redis_lose_nothing(tmp_path):
             for name, process in alive.items():
                 # A kill of Redis must not end them.
                 assert process.exitcode in (None, 0), (name, process.exitcode)
+        assert not Path(done).exists(), "the kills came too late"
         while not Path(done).exists() or alive["trainer"].exitcode is None:
             time.sleep(0.1)
             assert alive["generator"].exitcode in (None, 0)

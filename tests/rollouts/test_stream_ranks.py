@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_again
 from redis import Redis
 from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers
@@ -157,6 +158,22 @@ def failed_step_job(rank: int, world: int) -> list[list[int]]:
 
 def test_what_was_sent_for_a_step_that_failed_is_void():
     assert run_again(failed_step_job, 2) == [[[0], [1], [2], [3]]] * 2
+
+
+def ahead_job(rank: int, world: int) -> tuple[list[int], float]:
+    """The first rank pulls both micro-batches before a collective, the second one after it."""
+    mesh = fk.build_mesh(fk.MeshSpec(**SHARED), device="cpu")
+    source = map(message, range(2)) if rank == 0 else Silent(is_asked=False)
+    stream = RolloutStream(source, to_batch=ROWS, mesh=mesh)
+    total = torch.tensor(1.0 + rank)
+    seen = [numbers(next(stream)) for _ in range(2 - 2 * rank)]
+    dist.all_reduce(total)
+    seen += [numbers(next(stream)) for _ in range(2 * rank)]
+    return [number for one in seen for number in one], float(total)
+
+
+def test_what_is_sent_ahead_does_not_meet_a_steps_collectives():
+    assert run_again(ahead_job, 2) == [([0, 1], 3.0)] * 2
 
 
 def redis_job(rank: int, world: int, url: str) -> list[int]:
