@@ -22,6 +22,10 @@ own mean and deviation as a baseline shrink it by a factor that depends on the g
 Clipping adds bias against large changes. A mean over each sequence first weights tokens of short
 answers more, and tokens or constants as divisor do not.
 
+Ratios are those of the whole softmax, at the temperature of the sampler. Sample without ``top_k``
+and ``top_p``: a ratio does not tell what these leave out, and tokens that are never sampled are
+never corrected.
+
 A batch holds, ``[b s]`` each: ``labels`` (-100 where nothing is trained), ``log_probs`` of the
 sampler, ``advantages``, ``lengths`` (trained tokens of a token's sequence), and where they are
 asked for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it. A ``RolloutStream`` adds

@@ -183,6 +183,40 @@ def redis_job(rank: int, world: int, url: str) -> list[int]:
     return [number for _ in range(3) for number in numbers(next(stream))]
 
 
+def lives_job(rank: int, world: int, url: str, folder: str, is_killed: bool) -> list[int]:
+    """Messages of a life; one that is killed is not there to acknowledge what it has saved."""
+    mesh = fk.build_mesh(fk.MeshSpec(**DATA), device="cpu")
+    stream = RolloutStream(RedisSource(url), to_batch=ROWS, mesh=mesh)
+    state, seen = build_state(stream, mesh), list[int]()
+    if fk.latest_checkpoint(folder) is not None:
+        state = fk.checkpoint_load(state, folder)
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.extend(numbers(batch))
+        return loss_fn(model, batch)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    for group in fk.groups(stream, 1, end=stream):
+        state, _ = step(state, group)
+        stream.commit(state, saved=False)
+        fk.checkpoint_save(state, folder, blocking=True)
+        if is_killed and state.step == 2:
+            next(stream)  # read, and never trained by this life
+            return seen
+        stream.commit(state)
+    return seen
+
+
+def test_every_data_rank_goes_on_after_what_its_checkpoint_has_trained(redis_url, tmp_path):
+    source = RedisSource(redis_url)
+    for number in range(9):
+        source.put(message(number))
+    source.end()
+    lives = [run_again(lives_job, 2, redis_url, str(tmp_path), k) for k in (True, False)]
+    assert sorted(number for life in lives for seen in life for number in seen) == [*range(9)]
+    assert Redis.from_url(redis_url).xlen("rollouts") == 0
+
+
 def test_data_ranks_share_the_messages_of_one_redis_stream(redis_url):
     source = RedisSource(redis_url)
     for number in range(5):
