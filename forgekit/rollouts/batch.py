@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
+from forgekit.checks import check_choice
 from forgekit.data.batch import IGNORED
 from forgekit.data.packing import pack
 
@@ -34,12 +35,14 @@ def group_advantages(
         rewards are equal but for rounding: there is nothing to prefer.
 
     Raises:
-        ValueError: If a reward is not finite, or there are other numbers of rewards and groups.
+        ValueError: If a reward is not finite, there are other numbers of rewards and groups, or
+            ``scale`` is neither.
 
     Examples:
         >>> group_advantages([1.0, 0.0, 0.25, 0.5], ["a", "a", "b", "b"]).tolist()
         [1.0, -1.0, -1.0, 1.0]
     """
+    check_choice("scale", scale or "std", ["std"])
     values = torch.as_tensor(rewards, dtype=torch.float64)
     if values.shape != (len(groups),):
         raise ValueError(

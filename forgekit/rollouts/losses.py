@@ -44,6 +44,7 @@ from typing import Literal
 
 import attrs
 import torch
+from attrs.validators import in_
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -76,7 +77,7 @@ class KL:
     """
 
     weight: float
-    kind: Literal["k1", "k2", "k3"] = "k3"
+    kind: Literal["k1", "k2", "k3"] = attrs.field(default="k3", validator=in_(("k1", "k2", "k3")))
     ratio: bool = False
 
     def __call__(self, log_probs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
@@ -104,7 +105,9 @@ class ImportanceCorrection:
     """
 
     most: float = 2.0
-    kind: Literal["truncate", "mask"] = "truncate"
+    kind: Literal["truncate", "mask"] = attrs.field(
+        default="truncate", validator=in_(("truncate", "mask"))
+    )
 
     def __call__(self, old: Tensor, sampled: Tensor) -> Tensor:
         """Weights of positions."""

@@ -333,3 +333,17 @@ def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
         "doc_ids": [[0, 0, 0, 0, 1, 2, 2]],
         "position_ids": [[0, 1, 2, 3, 0, 0, 1]],
     }
+
+
+MISTYPED = {
+    "an estimator": (lambda: KL(0.1, "K3"), "'kind' must be in"),
+    "a correction": (lambda: ImportanceCorrection(2.0, "masked"), "'kind' must be in"),
+    "a scale": (lambda: group_advantages([1.0], [0], scale="Std"), "scale is 'Std'"),
+}
+
+
+@pytest.mark.parametrize("word", MISTYPED)
+def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss(word):
+    build, message = MISTYPED[word]
+    with pytest.raises(ValueError, match=message):
+        build()
