@@ -166,8 +166,6 @@ class RolloutStream:
         self._heard = self._unnoted = 0
         self._votes: HostCopy | None = None
 
-    # Micro-batches
-
     def __iter__(self) -> Iterator[TensorDict]:
         return self
 
@@ -305,8 +303,6 @@ class RolloutStream:
             "generators alive?"
         )
 
-    # What is trained
-
     def commit(self, state: TrainState, *, saved: bool = True) -> None:
         """Note what a step has trained, and acknowledge it once it cannot be lost.
 
@@ -412,8 +408,6 @@ class RolloutStream:
             log.warning("%s; what is trained is acknowledged later", error)
         else:
             self._trained, self._out = set(), {}
-
-    # The end of all ranks' data: what `groups` and `make_step` ask of `end=`
 
     def watch(self, has_more: Callable[[], bool]) -> None:  # noqa: ARG002
         """Go on with padding from here on; it is never looked ahead, which would sample early."""
