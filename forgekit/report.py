@@ -47,6 +47,11 @@ TOPICS = (
     ("Loss by source", "nats per target", "source/.+/loss", ""),
     ("Targets by source", "per step", "source/.+/targets", "zero"),
     ("Routers of experts", "", "moe/[^/]+", "log"),
+    ("Reward", "mean of the answers", "rollout/reward", ""),
+    ("Length of answers", "tokens", "rollout/length", "zero"),
+    ("Staleness of tokens", "versions", "rollout/staleness", "zero"),
+    ("Mismatch of trainer and sampler", "KL (k3), nats", "rollout/mismatch_kl", ""),
+    ("Share of clipped tokens", "", "rollout/clipped", "zero"),
     ("", "", ".+", ""),
 )
 """Title, unit, pattern and axis of charts; a metric is in the first that its name matches."""

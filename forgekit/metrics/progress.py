@@ -77,10 +77,11 @@ def _summary(row: Mapping[str, Any]) -> str:
     bad = f"  {counted(row['train/skipped'], 'bad step')}" if row["train/skipped"] else ""
     mfu = f"  mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else ""
     balance = f"  load {row['moe/load_max']:.2f}x" if "moe/load_max" in row else ""
+    reward = f"  reward {row['rollout/reward']:.3f}" if "rollout/reward" in row else ""
     pairs = "  ".join(["", *(f"{n} {row[f'dpo/{n}']:.3f}" for n in PAIRS if f"dpo/{n}" in row)])
     return (
         f"loss {row['train/loss_mean']:.4f}  lr {row['train/lr']:.1e}  "
-        f"{row['perf/tokens_per_second']:,.0f} tokens/s{balance}{pairs}{mfu}{bad}"
+        f"{row['perf/tokens_per_second']:,.0f} tokens/s{balance}{reward}{pairs}{mfu}{bad}"
     )
 
 

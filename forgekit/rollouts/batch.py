@@ -105,9 +105,9 @@ def rollout_batch(
 
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
-        ``log_probs`` float32, ``advantages`` float32, ``versions`` int64, ``lengths`` int64
-        (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and ``position_ids``. Of no
-        prompt one row of padding.
+        ``log_probs``, ``advantages`` and ``rewards`` (of a token's text) float32, ``versions``
+        int64, ``lengths`` int64 (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and
+        ``position_ids``. Of no prompt one row of padding.
 
     Raises:
         ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
@@ -138,6 +138,7 @@ def rollout_batch(
             torch.as_tensor(generated.ids[number]),
             torch.as_tensor(generated.log_probs[number], dtype=torch.float32),
             torch.as_tensor(advantages[number], dtype=torch.float32),
+            torch.as_tensor(float(rewards[number])),
             torch.as_tensor(by_answer[number] or 0),
             None if trained is None else trained[number],
         )
@@ -222,7 +223,7 @@ FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 
 def _padding(rows: int, width: int) -> TensorDict:
     token, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
-    text = _text(0, token, token, nothing, nothing, nothing, None)
+    text = _text(0, token, token, nothing, nothing, nothing, nothing, None)
     text["doc_ids"] = text["input_ids"]
     row = {n: F.pad(v, (0, width), value=FILLED.get(n, 0))[None] for n, v in text.items()}
     return TensorDict({name: values.repeat(rows, 1) for name, values in row.items()}, [rows])
@@ -234,6 +235,7 @@ def _text(
     ids: Tensor,
     log_probs: Tensor,
     advantages: Tensor,
+    reward: Tensor,
     versions: Tensor,
     trained: Any,
 ) -> dict[str, Tensor]:
@@ -265,6 +267,7 @@ def _text(
         "labels": at_new(labels[first:], IGNORED),
         "log_probs": at_new(log_probs),
         "advantages": at_new(advantages),
+        "rewards": at_new(reward),
         "versions": at_new(versions.long()),
         "lengths": at_new(is_trained.sum()),
         "position_ids": torch.arange(len(labels)),

@@ -140,7 +140,8 @@ def grpo_loss(
         ``Loss`` whose count is the number of sequences with a trained token, with the means over
         trained tokens ``rollout/ratio``, ``rollout/clipped`` (the share whose gradient the clip has
         ended), ``rollout/mismatch_kl`` (k3 of this policy against the sampler's), with a penalty
-        ``rollout/kl`` and, where the batch has ``staleness``, ``rollout/staleness``.
+        ``rollout/kl`` and, where the batch has ``staleness``, ``rollout/staleness``; and those over
+        sequences ``rollout/length`` and, where it has ``rewards``, ``rollout/reward``.
 
     Raises:
         KeyError: If the batch lacks what is asked for.
@@ -287,6 +288,7 @@ class _Terms:
     is_trained: Tensor
     lengths: Tensor
     metrics: dict[str, Tensor]
+    rewards: Tensor | None
 
     def over_tokens(self) -> Loss:
         return self._loss(self.losses, self.is_trained.sum())
@@ -297,8 +299,11 @@ class _Terms:
         return self._loss(torch.where(self.is_trained, self.losses * weights, 0.0), sequences)
 
     def _loss(self, losses: Tensor, count: Tensor) -> Loss:
-        tokens = self.is_trained.sum()
+        tokens, share = self.is_trained.sum(), torch.where(self.is_trained, 1 / self.lengths, 0.0)
         means = {f"rollout/{n}": (values.sum(), tokens) for n, values in self.metrics.items()}
+        means["rollout/length"] = tokens, share.sum()
+        if self.rewards is not None:
+            means["rollout/reward"] = (share * self.rewards).sum(), share.sum()
         return Loss(losses.sum(), count, means)
 
 
@@ -343,7 +348,8 @@ def _terms(
         penalty = kl(new, masked(batch["reference"]), ratio)
         losses, metrics["kl"] = losses + kl.weight * penalty, penalty
     metrics = {n: torch.where(is_trained, v.detach(), 0) for n, v in metrics.items()}
-    return _Terms(torch.where(is_trained, losses, 0.0), is_trained, lengths, metrics)
+    losses, rewards = torch.where(is_trained, losses, 0.0), batch.get("rewards", None)
+    return _Terms(losses, is_trained, lengths, metrics, rewards)
 
 
 def _sequence_means(log_ratio: Tensor, documents: Tensor, lengths: Tensor) -> Tensor:

@@ -289,9 +289,7 @@ class RedisSource:
         arguments = self.GROUP, self.consumer, {self.name: after}
         try:
             streams = self._redis.xreadgroup(*arguments, **options)
-        except self._exceptions.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
+        except self._exceptions.ResponseError:  # there is no group yet
             with contextlib.suppress(self._exceptions.ResponseError):  # another rank was faster
                 self._redis.xgroup_create(self.name, self.GROUP, id="0", mkstream=True)
             streams = self._redis.xreadgroup(*arguments, **options)

@@ -176,8 +176,12 @@ class Run:
                 self._note(state, "running")
         return state.step >= self._total or (self._stop is not None and self._stop.requested)
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, *, blocking: bool = False) -> None:
         """Save a checkpoint in the background, unless the run has this state saved already.
+
+        Args:
+            state: The state.
+            blocking: Whether to return once it is there, as before a stream's ``commit``.
 
         Raises:
             CheckpointError: If the save before this one failed.
@@ -186,7 +190,7 @@ class Run:
             return
         log = self._log
         with nullcontext() if log is None else log.outside(state.targets.device):
-            checkpoint_save(state, self.checkpoints, **self._options)
+            checkpoint_save(state, self.checkpoints, blocking=blocking, **self._options)
         self._saved = state.step
 
     def roll_back(

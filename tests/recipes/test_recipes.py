@@ -129,6 +129,18 @@ def check_pipeline(out, output):
     check_demonstration(out, output)
 
 
+def rollout(out, data):
+    return [f"out={out}", "steps=100", "save_every=25"]
+
+
+def check_rollout(out, output):
+    rewards = [row["rollout/reward"] for row in rows_of(out)]
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.9
+    assert status_of(out)["status"] == "finished"
+    assert saved_step(out) == 100
+
+
 def check_demonstration(out, output):
     losses = [row["train/loss"] for row in rows_of(out)]
     assert len(losses) == 2
@@ -236,6 +248,7 @@ RECIPES = {
     "tiny_llama": (tiny_llama, check_tiny_llama),
     "finetune": (finetune, check_finetune),
     "dpo": (dpo, check_dpo),
+    "rollout": (rollout, check_rollout),
 }
 
 
@@ -284,7 +297,8 @@ def test_a_recipe_is_read_without_opening_the_library(name):
 def test_the_recipes_read_alike(name):
     found = functions(name)
     assert list(found)[-4:] == ["loss_fn", "setup", "train", "main"] or name == "curriculum"
-    assert found["main"][1] == functions("pretrain")["main"][1]
+    main = functions("pretrain")["main"][1]
+    assert found["main"][1] == main or name == "rollout"  # which samples for a trainer too
     assert isinstance(last := found["setup"][0].body[-1], ast.Return)
     assert ast.unparse(last).startswith("return fk.Setup(state=state, step=step, loader=loader, ")
     loop = found["train"][1]

@@ -319,6 +319,15 @@ def answers() -> tuple[list[Any], Any, list[float], list[str]]:
     return prompts, generated, [1.0, 5.0, 0.0], ["p", "q", "p"]
 
 
+def test_rewards_and_lengths_are_means_over_answers_however_long():
+    trained = [[True, False, True], [True], [True]]
+    batch = rollout_batch(*answers(), trained=trained, pad_to=9)
+    for loss in (grpo_loss(batch["log_probs"], batch), dapo_loss(batch["log_probs"], batch)):
+        means = {name: float(a / b) for name, (a, b) in loss.metrics.items()}
+        assert means["rollout/reward"] == pytest.approx((1.0 + 5.0 + 0.0) / 3)
+        assert means["rollout/length"] == pytest.approx((2 + 1 + 1) / 3)
+
+
 def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
     trained = [[True, False, True], [True], [True]]
     versions = [[7, 7, 8], [7], [7]]
@@ -328,6 +337,7 @@ def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
         "labels": [[-100, 1, -100, 3, 9, -100, 8]],
         "log_probs": [[0, -1.0, 0, -3.0, -0.5, 0, -0.25]],
         "advantages": [[0, 1.0, 0, 1.0, 0, 0, -1.0]],
+        "rewards": [[0, 1.0, 0, 1.0, 5.0, 0, 0]],
         "versions": [[0, 7, 0, 8, 7, 0, 7]],
         "lengths": [[0, 2, 0, 2, 1, 0, 1]],
         "doc_ids": [[0, 0, 0, 0, 1, 2, 2]],

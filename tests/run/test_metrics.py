@@ -336,7 +336,12 @@ def test_wrong_arguments_say_what_is_right(tmp_path, state):
 
 def test_without_a_terminal_there_is_a_plain_line_per_row(tmp_path, state, capfd):
     with MetricsLog(tmp_path, every=2, total=4) as log:
-        watched = {"moe/load_max": 1.456, "dpo/margin": 0.25, "dpo/accuracy": 0.75}
+        watched = {
+            "moe/load_max": 1.456,
+            "rollout/reward": 0.5,
+            "dpo/margin": 0.25,
+            "dpo/accuracy": 0.75,
+        }
         state, _ = train(log, state, [1], lr=2.9e-3)
         state, _ = train(log, state, [2], lr=2.9e-3, skipped=1.0, **watched)
         log.event(state, {"eval/held_out/loss": 2.5})
@@ -346,7 +351,7 @@ def test_without_a_terminal_there_is_a_plain_line_per_row(tmp_path, state, capfd
     assert out == ""
     assert len(lines) == 3
     assert lines[0].startswith("step 2/4  loss 9.0000  lr 2.9e-03  ")
-    shown = " tokens/s  load 1.46x  margin 0.250  accuracy 0.750  1 bad step"
+    shown = " tokens/s  load 1.46x  reward 0.500  margin 0.250  accuracy 0.750  1 bad step"
     assert lines[0].endswith(shown)
     assert lines[1:] == ["step 2  eval/held_out/loss 2.5000", "saved"]
     assert "\x1b" not in err
