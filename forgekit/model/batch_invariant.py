@@ -10,6 +10,7 @@ that: backward computes the ordinary way, from the inputs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -74,6 +75,12 @@ def linear_by_tile(x: Tensor, weight: Tensor) -> Tensor:
 def silu_in_parts(x: Tensor) -> Tensor:
     """SiLU of ``[t f]``, in parts that no loop divides unevenly."""
     return torch.cat([F.silu(part) for part in x.flatten().split(PART)]).view_as(x)
+
+
+def telling(head: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell a head whose arguments have ``batch_invariant`` that this is asked of its logits."""
+    is_asking = "batch_invariant" in inspect.signature(head).parameters
+    return partial(head, batch_invariant=True) if is_asking else head
 
 
 def log_probs_of(logits: Tensor, temperature: float = 1.0) -> Tensor:

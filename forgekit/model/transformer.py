@@ -27,6 +27,7 @@ from forgekit.model.batch_invariant import (
     restarting_positions,
     rows_by_tile,
     silu_in_parts,
+    telling,
 )
 from forgekit.model.initial import init_weights
 from forgekit.model.layers import Attention, Block, FeedForward, rotary_angles, rotary_turns
@@ -191,7 +192,8 @@ class Transformer(nn.Module):
             doc_ids: ``[b s]`` int document of each position, -1 on padding. Attention stays inside
                 a document. Rotary positions are relative, so they need not restart.
             head: ``head(hidden, weight)`` in place of the output projection, with ``hidden``
-                ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss.
+                ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss. A model that is
+                ``batch_invariant`` passes that on to a head that takes an argument of this name.
             targets: ``[b s]`` bool, where the routers' auxiliary losses are summed; on every
                 position that is no padding if None. Without effect on a dense model.
             replay: ``[b s k]`` int experts by layer, such as ``"layers.0.feed_forward"``: used in
@@ -225,6 +227,8 @@ class Transformer(nn.Module):
         weight = self.embedding.weight if self.output is None else weight_of(self.output)
         if head is None:
             head = linear_by_tile if self.batch_invariant else F.linear
+        elif self.batch_invariant:
+            head = telling(head)
         return head(x, weight)
 
     @property

@@ -74,7 +74,7 @@ def linear_log_probs(
         temperature: What logits are divided by, above 0: that of the sampling.
         entropy: Whether to return the entropy of each position too.
         batch_invariant: Whether log-probabilities are to be bit for bit those that ``generate``
-            returns of a model that is ``batch_invariant`` too.
+            returns of a model that is ``batch_invariant``; as a head of such a model it is told.
 
     Returns:
         ``[...]`` natural logarithms in float32 or wider, 0 where the label is -100. With

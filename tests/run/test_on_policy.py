@@ -55,8 +55,8 @@ def headed(model, texts):
     """The log-probability of each next token, without logits."""
     ids = pad_sequence(texts, batch_first=True)
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-    options = {"temperature": TEMPERATURE, "batch_invariant": model.batch_invariant}
-    return list(model(ids, head=partial(fk.linear_log_probs, labels=labels, **options)))
+    head = partial(fk.linear_log_probs, labels=labels, temperature=TEMPERATURE)
+    return list(model(ids, head=head))
 
 
 def packed(model, texts):
