@@ -205,8 +205,12 @@ def take_held(totals: Totals, state: TrainState, gradient: Tensor | None) -> Hel
         ValueError: If they are not those of the totals.
     """
     held = totals.held
-    before = None if held is None or held.gradient is None else held.gradient()
-    if held is None or held.is_over or held.step != state.step or before is not gradient:
+    if held is None or held.is_over or held.step != state.step:
+        raise ValueError(GONE)
+    before = None if held.gradient is None else held.gradient()
+    # One that was freed is None too, as no gradient is that was cleared.
+    is_freed = held.gradient is not None and before is None
+    if is_freed or before is not gradient:
         raise ValueError(GONE)
     held.is_over = True
     return attrs.evolve(held, is_over=False)
