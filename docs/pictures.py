@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
+from lazy_clock import simulate
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
@@ -52,6 +54,7 @@ def main() -> None:
         "packing": draw_packing,
         "mixture": draw_mixture,
         "balance": draw_balance,
+        "lazy": draw_lazy,
     }
     for name, draw in pictures.items():
         _save(draw(), folder / f"{name}.png")
@@ -222,6 +225,36 @@ def _train_router(steps: int, *, is_usual: bool) -> list[float]:
         router.rebalance(counts, torch.tensor(data=True), 0.0)
         busiest.append(float(counts.max() / counts.mean()))
     return busiest
+
+
+def draw_lazy(steps: int = 4, micro_batches: int = 8) -> Figure:
+    """When a generator samples and a trainer trains: eager, eager without a reserve, and lazy."""
+    shown = {
+        "eager, 8 messages may wait": simulate(eager=True),
+        "eager, 1 message may wait": simulate(eager=True, most=1),
+        "lazy, 8 messages may wait": simulate(eager=False),
+    }
+    colors = {"of the trainer's version": RANKS[0], "of the version before": RANKS[1]}
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    for axes, (name, drawn) in zip(panels, shown.items(), strict=True):
+        drawn_messages = zip(drawn.clock.made, drawn.trained, strict=True)
+        for (made, version), (begins, stale) in islice(drawn_messages, steps * micro_batches):
+            color = list(colors.values())[stale]
+            for lane, at in enumerate((made, begins)):
+                axes.barh(lane, 1, left=at, height=0.92, color=color, edgecolor="w", linewidth=0.7)
+                axes.text(at + 0.5, lane, str(version), ha="center", va="center", fontsize=6)
+        for when in drawn.clock.published[1 : steps + 1]:
+            axes.axvline(when, color="#30343b", linewidth=1, linestyle="--")
+        axes.set_yticks((0, 1), ("generator", "trainer"))
+        axes.tick_params(left=False)
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        means = f"staleness {drawn.staleness:.2f}, trainer idle {drawn.idle:.1%}"
+        axes.set_title(f"{name}: {means}", fontsize=10, loc="left")
+    panels[-1].set_xlabel("time, in messages")
+    _legend(figure, colors)
+    return figure
 
 
 def draw_timeline(schedule: PipelineSchedule, ranks: int = 4, micro_batches: int = 8) -> Figure:

@@ -15,6 +15,7 @@ from pathlib import Path
 import floors
 import pytest
 from distributed.matrix import LAYOUTS
+from lazy_clock import simulate
 from runs import launch, load_recipe
 
 import forgekit as fk
@@ -88,6 +89,16 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         assert 0 < double < 1e-10, name
 
 
+def test_the_table_of_lazy_and_eager_is_what_the_simulated_clock_says():
+    rows = re.findall(
+        r"^\| (eager|lazy) \| (\d) \|(.*)\|$", (DOCS / "rollouts.md").read_text(), re.M
+    )
+    assert len(rows) == 3
+    for kind, most, cells in rows:
+        found = simulate(eager=kind == "eager", most=int(most))
+        assert cells.strip() == f"{found.staleness:.2f} | {found.idle:.1%}"
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -104,6 +115,7 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
         "docs/finetuning.md",
         "docs/performance.md",
         "docs/hooks.md",
+        "docs/rollouts.md",
     ],
 )
 def test_names_of_tests_and_files_in_the_text_exist(name):
