@@ -36,7 +36,7 @@ class Config:
     redis: str | None = key(None, "URL of a Redis server; none: the run samples by itself.")
     seed: int = key(0, "Seed of weights and samples.", at_least=0)
     steps: int = key(150, "Optimizer steps of the whole run.", at_least=0)
-    prompts: int = key(16, "Prompts of a step, over all ranks.", at_least=1)
+    global_batch_size: int = key(16, "Prompts of a step, over all ranks.", at_least=1)
     batch_size: int = key(4, "Prompts of a rank's micro-batch.", at_least=1)
     answers: int = key(16, "Answers to a prompt: its group.", at_least=2)
     eager: bool = key(False, "Whether a step begins once all its rollouts are there.")
@@ -118,7 +118,7 @@ def train(config, run):
     """Save, publish, step; stop cleanly when asked to."""
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
-    groups = fk.groups(loader, config.prompts // (config.batch_size * loader.world), end=loader)
+    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size), end=loader)
     log = run.start(built, every=10, total=config.steps)
     with log, loader, stop:
         for batches in groups:

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checks import brief, check_integers, check_numbers, counted
 from forgekit.data.batch import IGNORED, mask_batch
+from forgekit.data.groups import count_micro_batches
 from forgekit.mesh import data_ranks, process_rank
 from forgekit.parallel.agreement import exchange
 from forgekit.ranks import explain
@@ -165,6 +166,14 @@ class RolloutStream:
         self._problem: str | None = None
         self._heard = self._unnoted = 0
         self._votes: HostCopy | None = None
+
+    def micro_batches(self, global_batch_size: int) -> int:
+        """Count the micro-batches of a step that takes so many messages over all ranks.
+
+        Raises:
+            ValueError: If that is not a whole number of at least 1.
+        """
+        return count_micro_batches(global_batch_size, self._batch_size, self.world)
 
     def __iter__(self) -> Iterator[TensorDict]:
         return self

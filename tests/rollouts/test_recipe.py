@@ -12,7 +12,7 @@ from runs import launch, rows_of, saved_step, status_of
 
 from forgekit.cli import recipes_folder
 
-SMALL = ("prompts=4", "batch_size=2", "answers=4", "save_every=2", "ahead=2")
+SMALL = ("global_batch_size=4", "batch_size=2", "answers=4", "save_every=2", "ahead=2")
 
 
 def test_two_ranks_train_on_what_generators_send_and_go_on_after_a_kill(tmp_path, redis_url):

@@ -53,6 +53,13 @@ SOURCES = {
 }
 
 
+def test_a_global_batch_that_messages_do_not_fill_is_refused():
+    stream = RolloutStream(iter(()), batch_size=4)
+    assert stream.micro_batches(16) == 4
+    with pytest.raises(ValueError, match="global_batch_size 10"):
+        stream.micro_batches(10)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
