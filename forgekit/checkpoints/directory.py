@@ -35,8 +35,9 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
 
@@ -57,6 +58,10 @@ from forgekit.ranks import CheckpointError, Ranks, explain
 MANIFEST = "manifest.json"
 FORMAT = 3
 """Of the files and the manifest; counts up when this version could not be read by earlier ones."""
+FAULTY = 100
+"""Folders without a good manifest that retention passes over, the newest first, in each save."""
+SHOWN = 20
+"""Steps in a message that lists the checkpoints."""
 PAUSES_S = (0.5, 2.0, 8.0)
 """Between tries to read a file of a storage that does not answer."""
 CHUNK_BYTES = 4 << 20
@@ -86,7 +91,8 @@ class Keep:
     """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
 
     The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
-    Only committed checkpoints count.
+    Only committed checkpoints count. ``best`` reads the manifests of all of them after each save;
+    the other rules those that may go.
 
     Attributes:
         last: How many of the newest, at least 1.
@@ -126,15 +132,16 @@ class Keep:
             The steps that stay.
         """
         steps = sorted(metrics)
-        kept = set(steps[-self.last :])
-        if self.every is not None:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        if self.milestones:
-            kept |= {step for step in steps if step & (step - 1) == 0}
+        kept = set(steps[-self.last :]) | set(filter(self.names, steps))
         measured = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
         # Of equally good ones the newest.
         ranked = sorted(measured, key=lambda s: (-measured[s] if self.largest else measured[s], -s))
         return kept | set(ranked[: self.best])
+
+    def names(self, step: int) -> bool:
+        """Whether a step stays for its number alone, by ``every`` or ``milestones``."""
+        is_multiple = self.every is not None and step > 0 and step % self.every == 0
+        return is_multiple or (self.milestones and step & (step - 1) == 0)
 
 
 @attrs.frozen
@@ -153,7 +160,7 @@ class LocalStorage:
     def names(self, step: int | None = None) -> list[str]:
         """List the directory, or a checkpoint's folder; nothing if it is not there."""
         folder = self.directory if step is None else self.path(step)
-        return [path.name for path in folder.iterdir()] if folder.exists() else []
+        return os.listdir(folder) if folder.exists() else []  # Paths would cost ten times as much
 
     def opened(self, step: int, name: str) -> BinaryIO:
         """Open a file of a checkpoint."""
@@ -390,25 +397,38 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
     """
     # The symlink moves after the commit, so a crash may leave it one behind.
     storage = storage_of(directory)
-    steps = committed(storage)
-    return storage.path(max(steps)) if steps else None
+    step = newest(storage)
+    return None if step is None else storage.path(step)
 
 
-def committed(storage: Storage) -> dict[int, Manifest]:
-    """Return the manifests of the checkpoints by step."""
-    return survey(storage)[0]
+def newest(storage: Storage) -> int | None:
+    """Return the step of the newest checkpoint; None if there is none."""
+    return next((step for step, _ in committed(storage)), None)
 
 
-def survey(storage: Storage) -> tuple[dict[int, Manifest], dict[int, str]]:
-    """Return the manifests of the checkpoints, and the faults of what only looks like one."""
-    manifests: dict[int, Manifest] = {}
-    faults: dict[int, str] = {}
-    for step in steps_among(patiently(storage.names, str(storage))):
+def steps_in(storage: Storage) -> list[int]:
+    """Return the steps that have a folder, the newest first; not all need be checkpoints."""
+    return sorted(steps_among(patiently(storage.names, str(storage))), reverse=True)
+
+
+def committed(
+    storage: Storage,
+    steps: Iterable[int] | None = None,
+    faults: dict[int, str] | None = None,
+) -> Iterator[tuple[int, Manifest]]:
+    """Yield steps and manifests of checkpoints, each read when it is asked for.
+
+    Args:
+        storage: Where they are.
+        steps: Which, in what order; all, the newest first, by default.
+        faults: Takes the fault of each folder that was passed over, as it only looks like one.
+    """
+    for step in steps_in(storage) if steps is None else steps:
         try:
-            manifests[step] = read_manifest(storage, step)
+            yield step, read_manifest(storage, step)
         except ManifestError as error:
-            faults[step] = str(error)
-    return manifests, faults
+            if faults is not None:
+                faults[step] = str(error)
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
@@ -447,26 +467,52 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
         keep: The rule; None keeps all.
         saved: The step that was just saved.
     """
-    manifests, faults = survey(storage)
-    for step, fault in faults.items():
-        if fault != "is missing":
-            path = storage.path(step)
-            log.warning("%s is kept and not counted: its %s %s", path, MANIFEST, fault)
-    if max(manifests, default=saved) > saved:
+    metrics: dict[int, float | None] = {}
+    faults: dict[int, str] = {}
+
+    def needed() -> Iterator[int]:
+        """The steps whose manifest decides; those that stay whatever it says may be many."""
+        for step in steps_in(storage):
+            if len(faults) == FAULTY or (keep is None and metrics):
+                return
+            is_open = keep is None or keep.best or len(metrics) < keep.last
+            if is_open or not keep.names(step):
+                yield step
+
+    for step, manifest in committed(storage, needed(), faults):
+        metrics[step] = manifest.get("metric")
+    damaged = {step: fault for step, fault in faults.items() if fault != "is missing"}
+    if damaged:
+        log.warning("%s is kept and not counted: %s", *describe_faults(storage, damaged))
+    if max(metrics, default=saved) > saved:
         log.warning(
             "%s holds step %d, newer than step %d that was just saved, and a resumed run will "
             "start from there. Delete the newer ones or save to another directory.",
-            *(storage, max(manifests), saved),
+            *(storage, max(metrics), saved),
         )
     if keep is not None:
-        kept = keep.of({step: manifest.get("metric") for step, manifest in manifests.items()})
-        _discard(storage, sorted(manifests.keys() - kept - {saved}))
+        _discard(storage, sorted(metrics.keys() - keep.of(metrics) - {saved}))
 
 
 def discard_after(storage: Storage, step: int) -> None:
     """Delete the checkpoints after a step to which a run was rolled back; ``latest`` names it."""
     storage.point_latest(step)  # first, so that it never names a deleted one
-    _discard(storage, sorted(newer for newer in committed(storage) if newer > step))
+    later = [newer for newer in steps_in(storage) if newer > step]
+    _discard(storage, sorted(newer for newer, _ in committed(storage, later)))
+
+
+def describe(storage: Storage) -> str:
+    """List the steps of the checkpoints, of many the newest."""
+    steps = [str(step) for step, _ in islice(committed(storage), SHOWN + 1)]
+    older = "older ones, " if len(steps) > SHOWN else ""
+    return older + (", ".join(reversed(steps[:SHOWN])) or "none")
+
+
+def describe_faults(storage: Storage, faults: Mapping[int, str]) -> tuple[Path | str, str]:
+    """Return a folder without a good manifest, and what is wrong with it and with how many more."""
+    step, fault = next(iter(faults.items()))
+    more = f" ({len(faults) - 1} more folders are no checkpoints)" if len(faults) > 1 else ""
+    return storage.path(step), f"its {MANIFEST} {fault}{more}"
 
 
 def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]) -> str | None:

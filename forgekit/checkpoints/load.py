@@ -10,6 +10,7 @@ import os
 import posixpath
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +23,13 @@ from forgekit.checkpoints.directory import (
     MANIFEST,
     Manifest,
     Storage,
+    committed,
+    describe,
+    describe_faults,
     find_damage,
     runs_of,
+    steps_in,
     storage_of,
-    survey,
 )
 from forgekit.checkpoints.save import as_json, join_saves, ranks_of, shard_name, wait_for_saves
 from forgekit.checkpoints.state_dict import (
@@ -49,6 +53,9 @@ from forgekit.ranks import CheckpointError, Ranks, explain
 from forgekit.state import TrainState, donate
 
 log = logging.getLogger("forgekit")
+
+NEAR = 8
+"""Folders older than the newest checkpoint in which one of another run is noticed."""
 
 Part = Literal["model", "optimizer", "fields"]
 
@@ -95,7 +102,7 @@ def checkpoint_load(
         ValueError: If a part is unknown or the model is not among them, if a URL was made into a
             ``Path``, or if adapters are merged.
         CheckpointError: If ``step`` is not there, if no checkpoint is whole or can be read, if the
-            directory has checkpoints of several runs, or if the checkpoint is of another format,
+            newest checkpoints are of several runs, or if the checkpoint is of another format,
             data, model or optimizer, or holds streams of another number of ranks. The same on
             every rank.
 
@@ -182,13 +189,19 @@ def choose_checkpoint(
 def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manifest]]:
     """Yield the checkpoints that may be loaded; refuse to start over where there might be one."""
     storage.restore_replaced()
-    manifests, faults = survey(storage)
-    for at, fault in faults.items():
-        log.warning("%s does not count: its %s %s", storage.path(at), MANIFEST, fault)
-    if step is not None and step not in manifests:
-        there = ", ".join(map(str, sorted(manifests))) or "none"
-        why = f" Its {MANIFEST} {faults[step]}." if step in faults else ""
-        raise CheckpointError(f"{storage} has no committed step {step}; it has {there}.{why}")
+    steps, faults = steps_in(storage), {}
+    if step is not None:
+        steps = [step] if step in steps else []
+    manifests = dict(islice(committed(storage, steps, faults), 1))
+    behind = steps.index(next(iter(manifests))) + 1 if manifests else len(steps)
+    manifests |= committed(storage, steps[behind : behind + NEAR], faults)
+    if faults:
+        log.warning("%s does not count: %s", *describe_faults(storage, faults))
+    if step is not None and not manifests:
+        why = f" Its {MANIFEST} {faults[step]}." if faults else ""
+        raise CheckpointError(
+            f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
+        )
     if not manifests and MANIFEST in storage.names():
         raise CheckpointError(
             f"{storage} is a checkpoint itself; name the directory that holds it, and choose it "
@@ -202,19 +215,20 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
                 f"{fault}. Restore it, or delete the folder to start over."
             )
     runs = runs_of(manifests)
-    if step is None and len(runs) > 1:
+    if len(runs) > 1:
         raise CheckpointError(
             f"{storage} has checkpoints of {len(runs)} runs (the newest are of steps "
             f"{' and '.join(map(str, runs.values()))}): somebody copied one in. Move those of the "
             "other run away, or choose with step=."
         )
-    for at in sorted(manifests, reverse=True) if step is None else [step]:
-        if (kind := manifests[at]["format"]) != FORMAT:
+    older = committed(storage, steps[behind + NEAR :])
+    for at, manifest in chain(manifests.items(), older):
+        if (kind := manifest["format"]) != FORMAT:
             raise CheckpointError(
                 f"{storage.path(at)} has format {kind!r}, and this version of forgekit reads "
                 f"format {FORMAT}. Load it with the version that wrote it."
             )
-        yield at, manifests[at]
+        yield at, manifest
 
 
 def path_inside(manifest: Manifest, name: str) -> str:

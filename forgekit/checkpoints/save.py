@@ -32,9 +32,9 @@ from forgekit.checkpoints.directory import (
     Storage,
     committed,
     format_manifest,
+    newest,
     only_warns,
     retain,
-    runs_of,
     step_name,
     storage_of,
 )
@@ -313,9 +313,9 @@ def _write(
                         box = descriptions[rank]["boxes"][key]
                         chunks = manifest["tensors"][key].setdefault("chunks", [])
                         chunks.append([rank, chunk_name(key, box), box])
-                runs = runs_of(committed(storage))
+                runs = (earlier["run"] for _, earlier in committed(storage) if "run" in earlier)
                 manifest |= {
-                    "run": max(runs, key=lambda run: runs[run], default=uuid.uuid4().hex),
+                    "run": next(runs, None) or uuid.uuid4().hex,
                     "world": ranks.world,
                     "files": {name: entry for part in files for name, entry in part.items()},
                     "folder": inside,
@@ -347,7 +347,7 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) 
 
 def _remains(storage: Storage) -> str:
     try:
-        steps = committed(storage)
+        step = newest(storage)
     except Exception:  # whatever made the save fail
         return "they cannot be listed now"
-    return f"{step_name(max(steps))} is good" if steps else "there is none"
+    return "there is none" if step is None else f"{step_name(step)} is good"

@@ -192,7 +192,7 @@ def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
 
     (out / "checkpoints").mkdir()
     storage = storage_of(run / "checkpoints")
-    for step in committed(storage):
+    for step, _ in committed(storage):
         if step < before:
             path = Path(storage.path(step))
             (out / "checkpoints" / path.name).symlink_to(path.resolve())

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
-from forgekit.checkpoints.directory import committed, discard_after, storage_of
+from forgekit.checkpoints.directory import committed, describe, discard_after, storage_of
 from forgekit.checkpoints.load import checkpoint_load
 from forgekit.checkpoints.save import ranks_of, wait_for_saves
 from forgekit.checkpoints.state_dict import is_per_rank, saved_fields
@@ -164,17 +164,18 @@ def _load_before(
 ) -> StateT:
     """Load the newest good checkpoint up to a step and delete those after it."""
     ranks, storage = ranks_of(state), storage_of(directory)
-    saved = ranks.first(lambda: sorted(committed(storage)))
+    saved = committed(storage)  # only the first rank reads directories
+    earlier = (candidate for candidate, _ in saved if candidate <= step)
     damaged = []
-    for candidate in [earlier for earlier in reversed(saved) if earlier <= step]:
+    while (candidate := ranks.first(lambda: next(earlier, None))) is not None:
         try:
             state = checkpoint_load(state, directory, step=candidate)
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        ranks.first(lambda: discard_after(storage, candidate))  # noqa: B023
+        ranks.first(lambda: discard_after(storage, candidate))
         return state
-    there = ", ".join(map(str, saved)) or "none"
+    there = ranks.first(lambda: describe(storage))
     raise BadStepError(
         f"{which} cannot be rolled back: {directory} has no good checkpoint of step {step} or "
         f"before; it has {there}. {' '.join(damaged)} Save more often, or save step 0."

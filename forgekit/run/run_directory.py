@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 import torch
 
-from forgekit.checkpoints.directory import Keep, committed, storage_of
+from forgekit.checkpoints.directory import Keep, newest, storage_of
 from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
 from forgekit.checks import check_integers
 from forgekit.environment import is_library
@@ -282,7 +282,7 @@ class Run:
 
     def _give_up(self, reason: str) -> None:
         """Write that the run was stopped during a step, and where it will go on."""
-        saved = max(committed(storage_of(self.checkpoints)), default=None)
+        saved = newest(storage_of(self.checkpoints))
         self._write_last("stopped", reason=reason, step=saved)
         at = "the start" if saved is None else f"step {saved}"
         self._say(f"stopped ({reason}); the same command goes on from {at}")
