@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from forgekit.urls import Location as Location
     from forgekit.mesh import (
         MeshSpec as MeshSpec,
         build_mesh as build_mesh,
@@ -159,6 +160,7 @@ if _TYPE_CHECKING:
 
 _NAMES = _MappingProxyType(
     {
+        "urls": "Location",
         "mesh": "MeshSpec build_mesh data_ranks process_rank shutdown",
         "data.token_files": "write_tokens",
         "data.packing": "pack",

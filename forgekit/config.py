@@ -30,6 +30,7 @@ from cattrs import Converter
 
 from forgekit.checks import path_problem
 from forgekit.terminal import printable, tell_once
+from forgekit.urls import Url, is_url
 
 __all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]
 
@@ -37,7 +38,7 @@ ConfigT = TypeVar("ConfigT")
 Problems = list[tuple[str, str]]
 """Pairs of dotted path and text; the path is empty for the configuration as a whole."""
 UNKNOWN, REQUIRED = "unknown key", "required, but not given"
-SCALARS = (bool, int, float, str, Path)
+SCALARS = (bool, int, float, str, Path, Url)
 LONGEST = 60
 
 
@@ -274,7 +275,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | Url) else value
 
 
 def _merge(kind: Any, old: Any, new: Any) -> Any:
@@ -370,6 +371,8 @@ def _read_union(value: Any, kind: Any) -> Any:
     is_text = str in arms or any("none" in get_args(arm) for arm in arms)
     if NoneType in _arms(kind) and (value is None or (value == "none" and not is_text)):
         return None
+    if Path in arms and Url in arms:  # each would refuse with less to say
+        arms.remove(Path if is_url(value) else Url)
     if len(arms) == 1:
         return _CONVERTER.structure(value, arms[0])
     for arm in arms:
@@ -419,7 +422,14 @@ def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
 
 
 def _read_scalar(value: Any, kind: Any) -> Any:
+    if kind is Url and is_url(value):
+        return Url(value.rstrip("/"))
     if kind is Path and isinstance(value, str | Path):
+        if is_url(value):
+            raise _refusal(
+                f"expected a path, read the URL {value}; a key that takes URLs too is declared "
+                "as forgekit.Location in the recipe's Config"
+            )
         if wrong := path_problem(str(value)):
             raise _refusal(f"the path {wrong}")
         return Path(value).expanduser()

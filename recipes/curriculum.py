@@ -26,7 +26,7 @@ class Data:
     """Sources by name, and how they are mixed at first."""
 
     path: Path = key(Path("data/curriculum"), "Folder for the token files of the sources.")
-    sources: dict[str, Path] = key(SOURCES, "Files or folders by name.")
+    sources: dict[str, fk.Location] = key(SOURCES, "Files or folders by name.")
     weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "Shares.", at_least=0)
     temperature: float = key(1.0, "Above 1 evens the weights, to inf.", at_least=0, inf=True)
     seq_len: int = key(256, "Positions in a row.", at_least=1)
@@ -46,7 +46,7 @@ class Phase:
 class Config:
     """Many tables at first, then more mail, at last no tables while the rate cools down."""
 
-    out: Path = key(Path("runs/curriculum"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/curriculum"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights and data order.", at_least=0)
     steps: int = key(200, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)

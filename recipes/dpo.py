@@ -27,7 +27,7 @@ from forgekit.config import key, load_config, to_dict
 class Data:
     """Pairs of answers; both of a pair are in one row."""
 
-    path: Path = key(Path("recipes/examples/preferences.jsonl"), "A .jsonl file.")
+    path: fk.Location = key(Path("recipes/examples/preferences.jsonl"), "A .jsonl file.")
     held_out_every: int = key(10, "One pair in so many is held out.", at_least=2)
     long: Literal["error", "drop"] = key("error", "What becomes of longer pairs.")
 
@@ -46,7 +46,7 @@ class Config:
     """A few passes over a small set of pairs."""
 
     base: Path = key(Path("runs/tuned"), "A Hugging Face directory, with its tokenizer.")
-    out: Path = key(Path("runs/dpo"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/dpo"), "Run directory; a run that is there goes on.")
     export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
     reference: Literal["adapter", "model"] = key("adapter", "adapters off, or a frozen copy.")
     kind: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "The loss of a pair; see above.")

@@ -23,7 +23,7 @@ from forgekit.config import key, load_config, to_dict
 class Data:
     """Conversations, or prompts and completions."""
 
-    path: Path = key(Path("recipes/examples/chats.jsonl"), "A .jsonl file.")
+    path: fk.Location = key(Path("recipes/examples/chats.jsonl"), "A .jsonl file.")
     held_out_every: int = key(20, "One line in so many is held out.", at_least=2)
     long: Literal["error", "truncate", "drop"] = key("error", "What becomes of longer examples.")
 
@@ -53,7 +53,7 @@ class Config:
     """A few passes over a small set of conversations."""
 
     base: Path = key(Path("runs/tiny_llama"), "A Hugging Face directory, with its tokenizer.")
-    out: Path = key(Path("runs/finetune"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/finetune"), "Run directory; a run that is there goes on.")
     export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
     seed: int = key(0, "Seed of data order and dropout.", at_least=0)
     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)

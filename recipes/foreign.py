@@ -17,7 +17,7 @@ from forgekit.config import key, load_config, to_dict
 class Data:
     """What to train on, in tokens of the model's own tokenizer."""
 
-    path: Path = key(Path("data/tokens"), "A token file.")
+    path: fk.Location = key(Path("data/tokens"), "A token file.")
     seq_len: int = key(256, "Positions in a row.", at_least=1)
 
 
@@ -27,7 +27,7 @@ class Config:
 
     base: Path = key(Path("base"), "A directory with config.json and safetensors.")
     export: Path | None = key(None, "Where the result is written for transformers.")
-    out: Path = key(Path("runs/foreign"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/foreign"), "Run directory; a run that is there goes on.")
     steps: int = key(100, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
     batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 4.", at_least=1)

@@ -26,7 +26,7 @@ from forgekit.config import key, load_config, to_dict
 class Config:
     """A model of two layers, as many as copying needs."""
 
-    out: Path = key(Path("runs/long_context"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/long_context"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights and data.", at_least=0)
     steps: int = key(300, "Optimizer steps of the whole run.", at_least=0)
     seq_len: int = key(512, "Positions in a row, over all ranks that share it.", at_least=8)

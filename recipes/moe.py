@@ -34,7 +34,7 @@ SMALL = fk.TransformerSpec(
 class Data:
     """What to train on."""
 
-    path: Path = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
+    path: fk.Location = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
     doc_ids: bool = key(False, "Whether attention stays inside documents.")
@@ -53,7 +53,7 @@ class Optim:
 class Config:
     """A small model that learns on two CPU cores."""
 
-    out: Path = key(Path("runs/moe"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/moe"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights, data order and dropout.", at_least=0)
     steps: int = key(400, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)

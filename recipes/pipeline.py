@@ -27,7 +27,7 @@ VOCAB = 64
 class Config:
     """Four small layers that learn to count."""
 
-    out: Path = key(Path("runs/pipeline"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/pipeline"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights and data.", at_least=0)
     steps: int = key(60, "Optimizer steps of the whole run.", at_least=0)
     micro_batches: int = key(8, "Micro-batches; more make the bubble smaller.", at_least=1)

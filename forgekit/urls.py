@@ -1,0 +1,263 @@
+"""URLs of object stores: named like paths, read and written with patience.
+
+A bucket is reached through a network that stumbles. What may pass (a time-out, a refused or cut
+connection, a store that throttles or fails) is tried again after growing pauses, for minutes; what
+will not (no credentials, no such bucket, no permission) is refused at once, in one sentence. An
+object that is not there is neither: that is an answer. "Could not ask" never looks like it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import SystemRandom
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+from forgekit.environment import require
+
+PATIENCE_S = 300.0
+"""How long a store may fail to answer before a run gives up."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(::[^/]*)?://")
+_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
+_ANSWERS = (
+    *(FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError),
+    *(ValueError, TypeError, ImportError, AssertionError),
+)
+"""Errors that say something about an object, or about the caller."""
+_ANSWERED = (errno.EINVAL, errno.ELOOP, errno.ENXIO)
+"""Errors of opening a pipe, a socket or a link as a file."""
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+"""Errors of file systems that no pause cures."""
+_PASSING = (
+    *("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),
+    *("Throttling", "ThrottlingException", "SlowDown", "OperationAborted"),
+    *("ConditionalRequestConflict", "408", "409", "425", "429"),
+)
+"""S3's codes below 500 for what may pass: throttled, or a request that arrived torn or late."""
+PRECONDITION = ("PreconditionFailed", "412")
+"""S3's codes for an object that is not as a conditional write supposes."""
+_CREDENTIALS = "Set the store's usual variables, such as AWS_PROFILE or AWS_ACCESS_KEY_ID"
+_REMEDIES = MappingProxyType(
+    {
+        "NoSuchBucket": "there is no such bucket. Make it, or correct the URL",
+        "NoCredentialsError": f"no credentials were given. {_CREDENTIALS}",
+        "PartialCredentialsError": f"half of the credentials are not given. {_CREDENTIALS}",
+        "InvalidAccessKeyId": f"the store does not know the access key. {_CREDENTIALS}",
+        "SignatureDoesNotMatch": f"the secret key is not that of the access key. {_CREDENTIALS}",
+        "ParamValidationError": "no bucket has such a name. Correct the URL",
+        "ExpiredToken": "the credentials have expired. Renew them",
+        "RequestTimeTooSkewed": "the clock of this machine differs from the store's by more than "
+        "it allows. Set the clock",
+    }
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger("forgekit")
+
+
+class UrlError(OSError):
+    """What is behind a URL cannot be reached; the message is one sentence with the remedy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EIO, text)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class Url(str):
+    """A URL that is joined like a path; a ``Path`` would merge its slashes.
+
+    Examples:
+        >>> Url("s3://bucket/runs/") / "a"
+        's3://bucket/runs/a'
+        >>> (Url("s3://bucket/runs") / "a").name
+        'a'
+    """
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> Url:
+        return Url(f"{self.rstrip('/')}/{os.fspath(name).strip('/')}")
+
+    @property
+    def name(self) -> str:
+        """What follows the last slash."""
+        return self.rstrip("/").rpartition("/")[2]
+
+
+Location: TypeAlias = Path | Url
+"""A path or a URL."""
+
+
+def is_url(value: object) -> bool:
+    """Whether a value is text with a scheme, such as ``s3://bucket/run``."""
+    return isinstance(value, str) and _URL.match(value) is not None
+
+
+def path_or_url(value: str | os.PathLike[str]) -> Location:
+    """Read what may be a path or a URL.
+
+    Raises:
+        ValueError: If it is a URL that became a path.
+
+    Examples:
+        >>> path_or_url("s3://bucket/run/"), path_or_url("runs/a").name
+        ('s3://bucket/run', 'a')
+    """
+    text = os.fspath(value)
+    if is_url(text):
+        return Url(text.rstrip("/"))
+    if isinstance(value, Path) and _URL_AS_PATH.match(text):
+        raise ValueError(
+            f"{text} looks like a URL that became a Path, which merges its slashes. "
+            "Pass the URL as a string."
+        )
+    return Path(text)
+
+
+def fs_of(url: str) -> tuple[Any, str]:
+    """Return the file system of fsspec for a URL, and the URL as this file system takes it.
+
+    It remembers no listings, which others may change.
+
+    Raises:
+        ValueError: If no installed package knows the URL's scheme.
+        ImportError: If the package that fsspec needs for it is not installed.
+    """
+    from fsspec import available_protocols
+    from fsspec.core import url_to_fs
+
+    match = _URL.match(url)
+    scheme = match[1].lower() if match else ""
+    if scheme not in available_protocols():
+        raise ValueError(
+            f"{url} has the scheme {scheme!r}, which is not known. s3:// is that of buckets; "
+            "fsspec lists all others."
+        )
+    if scheme in ("s3", "s3a"):
+        require("s3fs", extra="s3")
+    fs, root = url_to_fs(url, use_listings_cache=False)
+    return fs, root.rstrip("/")
+
+
+def names_below(fs: Any, root: str) -> list[str]:
+    """List a folder; an empty list if it is not there.
+
+    Raises:
+        UrlError: If its bucket is not there, or the store cannot be asked.
+    """
+    try:
+        name = fs.unstrip_protocol(root)
+        paths = retried(lambda: fs.ls(root, detail=False, refresh=True), name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+
+def retried(action: Callable[[], T], name: str, *, patience_s: float | None = None) -> T:
+    """Do what needs a store, again after growing pauses while it does not answer.
+
+    Args:
+        action: What to do; it may be done several times, also after it was done unnoticed.
+        name: What is read or written, for messages.
+        patience_s: How long it may take; None is ``PATIENCE_S``.
+
+    Raises:
+        FileNotFoundError: If there is no such object, and other errors of ``action`` that say
+            something about the object.
+        UrlError: If the store refuses, or has not answered in time.
+    """
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    began = time.monotonic()
+    for pause in (*_pauses(patience_s), None):
+        try:
+            return action()
+        except Exception as error:  # stores have errors of their own
+            if (refusal := _refusal(error)) is not None:
+                raise UrlError(f"{name}: {refusal}.") from error
+            if _is_answer(error):
+                raise
+            waited = time.monotonic() - began
+            if pause is None or waited + pause > patience_s:
+                raise UrlError(
+                    f"{name}: the store has not answered in {patience_s:.0f} s: {_brief(error)}."
+                ) from error
+            log.warning("%s: %s; next try in %.1f s", name, _brief(error), pause)
+            time.sleep(pause)
+    raise AssertionError
+
+
+def local_folder() -> Path:
+    """Return where copies of what is behind URLs are kept on this machine.
+
+    ``FORGEKIT_CACHE``, else ``XDG_CACHE_HOME/forgekit``, else ``~/.cache/forgekit``.
+    """
+    if chosen := os.environ.get("FORGEKIT_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "forgekit"
+
+
+def _pauses(patience_s: float) -> Iterator[float]:
+    """Growing pauses, together no longer than the patience; no two ranks pause alike."""
+    pause, total = FIRST_PAUSE_S, 0.0
+    while total + pause <= patience_s:
+        yield min(pause * SystemRandom().uniform(0.7, 1.3), patience_s - total)
+        total += pause
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Say why no pause can help, and what can; None if one can, or it is an answer."""
+    code = _code(error)
+    if code in _REMEDIES:
+        return _REMEDIES[code]
+    if isinstance(error, PermissionError):
+        return f"the store permits no access ({_brief(error)}). Check credentials and permissions"
+    if getattr(error, "errno", None) in _LASTING:
+        return _brief(error)
+    response = _response(error)
+    status = (response or {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    is_wrong = 300 <= status < 500 and code not in _PASSING
+    if is_wrong and not isinstance(error, FileNotFoundError) and code not in PRECONDITION:
+        return f"the store refuses the request ({_brief(error)})"
+    return None
+
+
+def _is_answer(error: BaseException) -> bool:
+    if (code := _code(error)) in _PASSING:  # fsspec calls a torn upload an invalid argument
+        return False
+    return (
+        code in PRECONDITION
+        or isinstance(error, _ANSWERS)
+        or getattr(error, "errno", None) in _ANSWERED
+    )
+
+
+def _response(error: BaseException) -> dict[str, Any] | None:
+    """What the store has answered: s3fs keeps botocore's error as the cause of its own."""
+    for one in (error, error.__cause__, error.__context__):
+        if isinstance(response := getattr(one, "response", None), dict):
+            return response
+    return None
+
+
+def _code(error: BaseException) -> str:
+    """The code of the store's answer, else the name of the error."""
+    response = _response(error)
+    return str(response.get("Error", {}).get("Code")) if response else type(error).__name__
+
+
+def _brief(error: BaseException) -> str:
+    text = str(getattr(error, "strerror", None) or error).strip().rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

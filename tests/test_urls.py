@@ -1,0 +1,169 @@
+"""URLs: joined like paths, told apart from paths, asked again where that can help."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import attrs
+import pytest
+from botocore.exceptions import ClientError, NoCredentialsError, ParamValidationError
+from s3fs.errors import translate_boto_error
+
+import forgekit as fk
+from forgekit import urls
+from forgekit.config import ConfigError, key, load_config, structure, to_dict
+from forgekit.ranks import explain
+from forgekit.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
+
+
+@attrs.frozen
+class Config:
+    out: fk.Location = key(Path("runs"), "Where.")  # noqa: RUF009
+    old: Path = key(Path("data"), "A path alone.")  # noqa: RUF009
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://a", "file:///tmp/a"])
+def test_a_key_of_a_recipe_takes_a_url(url):
+    config = load_config(Config, [f"out={url}/"])
+    assert config.out == url
+    assert config.out / "checkpoints" == f"{url}/checkpoints"
+    assert to_dict(config) == {"out": url, "old": "data"}
+    assert structure(Config, to_dict(config)) == config
+
+
+def test_a_key_of_a_recipe_takes_a_path_and_names_what_is_neither():
+    assert load_config(Config, ["out=runs/a"]).out == Path("runs/a")
+    with pytest.raises(ConfigError, match="out: the path is empty"):
+        structure(Config, {"out": ""})
+    with pytest.raises(ConfigError, match=r"out: expected Path, read 5 \(int\)"):
+        structure(Config, {"out": 5})
+
+
+def test_a_key_that_is_a_path_says_how_it_would_take_a_url():
+    message = r"old: expected a path, read the URL s3://b/r; .* declared as forgekit\.Location"
+    with pytest.raises(ConfigError, match=message):
+        structure(Config, {"old": "s3://b/r"})
+
+
+def test_a_url_that_became_a_path_is_named():
+    assert path_or_url("a/b") == Path("a/b")
+    assert isinstance(path_or_url("s3://b/r"), Url)
+    with pytest.raises(ValueError, match=r"s3:/b/r looks like a URL .* Pass the URL as a string"):
+        path_or_url(Path("s3://b/r"))
+
+
+def test_a_scheme_that_nothing_knows_is_named():
+    with pytest.raises(ValueError, match="nowhere://a has the scheme 'nowhere', which is not know"):
+        fs_of("nowhere://a")
+
+
+def test_a_listing_names_what_is_there_and_nothing_where_nothing_is():
+    fs, root = fs_of("memory://listed/run/")
+    assert names_below(fs, root) == []
+    fs.pipe_file(f"{root}/a", b"")
+    fs.pipe_file(f"{root}/b/c", b"")
+    assert sorted(names_below(fs, root)) == ["a", "b"]
+    fs.rm("/listed", recursive=True)
+
+
+def answered(code, status, operation="PutObject"):
+    """What s3fs raises for an answer of the store."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(answer, operation))
+
+
+PASSING = {
+    "time-out": TimeoutError(),
+    "connection": ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    "unknown": RuntimeError("SlowDown: reduce your request rate"),
+    "500": answered("InternalError", 500),
+    "503": answered("SlowDown", 503),
+    "throttled": answered("ThrottlingException", 400),
+    "torn": answered("IncompleteBody", 400),
+    "damaged": answered("BadDigest", 400),
+    "late": answered("RequestTimeout", 400),
+    "disk": OSError(errno.EIO, "Input/output error"),
+}
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses that would have been made."""
+    made = []
+    monkeypatch.setattr(urls.time, "sleep", made.append)
+    return made
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_may_pass_is_tried_again_after_growing_pauses(name, pauses):
+    left = [4]
+
+    def action():
+        left[0] -= 1
+        if left[0]:
+            raise PASSING[name]
+        return "done"
+
+    assert retried(action, "s3://b/x") == "done"
+    assert len(pauses) == 3
+    for pause, middle in zip(pauses, (0.5, 1.0, 2.0), strict=True):
+        assert 0.69 * middle < pause < 1.31 * middle
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_there_is_a_limit_to_it(name, pauses):
+    def action():
+        raise PASSING[name]
+
+    message = "s3://b/x: the store has not answered in 60 s: "
+    with pytest.raises(UrlError, match=message) as refusal:
+        retried(action, "s3://b/x", patience_s=60)
+    assert 20 < sum(pauses) <= 60
+    assert explain(refusal.value) == str(refusal.value)
+
+
+REFUSED = {
+    "no such bucket": (answered("NoSuchBucket", 404), "there is no such bucket. Make it"),
+    "name": (ParamValidationError(report=""), "no bucket has such a name. Correct the URL"),
+    "no credentials": (NoCredentialsError(), "no credentials were given. Set .*AWS_PROFILE"),
+    "key": (answered("InvalidAccessKeyId", 403), "the store does not know the access key"),
+    "secret": (answered("SignatureDoesNotMatch", 403), "the secret key is not that of the access"),
+    "expired": (answered("ExpiredToken", 400), "the credentials have expired. Renew them"),
+    "clock": (answered("RequestTimeTooSkewed", 403), "the clock of this machine differs from"),
+    "permission": (answered("AccessDenied", 403), "the store permits no access .*Check cred"),
+    "region": (answered("PermanentRedirect", 301), "the store refuses the request"),
+    "disk": (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_pause_can_cure_is_refused_at_once(name, pauses):
+    error, message = REFUSED[name]
+
+    def action():
+        raise error
+
+    with pytest.raises(UrlError, match=f"^s3://b/x: .*{message}"):
+        retried(action, "s3://b/x")
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("x"),
+        answered("NoSuchKey", 404),
+        answered("PreconditionFailed", 412),
+        OSError(errno.EINVAL, "Not a regular file"),
+        ValueError("a manifest of another format"),
+    ],
+)
+def test_an_answer_is_no_failure(error, pauses):
+    def action():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        retried(action, "s3://b/x")
+    assert raised.value is error
+    assert pauses == []
