@@ -90,6 +90,12 @@ if _TYPE_CHECKING:
     from forgekit.steps.totals import Totals as Totals, reduce_totals as reduce_totals
     from forgekit.steps.audit.agreement import UnreducedError as UnreducedError
     from forgekit.steps.gradients import grad_norms as grad_norms, gradients as gradients
+    from forgekit.steps.replicas import (
+        OneGroup as OneGroup,
+        Part as Part,
+        Replicas as Replicas,
+        sum_replicas as sum_replicas,
+    )
     from forgekit.steps.clip import (
         Correction as Correction,
         SpikeLimit as SpikeLimit,
@@ -103,6 +109,7 @@ if _TYPE_CHECKING:
         held_out_loader as held_out_loader,
         train_loader as train_loader,
     )
+    from forgekit.run.replica_groups import join_replicas as join_replicas
     from forgekit.run.run_directory import every as every, open_run as open_run
     from forgekit.checkpoints.save import (
         PendingSave as PendingSave,
@@ -195,10 +202,12 @@ _NAMES = _MappingProxyType(
         "steps.totals": "Totals reduce_totals",
         "steps.audit.agreement": "UnreducedError",
         "steps.gradients": "grad_norms gradients",
+        "steps.replicas": "OneGroup Part Replicas sum_replicas",
         "steps.clip": "Correction SpikeLimit clip",
         "steps.update": "update",
         "steps.make_step": "make_step step_metrics",
         "run.setup": "Setup fitting_batch_size held_out_loader train_loader",
+        "run.replica_groups": "join_replicas",
         "run.run_directory": "every open_run",
         "checkpoints.save": "PendingSave checkpoint_save",
         "checkpoints.load": "checkpoint_load",

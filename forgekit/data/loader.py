@@ -179,6 +179,29 @@ class MicroBatches:
         return read_rows(self.dataset, self.rows(samples).tolist())
 
 
+@attrs.frozen(eq=False)
+class Share:
+    """One replica group's micro-batches of a step: sized, lazy, iterable once.
+
+    Attributes:
+        first_number: Number of the first one in the step; dropout is seeded by it, so that it does
+            not depend on who computes which micro-batch.
+        samples: Rows in them, over the group's ranks and without padding; 0 for a group that is one
+            too many. Such a group has a micro-batch of another one, of which nothing counts.
+    """
+
+    first_number: int
+    samples: int
+    _size: int
+    _take: Callable[[], TensorDict]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return (self._take() for _ in range(self._size))
+
+
 class Loader:
     """One rank's micro-batches, in order; ``make_loader`` makes one.
 
@@ -192,6 +215,7 @@ class Loader:
         self._reader = Reader()
         self._position = 0  # micro-batches taken since batches.start
         self._loops = 0
+        self._part = slice(0, 1, 1)  # of each step's micro-batches, and how many those are
 
     @property
     def dataset(self) -> Any:
@@ -206,7 +230,7 @@ class Loader:
     @property
     def samples(self) -> int:
         """Rows that all ranks have consumed, without padding, after the last micro-batch."""
-        return self._batches.consumed(self._position)
+        return self._batches.consumed(_number(self._part, self._position) - self._part.start)
 
     @property
     def is_endless(self) -> bool:
@@ -242,6 +266,54 @@ class Loader:
         self.close()
         self._batches = attrs.evolve(self._batches, start=start, skips=tuple(skip))
         self._position = 0
+
+    def share(
+        self,
+        start: int,
+        micro_batches: int,
+        index: int = 0,
+        participants: int = 1,
+        *,
+        skip: Skips = (),
+    ) -> Share:
+        """Take a replica group's part of the next step's micro-batches.
+
+        The parts are runs of micro-batches that differ in length by one at most. What is read ahead
+        is thrown away where the step or the part is not the one that was expected: when a group
+        has come or gone, and after a step that is done again.
+
+        Args:
+            start: As in ``make_loader``: ``state.samples``.
+            micro_batches: Those of the whole step, ``micro_batches(global_batch_size)``.
+            index: Of this group among the participants of the step.
+            participants: Their number.
+            skip: As in ``make_loader``: ``state.skips``.
+
+        Raises:
+            ValueError: If the loader has an end, or there is no such participant.
+
+        Examples:
+            >>> import torch
+            >>> rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
+            >>> loader = make_loader(rows, batch_size=1, shuffle=False)
+            >>> [batch["input_ids"].item() for batch in loader.share(0, 4, 1, 3)]
+            [1]
+            >>> [batch["input_ids"].item() for batch in loader.share(4, 4, 1, 2)]
+            [6, 7]
+        """
+        check_rank(index, participants)
+        if not self.is_endless:
+            raise ValueError(
+                "this loader ends, and a step that is done again may lie behind its end. Shares "
+                "are of an endless one: epochs=None."
+            )
+        low, high = (group * micro_batches // participants for group in (index, index + 1))
+        part = slice(low, max(high, low + 1), micro_batches)
+        if (start, tuple(skip), part) != (self.samples, self._batches.skips, self._part):
+            self.seek(start, skip)
+            self._part = part
+        rows = (high - low) * self._batches.world * self._batches.batch_size
+        return Share(low, rows, part.stop - low, self._take)
 
     def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
         """Find which row of the dataset each of some samples is.
@@ -291,9 +363,7 @@ class Loader:
 
     def _iterate(self, loop: int) -> Iterator[TensorDict]:
         while self.is_endless or self._position < len(self):
-            batch = self._reader.take(self._open)
-            self._position += 1
-            yield batch
+            yield self._take()
             if loop != self._loops:
                 raise RuntimeError(
                     "this loader was started again while an earlier loop over it was running; "
@@ -301,10 +371,21 @@ class Loader:
                 )
         self.close()
 
+    def _take(self) -> TensorDict:
+        batch = self._reader.take(self._open)
+        self._position += 1
+        return batch
+
     def _open(self) -> Generator[Any]:
         at = self._position
-        numbers = itertools.count(at) if self.is_endless else range(at, len(self))
-        return self._compute(self._batches, numbers)
+        positions = itertools.count(at) if self.is_endless else range(at, len(self))
+        return self._compute(self._batches, map(partial(_number, self._part), positions))
+
+
+def _number(part: slice, position: int) -> int:
+    """Find the number of the micro-batch that is taken after so many others of its part."""
+    steps, within = divmod(position, part.stop - part.start)
+    return steps * part.step + part.start + within
 
 
 def _is_endless(dataset: Any) -> bool:

@@ -146,6 +146,15 @@ class StopSignal:
             self._agreed = float(self._heard[0].read()) > 0
         return self._agreed
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was heard so far: a replica group that joins takes it over, and stops as others."""
+        return {"agreed": self._agreed, "heard": [each.read() for each in self._heard]}
+
+    def load_state_dict(self, heard: Mapping[str, Any]) -> None:
+        """Go on from what another group has heard; what this process wants itself stays."""
+        self._agreed = heard["agreed"]
+        self._heard = deque(map(HostCopy, heard["heard"]), maxlen=LAG + 1)
+
     @property
     def reason(self) -> str | None:
         """Why this process voted for a stop, "another rank" if only others did, else None."""

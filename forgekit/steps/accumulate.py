@@ -42,6 +42,7 @@ from forgekit.steps.micro_batch import (
     check_loss,
     compute_loss,
     explaining,
+    first_number_of,
     length_of,
     mixing_tensors,
     seed_micro_batch,
@@ -184,6 +185,7 @@ def _run_whole(
 ) -> None:
     """Run each micro-batch forward and backward through a model that this rank has whole."""
     device, first = state.targets.device, len(sums.losses)
+    first_number = first_number_of(batches)
     for number, (batch, is_end) in enumerate(_with_last(batches), start=first):
         is_last = is_end and not more
         if number == first or is_end:
@@ -191,7 +193,7 @@ def _run_whole(
         if number == 0:
             proofs.look(batch)
         part = take_part(batch, state.layout, device)
-        seed_micro_batch(state, number)
+        seed_micro_batch(state, first_number + number)
         with named("forward"), routers.noting():
             if number == 0:  # which shows what modules return, and which of them run
                 with watching_outputs(state.model, sharded), proofs.running():

@@ -227,6 +227,11 @@ def length_of(batches: Iterable[TensorDictBase]) -> int | None:
         return None
 
 
+def first_number_of(batches: Iterable[TensorDictBase]) -> int:
+    """Number of the first micro-batch in the step, of which a replica group may have a part."""
+    return getattr(batches, "first_number", 0)
+
+
 def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:
     """Let plain tensors meet those that tensor parallelism shards, in a loss and its backward.
 

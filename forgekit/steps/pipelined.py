@@ -38,6 +38,7 @@ from forgekit.steps.micro_batch import (
     check_output,
     compute_loss,
     explaining,
+    first_number_of,
     length_of,
     seed_micro_batch,
     take_part,
@@ -97,7 +98,7 @@ def accumulate_staged(
         )
     for module in sharded:
         sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn, first, sums, more)
+    work = _Work(state, batches, size, loss_fn, first, sums, more, first_number_of(batches))
     shape = work.start()
     if size:
         with routers.noting():
@@ -166,6 +167,7 @@ class _Work:
     _look: FirstLook
     sums: LossSums
     _more: bool = False
+    _first_number: int = 0
     _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
     _done: int = attrs.field(init=False)
     _pulled: int = attrs.field(default=0, init=False)
@@ -242,7 +244,7 @@ class _Work:
                 "length, or pack them."
             )
         number = self._done + micro_batch
-        seed_micro_batch(self._state, number, stage)
+        seed_micro_batch(self._state, self._first_number + number, stage)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
         if micro_batch + 1 == self._size and number and not self._more:

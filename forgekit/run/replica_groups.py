@@ -1,0 +1,215 @@
+"""Replica groups that join and leave a run, kept track of by torchft.
+
+torchft's lighthouse knows which groups are alive. Before each step it names those that take part
+(a *quorum*); one that is behind gets the state of one that is not. A group whose rank is lost is
+lost as a whole: its other ranks fail in the next collective among themselves, and the groups that
+are left do the step again without it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forgekit.checkpoints.transfer import find_other, parts_of, take_parts
+from forgekit.environment import require
+from forgekit.mesh import process_rank
+from forgekit.parallel.agreement import exchange
+from forgekit.parallel.layout import world_of
+from forgekit.state import TrainState
+from forgekit.steps.replicas import OneGroup, Part
+
+LIVED = 2**30
+"""What a group adds to the number of its step once it has committed one; see ``_rank_of``."""
+
+StateT = TypeVar("StateT", bound=TrainState)
+
+
+def join_replicas(
+    state: TrainState,
+    name: str,
+    *,
+    lighthouse: str | None = None,
+    fingerprint: Any = None,
+    also: Mapping[str, Any] = MappingProxyType({}),
+    least: int = 1,
+    timeout_s: float = 60.0,
+    quorum_timeout_s: float = 600.0,
+    retries: int | None = 100,
+) -> ReplicaGroup | OneGroup:
+    """Let this group of ranks take part in a run of several such groups.
+
+    Every rank of the group calls it, after a checkpoint was loaded. The groups have the same model,
+    layout, optimizer and data, each its own launcher and its own run directory.
+
+    Args:
+        state: The state of this group, for its mesh.
+        name: Of this group, without a digit at its end that another group shares.
+        lighthouse: Address of torchft's lighthouse, ``http://host:29510``; by default that of the
+            environment variable TORCHFT_LIGHTHOUSE. Without any this group is alone.
+        fingerprint: What identifies the data, as for ``checkpoint_save``.
+        also: What else a group that joins takes over, objects with ``state_dict`` and
+            ``load_state_dict`` by name: the ``StopSignal``, so that all stop after the same step.
+        least: Groups without which no step is committed.
+        timeout_s: How long a group waits for the others in a collective or a vote. More than the
+            groups' steps differ by, the first step included.
+        quorum_timeout_s: How long a group waits for the others to begin a step.
+        retries: Attempts at one step before the group gives up; None for any number.
+
+    Returns:
+        What ``sum_replicas`` needs, to be used in ``with``.
+
+    Raises:
+        ImportError: If torchft is not installed.
+    """
+    lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+    if not lighthouse:
+        return OneGroup()
+    torchft = require("torchft", extra="ft")
+    group = ReplicaGroup(state, fingerprint, also)
+    rank, world = process_rank(), world_of(state.mesh)
+    # The store that torchft's manager looks for: without one it waits forever. And a number of this
+    # start, the same on all ranks.
+    host = socket.gethostname()
+    if rank == 0:
+        group._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    mine = (host, group._store.port, secrets.randbelow(LIVED)) if rank == 0 else None
+    host, port, group._start = exchange(mine, world)[0]
+    transport = require("torchft.checkpointing.http_transport", extra="ft").HTTPTransport
+    timeout = timedelta(seconds=timeout_s)
+    is_cpu = state.targets.device.type == "cpu"
+    kind = torchft.ProcessGroupGloo if is_cpu else torchft.ProcessGroupNCCL
+    group._manager = torchft.Manager(
+        pg=kind(timeout=timeout),
+        min_replica_size=least,
+        state_dict=group._send,
+        load_state_dict=group._receive,
+        replica_id=name,
+        rank=rank,
+        world_size=world,
+        store_addr=host,
+        store_port=port,
+        lighthouse_addr=lighthouse,
+        timeout=timeout,
+        quorum_timeout=timedelta(seconds=quorum_timeout_s),
+        connect_timeout=timeout,
+        checkpoint_transport=transport(timeout=timeout, num_chunks=0),
+        use_async_quorum=False,  # which rows are a group's has to be known before its first one
+        init_sync=False,
+        max_retries=retries,
+    )
+    return group
+
+
+class ReplicaGroup:
+    """This group among those that torchft keeps track of; ``join_replicas`` makes one."""
+
+    def __init__(self, state: TrainState, fingerprint: Any, also: Mapping[str, Any]) -> None:
+        self._world = world_of(state.mesh)
+        self._device = state.targets.device
+        self._fingerprint = fingerprint
+        self._also = also
+        self._store: Any = None
+        self._manager: Any = None
+        self._start = 0
+        self._has_committed = False
+        self._state: TrainState | None = None  # to be sent
+        self._sent: dict[str, Any] | None = None  # by another group
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the groups; they go on without this one."""
+        self._manager.shutdown(wait=False)
+
+    def begin(self, state: StateT) -> tuple[StateT, Part]:
+        """Wait for the groups of the next step, and take over their state if this one is behind.
+
+        Args:
+            state: The state of this group; consumed if it is behind.
+
+        Raises:
+            ValueError: If the groups have another model, optimizer, layout, seed or other data, on
+                all ranks of this group; they go on without it.
+        """
+        while True:
+            self._most(0)  # a rank that is gone is noticed here; the manager would wait for it
+            self._manager.load_state_dict({"step": self._rank_of(state), "batches_committed": 0})
+            self._state, self._sent = state, None
+            self._manager.start_quorum()
+            self._state = None
+            is_behind = self._sent is not None
+            problem = self._sent and find_other(state, self._fingerprint, self._sent["state"])
+            has_failed = self._manager.errored() is not None
+            some_fail, some_behind, some_ahead, has_problem = self._most(
+                has_failed, is_behind, not is_behind, problem is not None
+            )
+            if has_problem:
+                text = next(filter(None, exchange(problem, self._world)))
+                self.close()
+                raise ValueError(f"this group cannot join: {text}.")
+            if some_fail or (some_behind and some_ahead):
+                self.commit(False)
+                continue
+            if self._sent is not None:
+                state = take_parts(state, self._sent["state"])
+                for name, value in self._also.items():
+                    value.load_state_dict(self._sent["also"][name])
+                self._sent = None
+            part = Part(self._manager.participating_rank(), self._manager.num_participants())
+            return state, part
+
+    def sum(self, tensors: Sequence[Tensor]) -> bool:
+        """Add tensors over the groups, all at a time."""
+        if self._manager.num_participants() > 1:
+            # Its default is the average over the groups.
+            total = dist.ReduceOp.SUM
+            for work in [self._manager.allreduce(t, reduce_op=total) for t in tensors]:
+                work.wait()
+        return self._manager.errored() is None
+
+    def commit(self, good: bool) -> bool:
+        """Vote on the step with the other ranks of this group."""
+        if not good:
+            self._manager.report_error(RuntimeError("the step cannot be committed"))
+        self._most(0)  # as in `begin`
+        is_committed = self._manager.should_commit()
+        self._has_committed |= is_committed
+        return is_committed
+
+    def _rank_of(self, state: TrainState) -> int:
+        """What decides which group gives its state to the others: the highest does.
+
+        Among groups at one step one that has trained with the others; else, where all have just
+        started, any of them, so that all have bitwise the same state.
+        """
+        return 2 * LIVED * state.step + (LIVED if self._has_committed else self._start)
+
+    def _send(self) -> dict[str, Any]:
+        assert self._state is not None
+        also = {name: value.state_dict() for name, value in self._also.items()}
+        return {"state": parts_of(self._state, self._fingerprint), "also": also}
+
+    def _receive(self, sent: dict[str, Any]) -> None:
+        self._sent = sent  # `begin` looks at it first, together with the other ranks
+
+    def _most(self, *numbers: int) -> list[int]:
+        """The largest of each number over the ranks of this group."""
+        if self._world == 1:
+            return [*numbers]
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()

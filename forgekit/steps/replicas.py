@@ -1,0 +1,189 @@
+"""A step among replica groups that come and go: sums over the groups, and a vote on the step.
+
+Each group holds the whole model in the same layout and computes a part of the step's micro-batches.
+What they add up is what the ranks of one group add up: gradients times the loss scale, and totals,
+never averages. So one factor at the end is right for any number of groups with any parts, and a
+step that broke off changes nothing: its micro-batches come again, in other parts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from forgekit.parallel.agreement import exchange
+from forgekit.parallel.layout import world_of
+from forgekit.state import TrainState
+from forgekit.steps.audit.agreement import UnreducedError
+from forgekit.steps.ranges import ranged
+from forgekit.steps.totals import Totals
+from forgekit.tensors import local, wide
+
+LARGE = 2**18
+"""Elements from which on a gradient is summed where it is, and not copied beside others."""
+
+TOGETHER = 64
+"""Most gradients that are copied beside each other, for one collective."""
+
+StateT = TypeVar("StateT", bound=TrainState)
+
+
+class Part(NamedTuple):
+    """Which part of a step is this group's: ``loader.share(state.samples, micro_batches, *part)``.
+
+    Attributes:
+        index: This group among the participants of the step.
+        participants: Their number.
+    """
+
+    index: int
+    participants: int
+
+
+class Replicas(Protocol):
+    """What a step asks of whoever keeps track of the groups; ``join_replicas`` returns one."""
+
+    def begin(self, state: StateT) -> tuple[StateT, Part]:
+        """Take in who joins; return the state of the groups, and this group's part of the step.
+
+        The state is ``state`` itself, or one that has replaced it.
+        """
+        ...
+
+    def sum(self, tensors: Sequence[Tensor]) -> bool:
+        """Add each tensor to those of the same rank in the other groups, in place.
+
+        Returns:
+            False if that failed; the tensors then hold anything, and the step cannot be committed.
+        """
+        ...
+
+    def commit(self, good: bool) -> bool:
+        """Whether the step counts: the same on all ranks of a group, and False if one says so."""
+        ...
+
+
+class OneGroup:
+    """Replicas of one group alone, without any other process to ask."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing."""
+
+    def begin(self, state: StateT) -> tuple[StateT, Part]:
+        """Return the state as it is, and all of the step."""
+        return state, Part(0, 1)
+
+    def sum(self, tensors: Sequence[Tensor]) -> bool:  # noqa: ARG002
+        """Leave the tensors as they are."""
+        return True
+
+    def commit(self, good: bool) -> bool:
+        """Return what was given."""
+        return good
+
+
+@ranged
+def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Totals | None:
+    """Add gradients, in place, and totals over the replica groups, and vote on the step.
+
+    Between ``accumulate`` and ``reduce_totals``, on every rank; votes such as ``stop`` are added to
+    the totals before it. Gradients are added as shards, each to those of the same rank in the other
+    groups. On an accelerator the host waits here for the step.
+
+    Args:
+        totals: What ``accumulate`` returned for this group's part. A group whose part has no
+            ``samples`` adds nothing.
+        state: The state whose gradients were accumulated; not changed.
+        replicas: What ``join_replicas`` returned.
+
+    Returns:
+        Totals over the groups, ``samples`` included; or None where the step does not count. The
+        next step then begins with the same state, and clears the gradients.
+
+    Raises:
+        ValueError: On all ranks of a group, if one of them has a loss that cannot be trained on or
+            gradients that were never reduced, or if a group that has just joined reports other
+            sums than the others. Those go on without it.
+    """
+    problem = totals.problem
+    if totals.unreduced:
+        problem = str(UnreducedError(totals.unreduced))
+    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
+    vector = torch.cat([totals[key].reshape(-1) for key in keys])
+    digest = _digest(repr((keys, len(vector))), gradients, state)
+    # Integers: equal digests are told from others by sums alone, and exactly.
+    header = [1, totals.samples, problem is not None, digest, digest**2]
+    numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
+    good = replicas.sum([numbers])
+    groups, samples, problems, digests, squares = numbers.tolist()
+    is_alike = groups * squares == digests**2
+    if good and not is_alike and state.agreed is None:
+        problem = problem or OTHER_SUMS.format(sums=", ".join(map(str, keys)))
+    good = good and is_alike and not problems
+    good = good and _sum(replicas, [vector, *gradients], is_nothing=totals.samples == 0)
+    if not replicas.commit(good):
+        told = exchange(problem, world_of(state.mesh))
+        if text := next(filter(None, told), None):
+            raise ValueError(text)
+        return None
+    parts = vector.split([totals[key].numel() for key in keys])
+    flat = {key: p.view(totals[key].shape) for key, p in zip(keys, parts, strict=True)}
+    return attrs.evolve(totals, flat={**totals.flat, **flat}, samples=samples)
+
+
+OTHER_SUMS = (
+    "this group adds up other numbers than the groups that it joined, or numbers of another step: "
+    "{sums}. All groups run one program with the same loss; start this one as the others were."
+)
+
+
+def _digest(sums: str, gradients: list[Tensor], state: TrainState) -> int:
+    """Twenty bits that say what a group is about to add up; a million squares fit into int64."""
+    shards = [(str(shard.dtype), shard.numel()) for shard in gradients]
+    return zlib.crc32(repr((sums, shards, state.step, state.samples)).encode()) >> 12
+
+
+def _sum(replicas: Replicas, tensors: Sequence[Tensor], *, is_nothing: bool) -> bool:
+    """Add tensors over the groups in place, the small ones beside each other."""
+    if is_nothing:
+        for tensor in tensors:
+            tensor.zero_()
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1 and bucket[0].is_contiguous() and _is_wide(bucket[0]):
+            good = replicas.sum(bucket)
+        else:
+            together = torch.cat([tensor.reshape(-1).to(wide(tensor.dtype)) for tensor in bucket])
+            good = replicas.sum([together])
+            parts = together.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        if not good:
+            return False
+    return True
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype == wide(tensor.dtype)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Large tensors one by one, small ones together with others of their dtype."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() < LARGE:
+            small.setdefault(tensor.dtype, []).append(tensor)
+        else:
+            yield [tensor]
+    for alike in small.values():
+        for first in range(0, len(alike), TOGETHER):
+            yield alike[first : first + TOGETHER]

@@ -1,0 +1,171 @@
+"""One rank of a replica group that trains in float64 and logs which rows each step had.
+
+``replica_rank.py JSON``: ``name``, ``folder``, ``lighthouse``, ``steps``; ``go``, a file to wait for
+once everything is built; ``layout``; ``seconds`` that a step takes at least; ``other``, what this
+group has that the others do not; ``stop_at``, the step before which it asks to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+import forgekit as fk
+
+GLOBAL_BATCH, ROWS, SEQ_LEN, LR = 12, 1, 8, 1e-2
+SPEC = fk.TransformerSpec(
+    vocab_size=37, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=SEQ_LEN
+)
+
+
+class Rows:
+    """Rows with ragged numbers of targets; each says which it is."""
+
+    fingerprint = "rows"
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, row):
+        draw = torch.Generator().manual_seed(1000 + row)
+        ids = torch.randint(SPEC.vocab_size, (SEQ_LEN + 1,), generator=draw)
+        labels = ids[1:].clone()
+        labels[: int(torch.randint(SEQ_LEN, (), generator=draw))] = -100
+        return TensorDict({"input_ids": ids[:-1], "labels": labels, "row": torch.tensor(row)})
+
+
+def loss_fn(model, batch):
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def build(layout=None, *, model=SPEC, seed=0, optimizer=fk.adamw):
+    """A state in float64, with an average of its weights."""
+    module, mesh = fk.Transformer(model, seed=seed).double(), None
+    if layout:
+        mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
+        module = fk.parallelize(module, mesh)
+    average = fk.EMA(0.9)
+    return fk.TrainState.create(module, optimizer(module), mesh=mesh, seed=0, average=average)
+
+
+def load(state, batch_size=ROWS):
+    """The rows that a group's rank trains on."""
+    rank, world = fk.data_ranks(state.mesh)
+    start = state.samples
+    return fk.make_loader(Rows(), batch_size, start=start, shuffle=False, rank=rank, world=world)
+
+
+def whole(state):
+    """Full parameters and averages by name."""
+    named = {**dict(state.model.named_parameters()), **state.average.values}
+    average = {f"average.{name}": value for name, value in state.average.values.items()}
+    named = {**dict(state.model.named_parameters()), **average}
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()}
+
+
+def train(state, loader, replicas, *, steps, stop=None, watch=lambda **_: None, least_s=0.0):
+    """The loop of the recipe, written out."""
+    micro_batches = loader.micro_batches(GLOBAL_BATCH)
+    while state.step < steps and not (stop and stop.requested):
+        began = time.monotonic()
+        state, part = replicas.begin(state)
+        batches = loader.share(state.samples, micro_batches, *part, skip=state.skips)
+        rows = []
+
+        def seen(batches=batches, rows=rows):
+            for batch in batches:
+                rows.extend(batch["row"].tolist() if batches.samples else [])
+                yield batch
+
+        part_of = _Counted(batches, seen)
+        totals = fk.accumulate(state, part_of, loss_fn)
+        time.sleep(max(0.0, least_s - (time.monotonic() - began)))
+        totals = totals.plus(stop=torch.full_like(totals["loss"], stop.vote() if stop else 0.0))
+        at = {"step": state.step, "part": part, "rows": rows}
+        watch(event="tries", **at)
+        totals = fk.sum_replicas(totals, state, replicas)
+        watch(event="commits" if totals else "breaks off", **at)
+        if totals is None:
+            continue
+        totals = fk.reduce_totals(totals, state)
+        if stop:
+            stop.hear(totals["stop"])
+        correction = fk.clip(totals, max_norm=1.0)
+        state = fk.update(state, correction, lr=LR, totals=totals)
+        watch(event="updates", **at, samples=state.samples, loss=float(totals["loss"]))
+    return state
+
+
+class _Counted:
+    def __init__(self, share, seen):
+        self.samples, self.first_number = share.samples, share.first_number
+        self._size, self._seen = len(share), seen
+
+    def __len__(self):
+        return self._size
+
+    def __iter__(self):
+        return self._seen()
+
+
+def main(given):
+    import torchft  # noqa: F401 (a second that nobody should wait for)
+
+    torch.set_num_threads(1)
+    folder, name = Path(given["folder"]), given["name"]
+    other = given.get("other", "")
+    spec = fk.TransformerSpec(**{**vars_of(SPEC), "ffn_dim": 32}) if other == "model" else SPEC
+    optimizer = fk.lion if other == "optimizer" else fk.adamw
+    state = build(given.get("layout"), model=spec, optimizer=optimizer)
+    if given.get("resume"):
+        state = fk.checkpoint_load(state, given["resume"])
+    stop = fk.StopSignal(signals=())
+    rank = int(os.environ.get("RANK", "0"))
+    log = (folder / f"{name}.{rank}.jsonl").open("a", buffering=1)
+
+    def watch(**event):
+        if event["step"] == given.get("stop_at") and event["event"] == "tries":
+            stop.request("a test")
+        log.write(json.dumps({"t": time.time(), "pid": os.getpid(), **event}) + "\n")
+
+    loader = load(state)
+    if go := given.get("go"):
+        Path(f"{go}.ready{rank}").touch()
+        while not Path(go).exists():
+            time.sleep(0.01)
+    joined = fk.join_replicas(
+        state,
+        name,
+        lighthouse=given["lighthouse"],
+        fingerprint="other rows" if other == "data" else "rows",
+        also={"stop": stop},
+        timeout_s=20,
+        quorum_timeout_s=60,
+    )
+    least_s = given.get("seconds", 0.0)
+    with joined as replicas:
+        state = train(
+            state, loader, replicas, steps=given["steps"], stop=stop, watch=watch, least_s=least_s
+        )
+    if save := given.get("save"):
+        fk.checkpoint_save(state, save, blocking=True)
+    parameters = whole(state)
+    if rank == 0:
+        torch.save({"step": state.step, "samples": state.samples, **parameters}, folder / f"{name}.pt")
+    fk.shutdown()
+
+
+def vars_of(spec):
+    import attrs
+
+    return attrs.asdict(spec, recurse=False)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
