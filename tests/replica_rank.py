@@ -1,18 +1,22 @@
 """One rank of a replica group that trains in float64 and logs which rows each step had.
 
-``replica_rank.py JSON``: ``name``, ``folder``, ``lighthouse``, ``steps``; ``go``, a file to wait for
-once everything is built; ``layout``; ``seconds`` that a step takes at least; ``other``, what this
-group has that the others do not; ``stop_at``, the step before which it asks to stop.
+``replica_rank.py JSON``: ``name``, ``folder``, ``lighthouse``, ``steps``; ``go``, a file to wait
+for once everything is built; ``layout``; ``seconds`` that a step takes at least; ``other``, what
+this group has that the others do not; ``stop_at``, the step before which it asks to stop;
+``die_at``, the step in which its last rank is killed; ``resume`` and ``save``, folders of
+checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+import attrs
 import torch
 from tensordict import TensorDict
 
@@ -63,10 +67,11 @@ def load(state, batch_size=ROWS):
 
 def whole(state):
     """Full parameters and averages by name."""
-    named = {**dict(state.model.named_parameters()), **state.average.values}
     average = {f"average.{name}": value for name, value in state.average.values.items()}
     named = {**dict(state.model.named_parameters()), **average}
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()
+    }
 
 
 def train(state, loader, replicas, *, steps, stop=None, watch=lambda **_: None, least_s=0.0):
@@ -115,23 +120,28 @@ class _Counted:
 
 
 def main(given):
+    import faulthandler
+
+    faulthandler.enable()
     import torchft  # noqa: F401 (a second that nobody should wait for)
 
     torch.set_num_threads(1)
     folder, name = Path(given["folder"]), given["name"]
     other = given.get("other", "")
-    spec = fk.TransformerSpec(**{**vars_of(SPEC), "ffn_dim": 32}) if other == "model" else SPEC
+    spec = attrs.evolve(SPEC, ffn_dim=32) if other == "model" else SPEC
     optimizer = fk.lion if other == "optimizer" else fk.adamw
     state = build(given.get("layout"), model=spec, optimizer=optimizer)
     if given.get("resume"):
         state = fk.checkpoint_load(state, given["resume"])
     stop = fk.StopSignal(signals=())
-    rank = int(os.environ.get("RANK", "0"))
+    rank, last = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
     log = (folder / f"{name}.{rank}.jsonl").open("a", buffering=1)
 
     def watch(**event):
         if event["step"] == given.get("stop_at") and event["event"] == "tries":
             stop.request("a test")
+        if event["step"] == given.get("die_at") and event["event"] == "tries" and rank == last:
+            os.kill(os.getpid(), signal.SIGKILL)
         log.write(json.dumps({"t": time.time(), "pid": os.getpid(), **event}) + "\n")
 
     loader = load(state)
@@ -157,14 +167,10 @@ def main(given):
         fk.checkpoint_save(state, save, blocking=True)
     parameters = whole(state)
     if rank == 0:
-        torch.save({"step": state.step, "samples": state.samples, **parameters}, folder / f"{name}.pt")
+        torch.save(
+            {"step": state.step, "samples": state.samples, **parameters}, folder / f"{name}.pt"
+        )
     fk.shutdown()
-
-
-def vars_of(spec):
-    import attrs
-
-    return attrs.asdict(spec, recurse=False)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.checks import LARGEST, check_integers, check_rank
+from forgekit.checks import LARGEST, check_integers, check_rank, nearest_multiples
 from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.order import Skips, renumber, sample_rows
@@ -274,11 +274,12 @@ class Loader:
         index: int = 0,
         participants: int = 1,
         *,
+        multiple: int = 1,
         skip: Skips = (),
     ) -> Share:
         """Take a replica group's part of the next step's micro-batches.
 
-        The parts are runs of micro-batches that differ in length by one at most. What is read ahead
+        The parts are runs of micro-batches that differ in length by one multiple at most. What is read ahead
         is thrown away where the step or the part is not the one that was expected: when a group
         has come or gone, and after a step that is done again.
 
@@ -287,10 +288,12 @@ class Loader:
             micro_batches: Those of the whole step, ``micro_batches(global_batch_size)``.
             index: Of this group among the participants of the step.
             participants: Their number.
+            multiple: Of which every part is a whole number; a pipeline needs several micro-batches.
             skip: As in ``make_loader``: ``state.skips``.
 
         Raises:
-            ValueError: If the loader has an end, or there is no such participant.
+            ValueError: If the loader has an end, there is no such participant, or ``micro_batches``
+                is no multiple.
 
         Examples:
             >>> import torch
@@ -307,8 +310,14 @@ class Loader:
                 "this loader ends, and a step that is done again may lie behind its end. Shares "
                 "are of an endless one: epochs=None."
             )
-        low, high = (group * micro_batches // participants for group in (index, index + 1))
-        part = slice(low, max(high, low + 1), micro_batches)
+        units, rest = divmod(micro_batches, multiple)
+        if rest or not units:
+            raise ValueError(
+                f"micro_batches {micro_batches} must be a multiple of {multiple}, as each part is; "
+                f"{nearest_multiples(micro_batches, multiple)}. Change global_batch_size."
+            )
+        low, high = (g * units // participants * multiple for g in (index, index + 1))
+        part = slice(low, max(high, low + multiple), micro_batches)
         if (start, tuple(skip), part) != (self.samples, self._batches.skips, self._part):
             self.seek(start, skip)
             self._part = part

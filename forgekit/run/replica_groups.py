@@ -2,8 +2,7 @@
 
 torchft's lighthouse knows which groups are alive. Before each step it names those that take part
 (a *quorum*); one that is behind gets the state of one that is not. A group whose rank is lost is
-lost as a whole: its other ranks fail in the next collective among themselves, and the groups that
-are left do the step again without it.
+lost as a whole, and the groups that are left do the step again without it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from forgekit.environment import require
 from forgekit.mesh import process_rank
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
+from forgekit.run.lifeline import Lifeline
 from forgekit.state import TrainState
 from forgekit.steps.replicas import OneGroup, Part
 
@@ -53,7 +53,7 @@ def join_replicas(
 
     Args:
         state: The state of this group, for its mesh.
-        name: Of this group, without a digit at its end that another group shares.
+        name: Of this group, another one than those of the others.
         lighthouse: Address of torchft's lighthouse, ``http://host:29510``; by default that of the
             environment variable TORCHFT_LIGHTHOUSE. Without any this group is alone.
         fingerprint: What identifies the data, as for ``checkpoint_save``.
@@ -107,6 +107,7 @@ def join_replicas(
         init_sync=False,
         max_retries=retries,
     )
+    group._lifeline = Lifeline(rank, world, group._leave)
     return group
 
 
@@ -120,6 +121,7 @@ class ReplicaGroup:
         self._also = also
         self._store: Any = None
         self._manager: Any = None
+        self._lifeline: Any = None
         self._start = 0
         self._has_committed = False
         self._state: TrainState | None = None  # to be sent
@@ -128,11 +130,13 @@ class ReplicaGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # else the other ranks of this group end too, whatever they wait for
+            self._lifeline.close()
+        self._leave()
 
-    def close(self) -> None:
-        """Leave the groups; they go on without this one."""
+    def _leave(self) -> None:
+        """Leave the groups, which go on without this one."""
         self._manager.shutdown(wait=False)
 
     def begin(self, state: StateT) -> tuple[StateT, Part]:
@@ -159,7 +163,7 @@ class ReplicaGroup:
             )
             if has_problem:
                 text = next(filter(None, exchange(problem, self._world)))
-                self.close()
+                self._leave()
                 raise ValueError(f"this group cannot join: {text}.")
             if some_fail or (some_behind and some_ahead):
                 self.commit(False)

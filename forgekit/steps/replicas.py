@@ -41,7 +41,7 @@ class Part(NamedTuple):
         participants: Their number.
     """
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     participants: int
 
 

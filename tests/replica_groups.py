@@ -1,0 +1,142 @@
+"""Replica groups in real processes beside torchft's lighthouse, and what their logs must say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import replica_rank
+import torch
+from runs import Job
+from torch import Tensor
+
+import forgekit as fk
+
+HEARTBEAT_S = 1.0
+"""Without a sign of life for so long a group is lost to the lighthouse."""
+PROGRAM = Path(replica_rank.__file__)
+PATIENCE_S = 60
+
+
+class Groups:
+    """Groups of one run.
+
+    Args:
+        folder: Where they write.
+        lighthouse: Its address.
+        **common: What each is given; see ``replica_rank``.
+    """
+
+    def __init__(self, folder: Path, lighthouse: str, **common: Any) -> None:
+        self.folder, self._lighthouse, self._common = folder, lighthouse, common
+        self.started: list[tuple[str, Job]] = []
+        self.left: list[float] = []
+
+    def prepare(self, name: str, ranks: int = 1, **given: Any) -> Path:
+        """Start a group up to where it joins; return the file that lets it."""
+        go = self.folder / f"go{len(self.started)}"
+        layout = {"dp_shard": ranks} if ranks > 1 else None
+        at = {"name": name, "folder": str(self.folder), "lighthouse": self._lighthouse}
+        settings = {"layout": layout, "go": str(go), **self._common, **at, **given}
+        log = self.folder / f"{go.name}.log"
+        job = Job([str(PROGRAM), json.dumps(settings)], log=log, forked=ranks)
+        self.started.append((name, job))
+        return go
+
+    def wait_until(self, condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait for something; if it takes long, fail with what the groups wrote."""
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {what} in {patience_s} s\n{self.output()}")
+            time.sleep(0.01)
+
+    def ready(self, go: Path) -> None:
+        """Wait until a group waits to join."""
+        number = int(go.name.removeprefix("go"))
+        ranks = range(len(self.started[number][1].ranks))
+        self.wait_until(lambda: all(Path(f"{go}.ready{r}").exists() for r in ranks), go.name)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What all ranks have logged."""
+        texts = (file.read_text() for file in self.folder.glob("*.jsonl"))
+        # What is behind the last line's end is still being written.
+        return [json.loads(line) for text in texts for line in text.split("\n")[:-1]]
+
+    def last_step(self) -> int:
+        """The newest step that a group has committed."""
+        return max((e["step"] for e in self.events() if e["event"] == "updates"), default=-1)
+
+    def result(self, name: str) -> dict[str, Any]:
+        """What a group ended with."""
+        return torch.load(self.folder / f"{name}.pt")
+
+    def output(self) -> str:
+        """The end of what each group wrote, without torchft's notes."""
+        kept = []
+        for name, job in self.started:
+            lines = [line for line in job.output.splitlines() if "[INFO]" not in line]
+            kept += [f"--- {name}", *lines[-25:]]
+        return "\n".join(kept)
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for _, job in self.started:
+            job.kill()
+
+
+@contextmanager
+def groups(folder: Path, **common: Any) -> Iterator[Groups]:
+    """A lighthouse, and no process left after the block."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=20_000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=int(1000 * HEARTBEAT_S),
+    )
+    run = Groups(folder, lighthouse.address(), **common)
+    try:
+        yield run
+    finally:
+        run.end()
+        lighthouse.shutdown()
+
+
+@cache
+def undisturbed(steps: int) -> Mapping[str, Tensor]:
+    """Parameters and averages of one process that trained alone."""
+    state = replica_rank.build()
+    loader = replica_rank.load(state, batch_size=replica_rank.GLOBAL_BATCH)
+    return replica_rank.whole(replica_rank.train(state, loader, fk.OneGroup(), steps=steps))
+
+
+def assert_undisturbed(result: Mapping[str, Any], steps: int) -> None:
+    """A group's last state is that of one process, to rounding in float64."""
+    assert (result["step"], result["samples"]) == (steps, steps * replica_rank.GLOBAL_BATCH)
+    for name, expected in undisturbed(steps).items():
+        torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def assert_each_sample_once(events: list[dict[str, Any]], steps: int) -> None:
+    """Some attempt at each step was committed, and its groups had each of its rows once."""
+    for step in range(steps):
+        attempts = [e for e in events if e["step"] == step and e["event"] == "commits"]
+        assert attempts, f"no attempt at step {step} was committed"
+        participants = attempts[-1]["part"][1]
+        tried = [
+            e
+            for e in events
+            if e["step"] == step and e["event"] == "tries" and e["part"][1] == participants
+        ]
+        by_part = {(tuple(e["part"]), tuple(e["rows"])) for e in tried}
+        rows = sorted(row for _, rows in by_part for row in rows)
+        first = step * replica_rank.GLOBAL_BATCH
+        assert rows == [*range(first, first + replica_rank.GLOBAL_BATCH)], step
