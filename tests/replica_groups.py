@@ -70,7 +70,36 @@ class Groups:
 
     def last_step(self) -> int:
         """The newest step that a group has committed."""
-        return max((e["step"] for e in self.events() if e["event"] == "updates"), default=-1)
+        return max((e["step"] for e in self.recent() if e["event"] == "updates"), default=-1)
+
+    def next_update(self, since: float, besides: set[int]) -> float:
+        """Wait for a step after a time by another process; return when it was."""
+        later: list[float] = []
+
+        def look() -> bool:
+            later[:] = [
+                e["t"]
+                for e in self.recent()
+                if e["event"] == "updates" and e["t"] > since and e["pid"] not in besides
+            ]
+            return bool(later)
+
+        self.wait_until(look, "step of the survivors")
+        return min(later)
+
+    def has_committed(self, processes: set[int]) -> bool:
+        """Whether one of these processes has taken a step."""
+        return any(e["event"] == "updates" and e["pid"] in processes for e in self.recent())
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last events of each rank."""
+        events = []
+        for file in self.folder.glob("*.jsonl"):
+            with file.open("rb") as stream:
+                stream.seek(max(0, stream.seek(0, 2) - 8192))
+                lines = stream.read().decode().split("\n")[:-1]
+            events += [json.loads(line) for line in lines if line.startswith('{"t"')]
+        return events
 
     def result(self, name: str) -> dict[str, Any]:
         """What a group ended with."""

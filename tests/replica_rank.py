@@ -4,7 +4,7 @@
 for once everything is built; ``layout``; ``seconds`` that a step takes at least; ``other``, what
 this group has that the others do not; ``stop_at``, the step before which it asks to stop;
 ``die_at``, the step in which its last rank is killed; ``resume`` and ``save``, folders of
-checkpoints.
+checkpoints; ``stop_file``, on which it asks to stop.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main(given):
     state = build(given.get("layout"), model=spec, optimizer=optimizer)
     if given.get("resume"):
         state = fk.checkpoint_load(state, given["resume"])
-    stop = fk.StopSignal(signals=())
+    stop = fk.StopSignal(signals=(), file=given.get("stop_file"))
     rank, last = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
     log = (folder / f"{name}.{rank}.jsonl").open("a", buffering=1)
 

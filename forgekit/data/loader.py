@@ -279,9 +279,9 @@ class Loader:
     ) -> Share:
         """Take a replica group's part of the next step's micro-batches.
 
-        The parts are runs of micro-batches that differ in length by one multiple at most. What is read ahead
-        is thrown away where the step or the part is not the one that was expected: when a group
-        has come or gone, and after a step that is done again.
+        The parts are runs of micro-batches that differ in length by one multiple at most. What is
+        read ahead is thrown away where the step or the part is not the one that was expected: when
+        a group has come or gone, and after a step that is done again.
 
         Args:
             start: As in ``make_loader``: ``state.samples``.
