@@ -41,7 +41,7 @@ def test_a_hundred_kills_lose_nothing(tmp_path, seed, record_property):
             run.ready(go)
         for go in alive.values():
             go.touch()
-        job_of = {name: job for name, job in run.started}
+        job_of = dict(run.started)
         seconds = []
         spare = None
         run.wait_until(lambda: run.last_step() >= 2, "step 2")
