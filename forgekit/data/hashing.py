@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from forgekit.urls import Location, content_of
 
 U64 = NDArray[np.uint64]
 Integers = NDArray[np.int64]
@@ -206,9 +207,7 @@ def compare_facts(then: dict[str, Any], now: dict[str, Any], prefix: str = "") -
     return changed
 
 
-def tokenizer_of(folder: Path | None) -> str | None:
+def tokenizer_of(folder: Location | None) -> str | None:
     """Return a checksum of the tokenizer beside a token file; None if there is none."""
-    file = None if folder is None else folder / "tokenizer.json"
-    if file is None or not file.is_file():
-        return None
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+    content = None if folder is None else content_of(folder / "tokenizer.json")
+    return None if content is None else hashlib.sha256(content).hexdigest()[:8]

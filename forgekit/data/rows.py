@@ -258,7 +258,10 @@ class RowDataset:
 
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
         """Build the batch of these rows in one go, ``batch_size=[b]``."""
-        pieces = [self._pieces(int(row)) for row in rows]
+        spans = [self._spans(int(row)) for row in rows]
+        if isinstance(self.documents, TokenFile):
+            self.documents.prefetch(itertools.chain.from_iterable(spans))
+        pieces = [[self._read(*span) for span in of_row] for of_row in spans]
         align = 1 if self.bins is None else self.bins.align
         batch = fill_rows(pieces, self.seq_len, self.eos_id, align)
         if not self.doc_ids:
@@ -267,7 +270,8 @@ class RowDataset:
             batch = collate([apply_transforms(row, self.transforms) for row in batch])
         return batch
 
-    def _pieces(self, row: int) -> list[Piece]:
+    def _spans(self, row: int) -> list[list[int]]:
+        """Find the pieces of a row: its first token, the one after its last, and that of labels."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} must lie in range({len(self)}) of the rows.")
         offsets = self.documents.offsets
@@ -276,14 +280,14 @@ class RowDataset:
             stop = min(start + self.seq_len, int(offsets[-1]) - 1)  # each has a label, the next
             inner = offsets[slice(*np.searchsorted(offsets, [start + 1, stop]))].tolist()
             ends = [*inner, stop] if self.doc_ids else [stop]
-            return [self._read(a, b, b + 1) for a, b in itertools.pairwise([start, *ends])]
+            return [[a, b, b + 1] for a, b in itertools.pairwise([start, *ends])]
         # The label of a piece's last token is the document's next one; at its end there is none.
         here = slice(*self.bins.offsets[row : row + 2].tolist())
         documents = self.bins.documents[here]
         starts = offsets[documents] + self.bins.starts[here]
         stops = starts + self.bins.lengths[here]
         ends = np.minimum(stops + 1, offsets[documents + 1])
-        return [self._read(*each) for each in np.stack([starts, stops, ends], 1).tolist()]
+        return np.stack([starts, stops, ends], 1).tolist()
 
     def _read(self, start: int, stop: int, end: int) -> Piece:
         """Read the tokens from ``start`` to ``stop``, and the labels of those up to ``end``."""

@@ -7,7 +7,8 @@
     PATH/offsets.npy        [documents + 1] int64: where each document starts
 
 Each array records its type and its length, so a truncated or foreign file is refused instead of
-trained on. The index is written last.
+trained on. The index is written last. Of a token file behind a URL, blocks are fetched when they
+are read, and compared with the checksums that the index names for each.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import itertools
 import json
 import os
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_integers, path_of
+from forgekit.data.block_cache import (
+    BLOCK_BYTES,
+    NPY_HEADER_BYTES,
+    Block,
+    BlockCache,
+    RemoteArray,
+    checksums_of,
+    fetch_blocks,
+)
 from forgekit.data.documents import NumberedDocuments, check_ids
 from forgekit.files import atomic_directory, restore_replaced
+from forgekit.urls import Location, Url, content_of, fs_of, is_url, path_or_url, retried
 
 INDEX = "index.json"
 OFFSETS = "offsets.npy"
-KIND = {"kind": "forgekit-tokens", "version": 2}
+KIND = {"kind": "forgekit-tokens", "version": 3}
 
 HELD_OUT = "heldout"
 """The folder of held-out documents inside the token file that ``prepare`` writes."""
@@ -107,7 +118,6 @@ def fill_tokens(
         metadata: More entries for the index.
         shard_tokens: Tokens per shard.
     """
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     ends, counts, checksums = array("q", [0]), [], {}
     digest = hashlib.sha256(f"{vocab_size} {eos_id}".encode())
 
@@ -119,10 +129,10 @@ def fill_tokens(
 
     def save(name: str, values: NDArray[Any]) -> None:
         np.save(folder / name, values)
-        checksums[name] = hashlib.sha256(values.data).hexdigest()
+        checksums[name] = " ".join(checksums_of(values, _block_bytes(name, values.nbytes)))
         digest.update(values.data)  # of the tokens alone, whatever the shards
 
-    for shard in _shards(closed(), shard_tokens, dtype):
+    for shard in _shards(closed(), shard_tokens, _dtype(vocab_size)):
         save(_shard_name(len(counts)), shard)
         counts.append(len(shard))
     if not counts:
@@ -138,6 +148,15 @@ def fill_tokens(
         "metadata": dict(metadata),
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def _block_bytes(name: str, size: int) -> int:
+    """Offsets are searched, so from a URL they are fetched as a whole."""
+    return size if name == OFFSETS else BLOCK_BYTES
 
 
 def _shards(documents: Iterable[NDArray[Any]], size: int, dtype: Any) -> Iterator[NDArray[Any]]:
@@ -160,23 +179,23 @@ class TokenFile:
     """A token file, memory-mapped; ``open_tokens`` makes one.
 
     Attributes:
-        path: Its directory.
+        path: Its directory, or its URL.
         vocab_size: Every id is below it.
         eos_id: The id that closes each document.
         fingerprint: Hash of tokens, documents, vocabulary size and closing id.
         metadata: The writer's own entries.
         offsets: ``[documents + 1]`` int64: where each document starts, and the end of the last.
-        shards: The tokens, one memory-mapped array per file.
+        shards: The tokens, one memory-mapped or remote array per file.
         starts: The number of each shard's first token.
     """
 
-    path: Path
+    path: Location
     vocab_size: int
     eos_id: int
     fingerprint: str
     metadata: dict[str, Any] = attrs.field(repr=False)
     offsets: NDArray[np.int64] = attrs.field(repr=False)
-    shards: list[NDArray[Any]] = attrs.field(repr=False)
+    shards: list[Any] = attrs.field(repr=False)
     starts: list[int] = attrs.field(repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,7 +221,23 @@ class TokenFile:
     def held_out(self) -> TokenFile | None:
         """Open the held-out documents that ``forgekit prepare`` wrote; None if there are none."""
         path = self.path / HELD_OUT
-        return open_tokens(path) if path.is_dir() else None
+        is_there = path.is_dir() if isinstance(path, Path) else content_of(path / INDEX)
+        return open_tokens(path) if is_there else None
+
+    def prefetch(self, spans: Iterable[Sequence[int]]) -> None:
+        """Fetch the tokens between the first and the last number of each span, if need be.
+
+        Of a token file behind a URL they come all at once; else each read would wait for its own.
+        """
+        if isinstance(self.path, Path):
+            return
+        blocks: list[Block] = []
+        for start, *_, stop in spans:
+            first, last = bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop)
+            for shard, begins in zip(self.shards[first:last], self.starts[first:last], strict=True):
+                here = slice(max(start - begins, 0), stop - begins)
+                blocks += [(shard, number) for number in shard.blocks(here)]
+        fetch_blocks(blocks)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Copy tokens ``start`` to ``stop`` out of the shards."""
@@ -223,31 +258,44 @@ class TokenFile:
 def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenFile:
     """Open a token file for reading, after checking the header and size of each of its files.
 
+    Behind a URL a block of tokens is fetched when it is read, compared with its checksum, and kept
+    on the local disk: in ``FORGEKIT_CACHE``, up to ``FORGEKIT_CACHE_GIB`` (8).
+
     Args:
-        path: The directory.
+        path: The directory, or its URL.
         verify: Read all bytes and compare them with the checksums in the index: a second or two
             per gigabyte, and the only way to find a byte that a disk or a copy has changed.
 
     Returns:
-        The token file; tokens are read from disk on use.
+        The token file; tokens are read on use.
 
     Raises:
         FileNotFoundError: If there is no token file, or one of its files is missing.
         ValueError: If a file is truncated, foreign, changed or of another version; names it.
+        UrlError: If what is behind the URL cannot be reached.
     """
-    folder = restore_replaced(path_of("the token file", path))
+    folder = path_or_url(path if is_url(path) else path_of("the token file", path))
+    if isinstance(folder, Path):
+        restore_replaced(folder)
     index = _read_index(folder)
     counts, vocab_size = index["shards"], index["vocab_size"]
+    checksums = {name: text.split() for name, text in index["checksums"].items()}
     names = [*map(_shard_name, range(len(counts))), OFFSETS]
-    *shards, offsets = arrays = [_map(folder / name) for name in names]
+    if isinstance(folder, Path):
+        *shards, offsets = [_map(folder / name) for name in names]
+    else:
+        *shards, offsets = _remote(folder, names, counts, _dtype(vocab_size), checksums)
+        with offsets.opened(0) as block:
+            offsets = np.memmap(block, np.int64, mode="r").view(np.ndarray)
     ends = offsets[-1:].tolist()
     if [len(shard) for shard in shards] != counts or ends != [sum(counts)]:
         raise ValueError(
             f"{folder} has {sum(map(len, shards))} tokens in its shards and documents up to "
             f"{ends}; {INDEX} says {sum(counts)}. Write the token file again."
         )
-    for name, values in zip(names, arrays, strict=True) if verify else ():
-        if hashlib.sha256(values.data).hexdigest() != index["checksums"].get(name):
+    for name, values in zip(names, [*shards, offsets], strict=True) if verify else ():
+        values = values[:]
+        if checksums_of(values, _block_bytes(name, values.nbytes)) != checksums.get(name):
             raise ValueError(
                 f"{folder / name} has another checksum than {INDEX} says: its content has changed "
                 "since it was written. Write the token file again, or restore the file."
@@ -255,6 +303,31 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
     starts = [0, *itertools.accumulate(counts[:-1])]
     eos_id, fingerprint, metadata = index["eos_id"], index["fingerprint"], index["metadata"]
     return TokenFile(folder, vocab_size, eos_id, fingerprint, metadata, offsets, shards, starts)
+
+
+def _remote(
+    folder: Url, names: list[str], counts: list[int], dtype: Any, checksums: dict[str, list[str]]
+) -> Iterator[RemoteArray]:
+    """Yield the arrays behind a URL, after comparing the size of each file with the index."""
+    (fs, root), cache = fs_of(folder), BlockCache()
+    listed = retried(lambda: fs.ls(root, detail=True, refresh=True), folder)
+    sizes = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
+    for name, count in zip(names, [*counts, None], strict=True):
+        if name not in sizes:
+            raise FileNotFoundError(f"{folder / name} is missing. Upload the token file again.")
+        kind = np.dtype(np.int64) if count is None else dtype
+        length, rest = divmod(sizes[name] - NPY_HEADER_BYTES, kind.itemsize)
+        block_bytes = _block_bytes(name, length * kind.itemsize)
+        blocks = checksums.get(name, [])
+        is_whole = not rest and count in (None, length) and length * kind.itemsize > 0
+        if not is_whole or len(blocks) != -(-length * kind.itemsize // block_bytes):
+            raise ValueError(
+                f"{folder / name} has {sizes[name]} bytes, and {INDEX} names "
+                f"{'documents' if count is None else f'{count} tokens'} in {len(blocks)} blocks. "
+                "Upload the token file again."
+            )
+        file = folder / name, fs, f"{root}/{name}"
+        yield RemoteArray(*file, kind, length, blocks, block_bytes, cache)
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
@@ -297,15 +370,15 @@ def _ids_in_file(file: TokenFile, number: int) -> NDArray[np.int64]:
     return file.read(start, stop - 1)
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Location) -> dict[str, Any]:
     file = folder / INDEX
-    if not file.is_file():
+    if (content := content_of(file)) is None:
         raise FileNotFoundError(
             f"{folder} is not a token file: it has no {INDEX}. "
             "forgekit.write_tokens and `forgekit prepare` make one."
         )
     try:
-        index = json.loads(file.read_bytes())
+        index = json.loads(content)
         if not isinstance(index, dict) or {**index, **KIND} != index:
             raise ValueError(f"it is no {KIND['kind']} of version {KIND['version']}")
     except ValueError as error:

@@ -156,7 +156,7 @@ DAMAGE = {
         edit("offsets.npy", lambda b: b.replace(b"(5,)", b"(4,)")),
         r"has 13 tokens in its shards and documents up to \[7\]; index.json says 13",
     ),
-    "version": (edit_index(version=1), r"it is no forgekit-tokens of version 2\). Write the to"),
+    "version": (edit_index(version=1), r"it is no forgekit-tokens of version 3\). Write the to"),
     "json": (edit("index.json", lambda b: b[:20]), "is no index of a token file that can be read"),
 }
 

@@ -1,0 +1,292 @@
+"""Token files in a bucket: the rows of a local copy, from blocks that are verified and bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import s3fs
+import torch
+from buckets import Proxy, bucket, upload
+from ranks import run_ranks
+
+import forgekit as fk
+from forgekit.data import block_cache, cached_bins, open_tokens, token_documents
+from forgekit.run.stop_signal import StoppedError
+from forgekit.urls import UrlError
+
+SEQ_LEN, SHARD_TOKENS = 32, 300
+VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL")
+
+
+def documents(seed, count=80):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 50, rng.integers(0, 90)) for _ in range(count)]
+
+
+def write(path, seed=0, **options):
+    sizes = {"vocab_size": 50, "eos_id": 0, "shard_tokens": SHARD_TOKENS}
+    return fk.write_tokens(path, documents(seed), **{**sizes, **options})
+
+
+@pytest.fixture(scope="module")
+def store():
+    with bucket() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two token files, the second with held-out documents and a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("tokens")
+    write(folder / "a")
+    write(folder / "b", seed=1)
+    write(folder / "b" / "heldout", seed=2)
+    (folder / "b" / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(store, folder):
+    return upload(folder, f"{store}/tokens")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGEKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "blocks"
+
+
+@pytest.fixture
+def proxy(monkeypatch, url):
+    """A stumbling network between this process and the store."""
+    proxy = Proxy(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield proxy
+    s3fs.S3FileSystem.clear_instance_cache()
+    proxy.close()
+
+
+def windows(where):
+    return fk.token_dataset(f"{where}/a", SEQ_LEN)
+
+
+def documents_apart(where):
+    return fk.token_dataset(open_tokens(f"{where}/b"), SEQ_LEN, doc_ids=True)
+
+
+def packed(where, name="b"):
+    file = open_tokens(f"{where}/{name}")
+    return fk.packed_dataset(file, fk.pack(np.diff(file.offsets), SEQ_LEN))
+
+
+def mixed(where):
+    parts = {name: packed(where, name) for name in "ab"}
+    phase = fk.Phase(start=40, weights={"a": 0})
+    sizes = {name: len(part) for name, part in parts.items()}
+    return fk.mixture_dataset(parts, fk.make_order(sizes, seed=5, phases=[phase]))
+
+
+def held_out(where):
+    return packed(where).held_out()
+
+
+def batches(dataset, count=12, **options):
+    with fk.make_loader(dataset, 4, seed=1, **options) as loader:
+        return [batch.clone() for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def assert_same(batches, expected):
+    assert len(batches) == len(expected) > 0
+    for batch, reference in zip(batches, expected, strict=True):
+        assert batch.keys() == reference.keys()
+        for key in reference.keys():  # noqa: SIM118
+            assert torch.equal(batch[key], reference[key]), key
+
+
+@pytest.mark.parametrize("make", [windows, documents_apart, packed, mixed, held_out])
+def test_rows_order_and_fingerprint_are_those_of_a_local_copy(folder, url, make):
+    local, remote = make(folder), make(url)
+    assert remote.fingerprint == local.fingerprint
+    for options in ({}, {"rank": 1, "world": 2, "start": 13, "workers": 2}):
+        assert_same(batches(remote, **options), batches(local, **options))
+
+
+def test_a_file_of_many_blocks_reads_like_its_copy_and_each_block_is_fetched_once(
+    store, tmp_path, proxy
+):
+    long = np.random.default_rng(3).integers(1, 50, 1_300_000)
+    local = fk.write_tokens(tmp_path / "c", [long], vocab_size=50, eos_id=0, shard_tokens=700_000)
+    remote = open_tokens(upload(tmp_path / "c", f"{store}/many"))
+    before = proxy.requests
+    for start, stop in [(0, 3), (262_000, 262_300), (699_990, 700_010), (1_299_000, 1_300_001)]:
+        assert remote.read(start, stop).tolist() == local.read(start, stop).tolist()
+        assert remote.read(start, stop).tolist() == local.read(start, stop).tolist()
+    assert proxy.requests - before == 5
+    assert remote.read(0, 1_300_001).tolist() == local.read(0, 1_300_001).tolist()
+    again = open_tokens(f"{store}/many", verify=True)
+    assert (again.offsets.tolist(), again.fingerprint) == ([0, 1_300_001], local.fingerprint)
+    assert proxy.requests - before == 6 + 3  # six blocks; the index (two), the listing, no offsets
+
+
+def test_documents_bins_and_epochs_come_from_a_url(folder, url, tmp_path):
+    local, remote = open_tokens(folder / "b"), open_tokens(f"{url}/b")
+    for ours, theirs in zip(token_documents(f"{url}/b"), token_documents(local), strict=True):
+        assert ours.tolist() == theirs.tolist()
+    bins = cached_bins(tmp_path / "bins", remote, SEQ_LEN)
+    assert bins.path == cached_bins(tmp_path / "bins", local, SEQ_LEN).path
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 6])
+def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, monkeypatch, blocks):
+    """A block is a shard of 600 bytes; the offsets of 648 are mapped when the cache drops them."""
+    monkeypatch.setenv("FORGEKIT_CACHE_GIB", f"{blocks * 700 / 2**30:.10f}")
+    remote, sizes = windows(url), []
+    keep = block_cache.BlockCache.keep
+
+    def kept(self, *block):
+        keep(self, *block)
+        sizes.append(sum(file.stat().st_size for file in cache.iterdir()))
+
+    monkeypatch.setattr(block_cache.BlockCache, "keep", kept)
+    assert_same(batches(remote, 60), batches(windows(folder), 60))
+    assert 0 < max(sizes) <= max(blocks * 700, 648)
+    assert len(sizes) > 12  # there are no more shards, so some came again
+
+
+def test_blocks_used_longest_ago_go_first(tmp_path):
+    cache = block_cache.BlockCache(tmp_path, limit=350)
+    names = [block_cache._checksum(bytes([n]) * 100) for n in range(4)]
+    for at, name in enumerate(names[:3]):
+        cache.keep(name, bytes([at]) * 100)
+        os.utime(tmp_path / name, (at, at))
+    cache.opened(names[0]).close()
+    cache.keep(names[3], bytes([3]) * 100)
+    assert [cache.has(name) for name in names] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:]])
+def test_a_damaged_block_of_the_cache_is_fetched_again(folder, url, cache, damage):
+    batches(windows(url))
+    for block in cache.iterdir():
+        block.write_bytes(damage(block.read_bytes()))
+    assert_same(batches(windows(url)), batches(windows(folder)))
+
+
+def test_a_flipped_bit_and_a_replaced_object_are_refused(store, tmp_path):
+    url = upload(write(tmp_path / "a").path, f"{store}/changing")
+    remote = open_tokens(url)
+    assert remote.read(0, 10).tolist() == open_tokens(tmp_path / "a").read(0, 10).tolist()
+    fs = s3fs.S3FileSystem()
+    content = bytearray(fs.cat_file(f"{url}/shard_00001.npy"))
+    content[200] ^= 1
+    fs.pipe_file(f"{url}/shard_00001.npy", bytes(content))
+    message = r"changing/shard_00001.npy differs from its checksum in block 0: it was replaced"
+    with pytest.raises(ValueError, match=message):
+        remote.read(SHARD_TOKENS, SHARD_TOKENS + 1)
+    with pytest.raises(ValueError, match=message):
+        open_tokens(url, verify=True)
+    upload(write(tmp_path / "b", seed=9, shard_tokens=SHARD_TOKENS).path, url)
+    with pytest.raises(ValueError, match=r"changing/shard_00002.npy differs .* Resume to read"):
+        remote.read(2 * SHARD_TOKENS, 2 * SHARD_TOKENS + 1)
+
+
+def test_incomplete_uploads_are_refused_when_they_are_opened(store, tmp_path):
+    fs, file = s3fs.S3FileSystem(), write(tmp_path / "a")
+    url = upload(file.path, f"{store}/torn")
+    shard = fs.cat_file(f"{url}/shard_00002.npy")
+    fs.pipe_file(f"{url}/shard_00002.npy", shard[:-2])
+    message = r"shard_00002.npy has 726 bytes, and index.json names 300 tokens in 1 blocks. Upload"
+    with pytest.raises(ValueError, match=message):
+        open_tokens(url)
+    fs.rm_file(f"{url}/shard_00002.npy")
+    with pytest.raises(FileNotFoundError, match=r"torn/shard_00002.npy is missing. Upload the tok"):
+        open_tokens(url)
+    fs.rm_file(f"{url}/index.json")
+    with pytest.raises(FileNotFoundError, match=r"s3://.*/torn is not a token file: it has no ind"):
+        open_tokens(url)
+
+
+def test_urls_that_lead_nowhere_are_named(tmp_path, url):
+    with pytest.raises(UrlError, match=r"s3://elsewhere/a/index.json: there is no such bucket"):
+        fk.token_dataset("s3://elsewhere/a")
+    with pytest.raises(ValueError, match=r"s3:/bucket/a looks like a URL that became a Path"):
+        fk.token_dataset(type(tmp_path)("s3://bucket/a"))
+
+
+def test_a_size_of_the_cache_that_is_no_number_is_named(monkeypatch, url):
+    monkeypatch.setenv("FORGEKIT_CACHE_GIB", "much")
+    with pytest.raises(TypeError, match="FORGEKIT_CACHE_GIB is 'much', a str; pass a number"):
+        windows(url)
+
+
+@pytest.mark.parametrize("fault", ["503", "drop"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_outage_delays_the_rows_and_changes_none(folder, url, proxy, fault, workers):
+    remote, expected = windows(url), batches(windows(folder))
+    timer = threading.Timer(3.0, partial(setattr, proxy, "fault", None))
+    with fk.make_loader(remote, 4, seed=1, workers=workers) as loader:
+        read = [next(iter(loader)).clone()]
+        proxy.fault = fault
+        timer.start()
+        read += [batch.clone() for batch, _ in zip(loader, range(11), strict=False)]
+        assert_same(read, expected)
+        assert loader.wait_seconds > 2.0
+
+
+def test_an_outage_that_lasts_is_named(url, proxy, monkeypatch):
+    monkeypatch.setattr(block_cache, "READ_PATIENCE_S", 1.0)
+    remote = windows(url)
+    proxy.fault = "drop"
+    with pytest.raises(UrlError, match=r"shard_000\d\d.npy: the store has not answered in 1 s"):
+        batches(remote, workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_is_heard_while_data_are_out_of_reach(url, proxy, workers):
+    remote = windows(url)
+    proxy.fault = "503"
+    began = time.monotonic()
+    with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
+        with fk.StopSignal(patience_s=0.5), fk.make_loader(remote, 4, workers=workers) as loader:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            next(iter(loader))
+    assert time.monotonic() - began < 10
+
+
+def trained(rank, world, where, variables):
+    """Train some steps on each rank's share; return the weights and the losses."""
+    os.environ.update(variables)
+    torch.manual_seed(0)
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    sizes = dict(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, max_seq_len=SEQ_LEN)
+    model = fk.parallelize(fk.Transformer(fk.TransformerSpec(vocab_size=50, **sizes)), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=0)
+    step = fk.make_step(
+        lambda model, batch: fk.cross_entropy(model(batch["input_ids"]), batch["labels"]),
+        schedule=fk.constant(1e-2),
+    )
+    losses = []
+    with fk.train_loader(state, windows(where), 2, workers=1) as loader:
+        for batches, _ in zip(fk.groups(loader, 1), range(5), strict=False):
+            state, metrics = step(state, batches)
+            losses.append(float(metrics["train/loss"]))
+    return losses, {name: p.full_tensor() for name, p in state.model.named_parameters()}
+
+
+def test_two_ranks_train_from_a_bucket_what_they_train_from_a_disk(folder, url):
+    variables = {name: os.environ[name] for name in (*VARIABLES, "FORGEKIT_CACHE")}
+    local = run_ranks(trained, 2, str(folder), {})
+    remote = run_ranks(trained, 2, url, variables)
+    for (losses, weights), (expected, reference) in zip(remote, local, strict=True):
+        assert losses == expected
+        assert len(set(losses)) == 5
+        for name, weight in reference.items():
+            assert torch.equal(weights[name], weight), name
