@@ -144,9 +144,12 @@ def fs_of(url: str) -> tuple[Any, str]:
             f"{url} has the scheme {scheme!r}, which is not known. s3:// is that of buckets; "
             "fsspec lists all others."
         )
+    options: dict[str, Any] = {}
     if scheme in ("s3", "s3a"):
         require("s3fs", extra="s3")
-    fs, root = url_to_fs(url, use_listings_cache=False)
+        # botocore's own retries, times those of s3fs, would go on for minutes after our patience
+        options = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    fs, root = url_to_fs(url, use_listings_cache=False, **options)
     return fs, root.rstrip("/")
 
 
@@ -162,6 +165,21 @@ def names_below(fs: Any, root: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+
+def content_of(file: Location) -> bytes | None:
+    """Read a whole file or object into memory; None if there is none.
+
+    Raises:
+        UrlError: If a store refuses, or has not answered in time.
+    """
+    if isinstance(file, Path):
+        return file.read_bytes() if file.is_file() else None
+    fs, root = fs_of(file)
+    try:
+        return retried(lambda: fs.cat_file(root), file)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
 
 
 def retried(action: Callable[[], T], name: str, *, patience_s: float | None = None) -> T:

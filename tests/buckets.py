@@ -76,20 +76,17 @@ class Proxy:
     def _serve(self, client: socket.socket) -> None:
         with suppress(OSError), client, socket.create_connection(self._store) as store:
             threading.Thread(target=self._forward, args=[store, client], daemon=True).start()
-            while request := client.recv(2**16):
+            while (request := client.recv(2**16)) and self.fault != "drop":
                 self.requests += 1
                 if self.fault == "503":
-                    body = b"<Error><Code>SlowDown</Code></Error>"
-                    client.sendall(
-                        b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(body)
-                    )
-                    client.sendall(body)
-                elif self.fault == "drop":
-                    return
+                    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
                 else:
                     store.sendall(request)
+            client.shutdown(socket.SHUT_RDWR)
+            store.shutdown(socket.SHUT_RDWR)
 
     def _forward(self, store: socket.socket, client: socket.socket) -> None:
         with suppress(OSError):
             while answer := store.recv(2**16):
                 client.sendall(answer)
+            client.shutdown(socket.SHUT_RDWR)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.checks import check_numbers
-from forgekit.urls import Url, fs_of, local_folder, retried
+from forgekit.urls import Url, local_folder, retried
 
 BLOCK_BYTES = 2**19
 

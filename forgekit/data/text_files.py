@@ -1,4 +1,4 @@
-"""Documents from files: text and code, folders, JSON lines, parquet, Python's own library.
+"""Documents from files and URLs: text and code, folders, JSON lines, parquet, Python's own library.
 
 Files are listed first, sorted, so the same folder gives the same documents on every machine; texts
 are then read one at a time. A document is named by its file and its line or row, also in errors.
@@ -17,7 +17,8 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
+from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeAlias, cast, get_args
 
 import attrs
@@ -33,6 +34,7 @@ from forgekit.data.documents import (
     read_texts,
 )
 from forgekit.environment import require
+from forgekit.urls import Url, fs_of, is_url, path_or_url, retried
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -41,6 +43,9 @@ SUFFIXES = (
     ".r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs .ml .lisp .html .css"
 )
 """Read from a folder, also with .gz or .zst. A file passed by name is read whatever its suffix."""
+
+FETCHED_BYTES = 2**23
+"""Of a file behind a URL, by one request."""
 
 # lib2to3 left the standard library in 3.13
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
@@ -52,10 +57,10 @@ def text_documents(
     """List documents in files and folders, in a fixed order.
 
     Args:
-        paths: Files and folders, or one of them. A ``.jsonl`` file gives a document per line, a
-            ``.parquet`` file one per row; every other file is one document. Files that end in
-            ``.gz`` or (with pyarrow) ``.zst`` are decompressed. Folders are searched for the usual
-            suffixes of text and code, hidden files excepted. A file found twice counts once.
+        paths: Files and folders, or one of them; also URLs. A ``.jsonl`` file gives a document per
+            line, a ``.parquet`` file one per row; every other file is one document. Files that end
+            in ``.gz`` or (with pyarrow) ``.zst`` are decompressed. Folders are searched for the
+            usual suffixes of text and code, hidden files excepted. A file found twice counts once.
         text_key: Key of the text in a line of JSON, or its column in parquet.
         errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out; ``prepare`` and
             ``stream_documents`` count and name what was left out.
@@ -94,6 +99,74 @@ def stdlib_documents() -> TextDocuments:
 
 
 @attrs.frozen
+class RemoteFile:
+    """A file behind a URL, with what is used here of a path.
+
+    Attributes:
+        url: The URL.
+        size: Bytes.
+        stamp: Changes with the content: the store's ETag or a time.
+    """
+
+    url: Url
+    size: int
+    stamp: str
+
+    suffix = property(lambda self: PurePosixPath(self.url).suffix)
+    stem = property(lambda self: PurePosixPath(self.url).stem)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def resolve(self) -> RemoteFile:
+        """Return itself: the same file always has the same URL."""
+        return self
+
+    def stat(self) -> Any:
+        """Return the size, and what stands for the time of the last change."""
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.stamp)
+
+    def open(self) -> BinaryIO:
+        """Open it; what is read of it is asked for with patience."""
+        return io.BufferedReader(_PatientFile(self.url), FETCHED_BYTES)
+
+
+File: TypeAlias = Path | RemoteFile
+
+
+class _PatientFile(io.RawIOBase):
+    """A file of fsspec that reads again what a store did not answer; s3fs refuses a changed one."""
+
+    def __init__(self, url: Url) -> None:
+        fs, root = fs_of(url)
+        self._url, self._at = url, 0
+        self._file = retried(lambda: fs.open(root, "rb", cache_type="none"), url)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        def read() -> bytes:
+            self._file.seek(self._at)
+            return self._file.read(len(buffer))
+
+        content = retried(read, self._url)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+@attrs.frozen
 class TextDocuments:
     """Documents in files; ``text_documents`` makes one.
 
@@ -106,7 +179,7 @@ class TextDocuments:
         errors: Whether broken documents raise or are skipped.
     """
 
-    files: tuple[Path, ...] = attrs.field(repr=lambda files: f"<{len(files)} files>")
+    files: tuple[File, ...] = attrs.field(repr=lambda files: f"<{len(files)} files>")
     text_key: str = "text"
     errors: Errors = "raise"
 
@@ -144,7 +217,7 @@ class TextDocuments:
             within, number = 0, 0
 
 
-def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the object of each line of a ``.jsonl`` file.
 
     Raises:
@@ -161,7 +234,7 @@ def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 # Positions in a file are pairs: bytes or rows that were read, and lines or rows so far.
 
 
-def _located(file: Path, position: int, number: int, key: str) -> Iterator[Located]:
+def _located(file: File, position: int, number: int, key: str) -> Iterator[Located]:
     suffix = _plain_suffix(file)
     if suffix == ".jsonl":
         return _lines(file, position, number, partial(_text_of_line, key=key))
@@ -172,7 +245,7 @@ def _located(file: Path, position: int, number: int, key: str) -> Iterator[Locat
 
 
 def _lines(
-    file: Path, position: int, number: int, parse: Callable[[bytes, str], Any]
+    file: File, position: int, number: int, parse: Callable[[bytes, str], Any]
 ) -> Iterator[Located]:
     with _opened(file) as lines:
         if lines.seekable():
@@ -187,9 +260,11 @@ def _lines(
                 yield name, partial(parse, line, name), (position, number), position
 
 
-def _rows(file: Path, position: int, key: str) -> Iterator[Located]:
+def _rows(file: File, position: int, key: str) -> Iterator[Located]:
     parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
-    with parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True) as opened:
+    is_local = isinstance(file, Path)
+    source, options = file if is_local else file.open(), {"page_checksum_verification": True}
+    with parquet.ParquetFile(source, memory_map=is_local, **options) as opened:
         check_column(str(file), key, opened.schema_arrow.names)
         first, rows = 0, opened.metadata.num_rows
         for group in range(opened.num_row_groups):
@@ -204,7 +279,7 @@ def _rows(file: Path, position: int, key: str) -> Iterator[Located]:
             first = last
 
 
-def _text_of_file(file: Path) -> str:
+def _text_of_file(file: File) -> str:
     try:
         with _opened(file) as opened:
             content = opened.read()
@@ -256,17 +331,19 @@ def _utf8(content: bytes, name: str) -> str:
         ) from None
 
 
-def _opened(file: Path) -> BinaryIO:
+def _opened(file: File) -> BinaryIO:
     """Open a file for reading its bytes, decompressed."""
+    compressed: Any = file if isinstance(file, Path) else file.open()
     if file.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.open(file))
+        return cast(BinaryIO, gzip.open(compressed))
     if file.suffix.lower() == ".zst":
-        stream = require("pyarrow", extra="hf").input_stream(str(file), compression="zstd")
+        source = str(file) if isinstance(file, Path) else compressed
+        stream = require("pyarrow", extra="hf").input_stream(source, compression="zstd")
         return cast(BinaryIO, io.BufferedReader(stream, 2**20))
-    return file.open("rb", buffering=2**20)
+    return file.open("rb", buffering=2**20) if isinstance(file, Path) else compressed
 
 
-def _until_damage(located: Iterator[Located], file: Path) -> Iterator[Located]:
+def _until_damage(located: Iterator[Located], file: File) -> Iterator[Located]:
     """Yield what was located; damage is one more document, which cannot be read."""
     try:
         yield from located
@@ -279,7 +356,7 @@ def _until_damage(located: Iterator[Located], file: Path) -> Iterator[Located]:
         yield str(file), read, (2**62, 0), file.stat().st_size
 
 
-def _damage_of(file: Path, error: Exception) -> ValueError:
+def _damage_of(file: File, error: Exception) -> ValueError:
     """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
     pyarrow = sys.modules.get("pyarrow")
     kinds = (EOFError, zlib.error, OSError, *([pyarrow.ArrowException] if pyarrow else []))
@@ -289,14 +366,15 @@ def _damage_of(file: Path, error: Exception) -> ValueError:
     return ValueError(f"{file} cannot be read: {problem}. Write it again.")
 
 
-def files_at(paths: Paths) -> list[Path]:
+def files_at(paths: Paths) -> list[File]:
     """List the files to read, each once, in a fixed order."""
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
         raise ValueError("no paths were given; name at least one file or folder.")
-    unique: dict[Path, Path] = {}
+    unique: dict[File, File] = {}
     for path in named:
-        for file in _files_in(path_of("a path", path)):
+        location = path_or_url(path if is_url(path) else path_of("a path", path))
+        for file in (_files_in if isinstance(location, Path) else _files_behind)(location):
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
@@ -307,21 +385,42 @@ def _files_in(path: Path) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; name an existing file or folder.")
     entries = sorted(file.relative_to(path) for file in path.rglob("*"))
-    files = [path / file for file in entries if _is_wanted(path / file, file)]
+    files = [path / file for file in entries if _is_wanted(file) and (path / file).is_file()]
+    return files or _none_among(path, len(entries))
+
+
+def _files_behind(url: Url) -> list[RemoteFile]:
+    fs, root = fs_of(url)
+    facts = retried(lambda: fs.find(root, detail=True), url)
+    files = {PurePosixPath(name).relative_to(root): fact for name, fact in facts.items()}
     if not files:
-        raise FileNotFoundError(
-            f"{path} holds no file to read among {len(entries)} entries. Folders are searched for "
-            f"{SUFFIXES}; name other files themselves."
-        )
-    return files
+        raise FileNotFoundError(f"{url} does not exist; name an existing file or folder.")
+    is_file = list(files) == [PurePosixPath()]
+    wanted = [file for file in sorted(files) if is_file or _is_wanted(file)]
+    listed = ((url if is_file else url / file, files[file]) for file in wanted)
+    return [RemoteFile(u, fact["size"], _stamp(fact)) for u, fact in listed] or _none_among(
+        url, len(files)
+    )
 
 
-def _is_wanted(path: Path, relative: Path) -> bool:
+def _stamp(facts: dict[str, Any]) -> str:
+    keys = ("ETag", "etag", "LastModified", "mtime", "created")
+    return str(next((facts[key] for key in keys if facts.get(key)), ""))
+
+
+def _none_among(path: Path | Url, entries: int) -> Any:
+    raise FileNotFoundError(
+        f"{path} holds no file to read among {entries} entries. Folders are searched for "
+        f"{SUFFIXES}; name other files themselves."
+    )
+
+
+def _is_wanted(relative: PurePath) -> bool:
     hidden = any(part.startswith(".") for part in relative.parts)
-    return not hidden and _plain_suffix(relative) in SUFFIXES.split() and path.is_file()
+    return not hidden and _plain_suffix(relative) in SUFFIXES.split()
 
 
-def _plain_suffix(file: Path) -> str:
+def _plain_suffix(file: File | PurePath) -> str:
     """The suffix in lower case, below that of a compressed file."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix

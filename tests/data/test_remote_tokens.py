@@ -143,7 +143,7 @@ def test_documents_bins_and_epochs_come_from_a_url(folder, url, tmp_path):
     assert bins.path == cached_bins(tmp_path / "bins", local, SEQ_LEN).path
 
 
-@pytest.mark.parametrize("blocks", [0, 2, 6])
+@pytest.mark.parametrize("blocks", [0, 3])
 def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, monkeypatch, blocks):
     """A block is a shard of 600 bytes; the offsets of 648 are mapped when the cache drops them."""
     monkeypatch.setenv("FORGEKIT_CACHE_GIB", f"{blocks * 700 / 2**30:.10f}")
@@ -155,7 +155,7 @@ def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, m
         sizes.append(sum(file.stat().st_size for file in cache.iterdir()))
 
     monkeypatch.setattr(block_cache.BlockCache, "keep", kept)
-    assert_same(batches(remote, 60), batches(windows(folder), 60))
+    assert_same(batches(remote, 10), batches(windows(folder), 10))
     assert 0 < max(sizes) <= max(blocks * 700, 648)
     assert len(sizes) > 12  # there are no more shards, so some came again
 
@@ -244,19 +244,19 @@ def test_an_outage_that_lasts_is_named(url, proxy, monkeypatch):
     monkeypatch.setattr(block_cache, "READ_PATIENCE_S", 1.0)
     remote = windows(url)
     proxy.fault = "drop"
-    with pytest.raises(UrlError, match=r"shard_000\d\d.npy: the store has not answered in 1 s"):
-        batches(remote, workers=1)
+    with pytest.raises(UrlError, match=r"shard_000\d\d.npy: the store has .* 1 s: "):
+        batches(remote)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stop_is_heard_while_data_are_out_of_reach(url, proxy, workers):
     remote = windows(url)
     proxy.fault = "503"
+    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM])
     began = time.monotonic()
-    with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
-        with fk.StopSignal(patience_s=0.5), fk.make_loader(remote, 4, workers=workers) as loader:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    with fk.StopSignal(patience_s=0.5), fk.make_loader(remote, 4, workers=workers) as loader:
+        timer.start()
+        with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
             next(iter(loader))
     assert time.monotonic() - began < 10
 
@@ -266,8 +266,10 @@ def trained(rank, world, where, variables):
     os.environ.update(variables)
     torch.manual_seed(0)
     mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-    sizes = dict(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, max_seq_len=SEQ_LEN)
-    model = fk.parallelize(fk.Transformer(fk.TransformerSpec(vocab_size=50, **sizes)), mesh)
+    spec = fk.TransformerSpec(
+        vocab_size=50, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, max_seq_len=SEQ_LEN
+    )
+    model = fk.parallelize(fk.Transformer(spec), mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=0)
     step = fk.make_step(
         lambda model, batch: fk.cross_entropy(model(batch["input_ids"]), batch["labels"]),
@@ -277,7 +279,7 @@ def trained(rank, world, where, variables):
     with fk.train_loader(state, windows(where), 2, workers=1) as loader:
         for batches, _ in zip(fk.groups(loader, 1), range(5), strict=False):
             state, metrics = step(state, batches)
-            losses.append(float(metrics["train/loss"]))
+            losses.append(float(metrics["loss"]))
     return losses, {name: p.full_tensor() for name, p in state.model.named_parameters()}
 
 
