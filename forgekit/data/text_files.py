@@ -6,6 +6,7 @@ are then read one at a time. A document is named by its file and its line or row
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -135,7 +136,7 @@ File: TypeAlias = Path | RemoteFile
 
 
 class _PatientFile(io.RawIOBase):
-    """A file of fsspec that reads again what a store did not answer; s3fs refuses a changed one."""
+    """A file of fsspec that reads again what a store did not answer."""
 
     def __init__(self, url: Url) -> None:
         fs, root = fs_of(url)
@@ -158,7 +159,14 @@ class _PatientFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         def read() -> bytes:
             self._file.seek(self._at)
-            return self._file.read(len(buffer))
+            try:
+                return self._file.read(len(buffer))
+            except OSError as error:
+                if error.errno == errno.EBUSY:  # s3fs, of an object with another ETag
+                    raise ValueError(
+                        f"{self._url} changed while it was read; start anew."
+                    ) from error
+                raise
 
         content = retried(read, self._url)
         buffer[: len(content)] = content
@@ -374,7 +382,8 @@ def files_at(paths: Paths) -> list[File]:
     unique: dict[File, File] = {}
     for path in named:
         location = path_or_url(path if is_url(path) else path_of("a path", path))
-        for file in (_files_in if isinstance(location, Path) else _files_behind)(location):
+        is_local = isinstance(location, Path)
+        for file in _files_in(location) if is_local else _files_behind(location):
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
