@@ -17,7 +17,7 @@ import attrs
 from torch import Tensor
 
 from forgekit.checks import parse_json
-from forgekit.files import append_lines, overwrite, read_regular, write_atomic
+from forgekit.files import append_lines, lines_backwards, overwrite, read_regular
 
 
 def finite(value: Any) -> Any:
@@ -64,14 +64,13 @@ class RowFile:
     def __init__(self, out: Path, start_step: int) -> None:
         path = out / "metrics.jsonl"
         out.mkdir(parents=True, exist_ok=True)
-        rows = read_metrics(path) if path.exists() else []
-        lines = [_line(row) for row in rows if row["step"] <= start_step]
-        write_atomic(path, b"".join(lines))
-        self._path, self._line = path, lines[-1] if lines else b""
-        self._last: dict[str, Any] = json.loads(self._line) if lines else {}
+        path.touch()
+        self._start, self._last = _last_row(path, start_step)
+        self._line = _line(self._last) if self._last else b""
+        self._path = path
         # Unbuffered, so that one write is one system call.
         self._file = path.open("r+b", buffering=0)
-        self._start = self._file.seek(0, os.SEEK_END) - len(self._line)
+        overwrite(self._file, self._start, self._line)  # what comes after it is done again
 
     def write(self, row: dict[str, Any]) -> dict[str, Any]:
         """Write a row at the end, or its new keys into the last one; all of it or nothing.
@@ -98,6 +97,19 @@ class RowFile:
     def close(self) -> None:
         """Close the file; this may happen twice."""
         self._file.close()
+
+
+def _last_row(path: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Find the last row up to a step: where it begins, and what it holds; (0, {}) without any."""
+    for number, (start, line) in enumerate(lines_backwards(path)):
+        try:
+            row = parse_json(line)
+            if row["step"] <= step:
+                return start, row
+        except (ValueError, TypeError, KeyError):
+            if number > 0:
+                read_metrics(path)  # raises, with the number of the line
+    return 0, {}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

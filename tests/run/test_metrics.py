@@ -7,22 +7,26 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks
 from runs import saved_step
 from tensordict import TensorDict
 from torch.distributed.tensor.debug import CommDebugMode
 
 import forgekit as fk
-from forgekit.files import append_lines
+from forgekit.files import append_lines, lines_backwards
 from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog
-from forgekit.metrics.records import read_bad_steps, read_metrics
+from forgekit.metrics.records import RowFile, read_bad_steps, read_metrics
 from forgekit.state import TrainState, donate
 
 
@@ -204,6 +208,64 @@ def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
         log.event(state, {"eval/held_out/loss": 1.0})  # joins the row of the run before
     assert read_metrics(path) == [*rows[:3], rows[3] | {"eval/held_out/loss": 1.0}]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\xc3", b"{}"])), st.integers(1, 5))
+def test_lines_from_the_end_are_those_from_the_start(pieces, block):
+    content, end = b"".join(pieces), 0
+    lines = [(end := end + len(line), line) for line in content.splitlines(keepends=True)]
+    expected = [(end - len(line), line) for end, line in reversed(lines)]
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(content)
+        assert list(lines_backwards(Path(file.name), block)) == expected
+
+
+@pytest.mark.parametrize("rows", [1_000, 50_000])
+def test_resuming_reads_the_end_of_the_metrics_alone(tmp_path, rows):
+    def has_read():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in range(rows)))
+    size = path.stat().st_size
+    before = has_read()
+    tracemalloc.start()
+    RowFile(tmp_path, rows - 101).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert has_read() - before < min(size, 2**16) + 2**13
+    assert peak < 2**20
+    assert [path.read_text().count("\n"), read_metrics(path)[-1]["step"]] == [
+        rows - 100,
+        rows - 101,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "step", "left"),
+    [
+        ('{"step": 1}\n{"step": 2}\n', 2, [1, 2]),
+        ('{"step": 1}\n{"step": 2}', 2, [1, 2]),
+        ('{"step": 1}\n{"step": 2}\n{"ste', 1, [1]),
+        ('{"step": 3}\n', 2, []),
+        ("", 0, []),
+    ],
+)
+def test_rows_up_to_the_step_stay_and_the_next_one_begins_a_line(tmp_path, content, step, left):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(content)
+    file = RowFile(tmp_path, step)
+    file.write({"step": 9})
+    file.close()
+    assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in [*left, 9])
+
+
+def test_a_broken_line_at_the_end_of_the_metrics_is_named_when_a_run_resumes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nmine\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: 'mine' is not a JSON object"):
+        RowFile(tmp_path, 2)
+    assert path.read_text() == '{"step": 1}\nmine\n{"step": 3}\n'
 
 
 @contextlib.contextmanager
