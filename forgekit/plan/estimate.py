@@ -9,10 +9,10 @@ by this project: the efficiencies are held against published runs, see ``docs/pl
 from __future__ import annotations
 
 import math
-from collections import Counter
 from types import MappingProxyType
 
 import attrs
+import numpy as np
 import torch
 
 from forgekit.metrics.device_specs import Machine
@@ -86,9 +86,9 @@ def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
     """Time of one collective, alone on its links."""
     if len(call.ranks) < 2:
         return 0.0
-    nodes = Counter(rank // node_size for rank in call.ranks)
+    _, nodes = np.unique(np.array(call.ranks) // node_size, return_counts=True)
     # Each device of a node has a network adapter, and a group uses those of all its members.
-    network = machine.network_bandwidth * min(nodes.values())
+    network = machine.network_bandwidth * int(nodes.min())
     bandwidth = machine.link_bandwidth
     bandwidth = bandwidth if len(nodes) == 1 else min(bandwidth, network)
     return _latency(machine, call, len(nodes)) + _sent(call) / (LINKS * bandwidth)

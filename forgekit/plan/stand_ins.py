@@ -134,6 +134,7 @@ def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
         world: How many there are.
         broadcasts: Of the ranks that were planned before; this one's are added.
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from forgekit.huggingface import load
@@ -144,6 +145,10 @@ def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
         with (
             StandIns(rank, broadcasts),
             mock.patch.object(dist.ProcessGroup, "send", _send),
+            # What torch makes for each rank of a world, here for this one alone.
+            mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunks),
+            mock.patch.object(dist, "new_subgroups_by_enumeration", _subgroup),
+            mock.patch.object(dist, "all_gather_object", _gather),
             # A base's files are checked, and their values not read: nothing could hold them.
             mock.patch.object(load, "read_into", return_value=None),
         ):
@@ -157,6 +162,24 @@ def _send(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) ->
     work = _SEND(group, tensors, to, tag)
     weakref.finalize(work, list, tensors)
     return work
+
+
+def _chunks(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
+    """Split as FSDP does; the ranks that get nothing share one tensor."""
+    chunks = [*torch.chunk(tensor, count, dim)]
+    missing = count - len(chunks)
+    return chunks + [chunks[0].new_empty(0)] * missing
+
+
+def _subgroup(rows: list[list[int]], **options: Any) -> tuple[Any, list[Any]]:
+    """Make the one group that this rank is in."""
+    group = dist.new_group(next(row for row in rows if dist.get_rank() in row), **options)
+    return group, [group]
+
+
+def _gather(objects: list[Any], mine: Any, group: Any = None) -> None:
+    """Gather what others have: the same. Of the world's ranks, who are alike, one is left."""
+    objects[:] = [mine] * (1 if group is None else len(objects))
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from unittest import mock
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -276,11 +277,9 @@ def dimension_of(call: Call, mesh: DeviceMesh) -> str:
     for name in (*first, *groups):
         if name in groups and tuple(dist.get_process_group_ranks(groups[name])) == call.ranks:
             return name
-    positions = zip(
-        *((mesh.mesh == rank).nonzero()[0].tolist() for rank in call.ranks), strict=True
-    )
+    positions = np.isin(mesh.mesh.numpy(), call.ranks).nonzero()  # off torch, which is watched
     named = zip(names, positions, strict=True)
-    return "+".join(name for name, position in named if len(set(position)) > 1) or "none"
+    return "+".join(name for name, position in named if np.ptp(position)) or "none"
 
 
 def size_of(tensor: Tensor) -> int:

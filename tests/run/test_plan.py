@@ -172,6 +172,47 @@ def job_of(cell, **changes):
 
 
 @pytest.mark.parametrize(
+    "sizes", [{"dp_replicate": 4}, {"tp": 2, "cp": 2}], ids=["hsdp", "tp x cp"]
+)
+def test_a_world_of_more_ranks_is_no_more_work(sizes):
+    """What is done for each rank of the world would show as calls: a plan is of one."""
+
+    def calls(world):
+        shape = attrs.evolve(WIDE, layers=1, micro_batches=1)
+        cell = Cell(name="", world=world, sizes={"dp_replicate": 4}, shape=shape)
+        count = 0
+
+        def counted(_frame, event, _arg):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        job = Job(setup=partial(setup, cell), micro_batches=lambda _: 1, world=world)
+        sys.setprofile(counted)
+        try:
+            plan = plan_step(job)
+        finally:
+            sys.setprofile(None)
+        assert plan.layout["dp_shard"] == world // 4
+        return count
+
+    calls(8)  # imports and caches
+    assert calls(8192) < 1.3 * calls(8)
+
+
+def test_the_dimensions_of_a_group_are_those_along_which_its_ranks_differ():
+    def names(ranks):
+        mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=2, cp=2, tp=2), device="cpu")
+        return dimension_of(Call("all_reduce", ranks, 4), mesh)
+
+    with pretending(0, 16, {}):
+        assert names((0, 1)) == "tp"
+        assert names((0, 3)) == "cp+tp"
+        assert names((0, 1, 2, 3)) == "cp+tp"
+        assert names((0, 2, 4, 6)) == "dp_shard+cp"
+        assert names(tuple(range(16))) == "dp_replicate+dp_shard+cp+tp"
+
+
+@pytest.mark.parametrize(
     "cells",
     [
         pytest.param(CHECKED, id="two ranks"),
