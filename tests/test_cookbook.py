@@ -48,6 +48,7 @@ CLAIMS = {
     ),
     "own_source": lambda: True,
     "own_tracker": lambda *n: n[::3] == (10, 20, 30, 40) and n[-2] < n[1] / 10,
+    "preemption": lambda google, _, __, amazon, azure: google == amazon == azure == 2,
     "profile_steps": lambda steps, losses, *_: (steps, losses) == (2, 4),
     "resume": lambda step, sample, loss: (step, sample) == (8, 64) and loss < 3.5,
     "rollouts": lambda low, high, first, last: (
@@ -67,6 +68,7 @@ SAID = {
     "distillation": 1,
     "ema": 1,
     "own_source": 1,
+    "preemption": 3,
     "profile_steps": 1,
     "resume": 1,
 }

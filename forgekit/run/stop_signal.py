@@ -1,4 +1,4 @@
-"""Stopping cleanly: signals, a time budget and a stop file as one decision of all ranks.
+"""Stopping cleanly: signals, a time budget and other reasons as one decision of all ranks.
 
 A run must not be stopped by one rank alone: the others would wait for it in the next collective.
 So a signal only sets a flag, the flag becomes a vote inside the step's one collective, and every
@@ -9,8 +9,11 @@ step; ``StopSignal.requested`` therefore reads the sum of two steps ago, which h
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +33,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LOOK_S = 0.25
 """Between two looks, once patience is over, at whether the main thread waits for data."""
 DATA_PACKAGE = "forgekit.data."
+ASK_S = 1.0
+"""Between two questions to ``also``."""
+LATE_S = 60.0
+"""Until a question that has no answer is reported."""
+
+_log = logging.getLogger("forgekit")
 
 
 class StoppedError(BaseException):
@@ -37,7 +46,7 @@ class StoppedError(BaseException):
 
 
 class StopSignal:
-    """Turn signals, a time budget or a stop file into one decision of all ranks.
+    """Turn signals, a time budget, a stop file or a reason of yours into a decision of all ranks.
 
     Handlers are installed at once, so that ``make_step(..., stop=StopSignal())`` is complete;
     ``with`` (or ``close``) puts the previous ones back. Give each rank its own: a signal that
@@ -45,10 +54,16 @@ class StopSignal:
     first signal on it uses SIGALRM and its timer.
 
     Args:
-        signals: What to listen to; empty for none. SIGHUP comes from a terminal that was closed,
-            and stays ignored under nohup.
+        signals: What to listen to; empty for none. By default SIGTERM, SIGUSR1, SIGINT and SIGHUP,
+            which comes from a terminal that was closed and stays ignored under nohup; none in a
+            thread, as Ray runs a training function in.
         budget_s: Ask to stop this many seconds after construction.
         file: Ask to stop once this path exists.
+        also: Asked about once a second whether to stop, such as for a cloud's notice of preemption:
+            a text says why, True is enough, anything false goes on. It is asked in a thread, so
+            that no step waits for it; if it raises or does not answer, a warning says so, once, and
+            the run goes on and asks again. One rank that knows is enough. A function in which ranks
+            wait for each other, such as Ray's ``get_preemption_info``, is given to all of them.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
             of a killed launcher do not live on. None: only under torchrun.
         patience_s: Seconds that data may take after a signal, or after the last vote since: a
@@ -71,10 +86,11 @@ class StopSignal:
 
     def __init__(
         self,
-        signals: Sequence[signal.Signals] = STOP_SIGNALS,
+        signals: Sequence[signal.Signals] | None = None,
         *,
         budget_s: float | None = None,
         file: str | os.PathLike[str] | None = None,
+        also: Callable[[], object] | None = None,
         watch_parent: bool | None = None,
         patience_s: float = 20.0,
     ) -> None:
@@ -90,11 +106,19 @@ class StopSignal:
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._patience_s = patience_s
         self._signalled: float | None = None  # when the first signal came
+        if signals is None:  # Python allows handlers in the main thread alone
+            is_main = threading.current_thread() is threading.main_thread()
+            signals = STOP_SIGNALS if is_main else ()
         self._previous: dict[int, Any] = {
-            number: signal.signal(number, self._on_signal)  # Python allows the main thread alone
+            number: signal.signal(number, self._on_signal)
             for number in signals
             if not is_ignored(number)
         }
+        self._closed, self._has_warned = threading.Event(), False
+        self._asked = math.inf  # since when there is a question without an answer
+        if also is not None:
+            # A daemon: an answer that never comes must not keep the process.
+            threading.Thread(target=self._ask, args=(also,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -107,6 +131,7 @@ class StopSignal:
 
     def close(self) -> None:
         """Put back the handlers that were there before, where ours are still in place."""
+        self._closed.set()
         if signal.SIGALRM in self._previous:
             signal.setitimer(signal.ITIMER_REAL, 0)
             put_back({signal.SIGALRM: self._previous.pop(signal.SIGALRM)}, self._look_at_data)
@@ -163,6 +188,8 @@ class StopSignal:
         return self._reason
 
     def _look(self) -> str | None:
+        if time.monotonic() - self._asked >= LATE_S:
+            self._warn(f"has not answered for {LATE_S:g} s")
         if self._budget_s is not None and time.monotonic() - self._started >= self._budget_s:
             return f"budget {self._budget_s:g} s"
         if self._file is not None and self._file.exists():
@@ -170,6 +197,26 @@ class StopSignal:
         if self._parent is not None and os.getppid() != self._parent:
             return "launcher is gone"
         return None
+
+    def _ask(self, also: Callable[[], object]) -> None:
+        """Ask until there is a reason; the body of a thread."""
+        name = getattr(also, "__name__", "also")
+        while self._reason is None and not self._closed.is_set():
+            self._asked = time.monotonic()
+            try:
+                answer = also()
+            except BaseException as error:  # a SystemExit would end the thread in silence
+                self._warn(f"raised {type(error).__name__}: {error}")
+            else:
+                if answer:
+                    self.request(answer if isinstance(answer, str) else name)
+            self._asked = math.inf
+            self._closed.wait(ASK_S)
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("StopSignal(also=...) %s; the run goes on, and it is asked again", problem)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:

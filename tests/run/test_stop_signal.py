@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
+from forgekit.run import stop_signal
 from forgekit.run.rendezvous import HangError
 from forgekit.run.status import RunLockedError, lock_run, write_status
 from forgekit.run.stop_signal import StoppedError, StopSignal
@@ -147,6 +148,103 @@ def test_a_budget_and_a_stop_file_are_votes(tmp_path):
     assert waiting.reason == f"stop file {file}"
     file.unlink()
     assert waiting.vote() == 1.0
+
+
+def wait_for(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("ten seconds")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [("preempted in 30 s", "preempted in 30 s"), (True, "notice"), (None, None), (False, None)],
+)
+def test_what_else_asks_for_a_stop_is_a_vote(monkeypatch, answer, reason):
+    monkeypatch.setattr(stop_signal, "ASK_S", 0.01)
+    asked = []
+
+    def notice():
+        asked.append(threading.current_thread())
+        return answer if len(asked) > 2 else None
+
+    before = threading.active_count()
+    with StopSignal(signals=(), also=notice) as stop:
+        wait_for(lambda: len(asked) > 2 + 2 * (reason is None))
+        if reason is not None:
+            wait_for(lambda: stop.vote() == 1.0)
+        assert (stop.vote(), stop.reason) == (float(reason is not None), reason)
+    assert threading.main_thread() not in asked
+    wait_for(lambda: threading.active_count() == before)
+
+
+def test_it_is_asked_once_a_second_however_fast_steps_are():
+    asked = []
+    with StopSignal(signals=(), also=lambda: asked.append(1)) as stop:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            stop.vote()
+    assert 1 <= len(asked) <= 2
+
+
+def test_a_question_that_raises_or_hangs_is_said_once_and_costs_no_step(monkeypatch, caplog):
+    monkeypatch.setattr(stop_signal, "ASK_S", 0.01)
+    monkeypatch.setattr(stop_signal, "LATE_S", 0.05)
+    answers, answered = [OSError("timed out"), SystemExit(3), OSError("again")], threading.Event()
+
+    def notice():
+        if answers:
+            raise answers.pop()
+        answered.wait()
+        return "notice"
+
+    with StopSignal(signals=(), also=notice) as stop:
+        wait_for(lambda: not answers)
+        time.sleep(0.1)
+        began = time.monotonic()
+        assert stop.vote() == 0.0
+        assert time.monotonic() - began < 1
+        answered.set()
+        wait_for(lambda: stop.vote() == 1.0)
+    (message,) = caplog.messages
+    assert message == (
+        "StopSignal(also=...) raised OSError: again; the run goes on, and it is asked again"
+    )
+    caplog.clear()
+    answered.clear()
+    with StopSignal(signals=(), also=notice) as stop:
+        time.sleep(0.2)
+        assert [stop.vote() for _ in range(3)] == [0.0] * 3
+    assert "has not answered for 0.05 s; the run goes on" in "".join(caplog.messages)
+    assert len(caplog.messages) == 1
+    answered.set()
+
+
+def _noticed_by_one(rank, world):
+    """Steps until all ranks stop, where the last rank alone knows why."""
+    model = torch.nn.Linear(2, 2)
+    mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=world, dp_shard=1), device="cpu")
+    model = fk.parallelize(model, mesh)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    also = (lambda: "maintenance") if rank == world - 1 else None
+    with StopSignal(also=also) as stop:
+        step = fk.make_step(
+            lambda model, batch: fk.Loss(model(batch["x"]).square().sum(), len(batch["x"])),
+            schedule=fk.constant(0.0),
+            stop=stop,
+        )
+        wait_for(lambda: also is None or stop.reason)
+        while not stop.requested:
+            state, _ = step(state, [TensorDict(x=torch.ones(1, 2), batch_size=[1])])
+    return state.step, stop.reason
+
+
+def test_a_notice_that_one_rank_has_stops_all_of_them_after_the_same_step():
+    (first, other), (second, reason) = run_ranks(_noticed_by_one, 2)
+    assert first == second == 3
+    assert (other, reason) == ("another rank", "maintenance")
 
 
 def _orphaned(rank, world):
