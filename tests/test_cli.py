@@ -361,7 +361,9 @@ def test_there_are_real_recipes_that_can_be_copied(here, capsys):
     names = [path.stem for path in paths]
     assert main(["ls"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert list(lines) == sorted([*names, "slurm"])
+    paths += recipes_folder().glob("launchers/*.*")
+    names = [path.stem for path in paths]
+    assert [*lines] == sorted([*names, "slurm"])
     for path, name in zip(paths, names, strict=True):
         assert len(lines[name].split()) > 2, f"{name} does not say what it is"
         assert main(["cp", name]) == 0

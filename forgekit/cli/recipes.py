@@ -46,10 +46,12 @@ def recipe_files(folder: Path) -> dict[str, Path]:
 
 
 def settings_files(folder: Path) -> dict[str, Path]:
-    """Settings of a recipe for one kind of machine by name, and a batch script by its folder."""
+    """Settings of a recipe for one kind of machine, batch scripts by their folder, launchers."""
     settings = {path.stem: path for path in folder.glob("*.toml")}
     apart = {name: path for name, path in settings.items() if not path.with_suffix(".py").exists()}
-    return apart | {path.parent.name: path for path in folder.glob("*/*.sh")}
+    scripts = {path.parent.name: path for path in folder.glob("*/*.sh")}
+    launchers = (path for path in folder.glob("launchers/*") if path.is_file())
+    return apart | scripts | {path.stem: path for path in launchers}
 
 
 def recipe_file(folder: Path, name: str) -> Path:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from forgekit.checkpoints.directory import Keep, newest, storage_of
 from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
@@ -150,11 +151,11 @@ class Run:
             config=self.config,
         )
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
+        self._total = math.inf if total is None else total
         self._note(state, "running")
         started = {"parameters": flops.parameters, "arguments": sys.argv[1:]}
         self._remember("started", state, **_started_with(state), **started)
         self._log, self._loader = log, loader
-        self._total = math.inf if total is None else total
         self._say(self._greeting(state, flops.parameters / 1e6))
         for line in start_summary(state, flops, dataset, self.config):
             log.message(f"  {line}")
@@ -305,7 +306,9 @@ class Run:
 
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
         self._noted = time.monotonic()
-        at = {"step": state.step, "samples": state.samples}
+        at: dict[str, Any] = {"step": state.step, "samples": state.samples}
+        if self._total < math.inf:
+            at["total"] = self._total
         write_status(self.out, status, is_writer=self.is_writer, **at, **fields)
 
     def _remember(self, event: str, state: TrainState, **fields: Any) -> None:
@@ -321,7 +324,7 @@ def open_run(
 
     Writing to stdout and stderr cannot fail meanwhile: if the display goes away (`| head`, a closed
     terminal, a full disk), the run goes on. A rank that has ended waits up to five seconds for the
-    others before it destroys its process groups.
+    others before it destroys its process groups; those that were there before, as Ray's, stay.
 
     Args:
         out: The run directory; made if it does not exist. A second run into it is refused.
@@ -379,6 +382,7 @@ def _stopping(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _closing(run: Run) -> Iterator[None]:
+    is_ours = not dist.is_initialized()  # Ray has made its group before, and uses it afterwards
     try:
         yield
         wait_for_saves(run._saves)
@@ -397,7 +401,8 @@ def _closing(run: Run) -> Iterator[None]:
             _exit(error, code=2, is_writer=run.is_writer)
         raise
     finally:
-        shutdown()
+        if is_ours:
+            shutdown()
 
 
 def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:

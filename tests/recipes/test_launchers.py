@@ -1,0 +1,380 @@
+"""One contract of all launchers: a stop in time, the same command again, exit codes, status.json.
+
+The files that are shipped are read as their launchers read them, and the commands in them start the
+real recipe, small. What plays the launcher sets its variables, sends its signals, and
+asks what it asks. Torchrun is played too (its ranks are forked with its variables), but in one long
+case, which has the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import Job, arguments, last_step, results, rows_of, saved_step, status_of
+from shells import Forked
+
+from forgekit.cli import recipes_folder
+
+LAUNCHERS = recipes_folder() / "launchers"
+NODES = 2
+GRACE_S = 25
+
+
+def load(name):
+    return yaml.safe_load((LAUNCHERS / f"{name}.yaml").read_text())
+
+
+def trainjob():
+    """Command, variables of all nodes, and those of each; the runtime tells torchrun by PET_*."""
+    job = load("trainjob")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = job["spec"]["trainer"]
+    assert trainer.keys() == {
+        *("image", "numNodes", "numProcPerNode", "command", "args", "env", "resourcesPerNode"),
+    }
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    node = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
+    node |= {"PET_MASTER_ADDR": "forgekit-node-0-0.forgekit", "PET_MASTER_PORT": 29400}
+    node |= {variable["name"]: variable["value"] for variable in trainer["env"]}
+    assert int(node["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 30, "what a pod has by default"
+    nodes = [node | {"PET_NODE_RANK": rank} for rank in range(NODES)]
+    return trainer["command"] + trainer["args"], nodes
+
+
+def jobset():
+    """Pods that find each other by the name of the first; Kubernetes fills in $(NAME)."""
+    job = load("jobset")
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job["spec"]["failurePolicy"]["maxRestarts"] > 0
+    (replicated,) = job["spec"]["replicatedJobs"]
+    batch = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert batch["parallelism"] == batch["completions"] == NODES
+    assert batch["backoffLimit"] == 0
+    pod = batch["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+    shared = {variable["name"]: variable["value"] for variable in container["env"]}
+    first = f"{job['metadata']['name']}-{replicated['name']}-0-0.{job['metadata']['name']}"
+    assert shared["MASTER_ADDR"] == first
+    assert int(shared["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    words = [
+        re.sub(r"\$\((\w+)\)", lambda m: shared[m[1]], word)
+        for word in container["command"] + container["args"]
+    ]
+    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in words
+    assert f"--nnodes={NODES}" in words
+    return words, [shared | {"JOB_COMPLETION_INDEX": rank} for rank in range(NODES)]
+
+
+def skypilot():
+    """A shell script on each node."""
+    task = load("skypilot")
+    assert task["num_nodes"] == NODES
+    assert task["resources"]["use_spot"] is True
+    assert task["resources"]["job_recovery"].keys() == {"strategy", "max_restarts_on_errors"}
+    assert task.keys() == {
+        *("name", "num_nodes", "resources", "workdir", "envs", "setup", "run"),
+    }
+    sky = task["envs"] | {
+        "SKYPILOT_NUM_NODES": NODES,
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
+    }
+    nodes = [sky | {"SKYPILOT_NODE_RANK": rank} for rank in range(NODES)]
+    script = task["run"].replace("exec torchrun", "printf '%s\\n' torchrun")
+    commands = [
+        subprocess.run(
+            ["bash", "-euc", script],
+            env={"PATH": os.environ["PATH"]} | {name: str(n) for name, n in node.items()},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for node in nodes
+    ]
+    return commands, nodes
+
+
+READ = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
+
+
+def torchrun_options():
+    """Those in the files; a word that torchrun does not know is refused, as it does."""
+    parser = argparse.ArgumentParser("torchrun", allow_abbrev=False)
+    for name in ("nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port"):
+        parser.add_argument(f"--{name}")
+    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("script")
+    parser.add_argument("settings", nargs=argparse.REMAINDER)
+    return parser
+
+
+def ranks_of(command, node, number):
+    """Check what torchrun is told; the variables of the one rank that the node has here."""
+    assert command[0] == "torchrun"
+    given = torchrun_options().parse_args(command[1:])
+    nodes = given.nnodes or node["PET_NNODES"]
+    assert (int(nodes), int(given.nproc_per_node or node["PET_NPROC_PER_NODE"])) == (NODES, 8)
+    assert given.max_restarts in (None, "0"), "a failure of the program is none to repeat here"
+    if given.rdzv_endpoint:  # the nodes number themselves
+        assert given.rdzv_backend == "c10d"
+        assert given.rdzv_id
+        address, port = given.rdzv_endpoint.split(":")
+    else:
+        address = given.master_addr or node["PET_MASTER_ADDR"]
+        port = given.master_port or node["PET_MASTER_PORT"]
+        assert int(given.node_rank or node["PET_NODE_RANK"]) == number
+    assert address in ("forgekit-node-0-0.forgekit", "forgekit-nodes-0-0.forgekit", "10.0.0.1")
+    assert 1024 < int(port) < 65536
+    out, data = given.settings
+    assert (given.script, out) == ("pretrain.py", "out=s3://bucket/runs/a")
+    assert data == "data.path=s3://bucket/tokens"
+    ranks = {"RANK": number, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return given.settings, ranks | {"TORCHELASTIC_RUN_ID": given.rdzv_id or "none"}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+class Pods:
+    """The nodes of a launcher, each with one rank; all end before the block does."""
+
+    def __init__(self, name, log, settings):
+        commands, nodes = READ[name]()
+        commands = commands if name == "skypilot" else [commands] * NODES
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+        self.log, self.ranks = log, []
+        with log.open("ab") as stream:
+            for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
+                given, torchrun = ranks_of(command, node, number)
+                told = {key: str(value) for key, value in (node | torchrun | address).items()}
+                recipe = [str(recipes_folder() / "pretrain.py"), *given, *settings]
+                options = {"env": os.environ | told, "cwd": log.parent, "group": 0}
+                self.ranks.append(Forked(recipe, log=stream.fileno(), **options))
+
+    def wait_for(self, condition):
+        until = time.monotonic() + 90
+        while not condition():
+            over = all(rank.poll() is not None for rank in self.ranks)
+            assert not over or condition(), self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.01)
+
+    def terminate(self):
+        """What a node that is drained does: SIGTERM to every pod; SIGKILL after the grace."""
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert all(rank.poll() is not None for rank in self.ranks), "killed after the grace"
+        return [rank.returncode for rank in self.ranks]
+
+    def end(self):
+        return [rank.wait() for rank in self.ranks]
+
+
+@contextmanager
+def pods(*arguments):
+    started = Pods(*arguments)
+    try:
+        yield started
+    finally:
+        for rank in started.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def age_s(status):
+    return (datetime.now(UTC) - datetime.fromisoformat(status["time"])).total_seconds()
+
+
+def check_finished(out, stopped_at, steps):
+    """Each step once, in two starts, of which the second goes on where the first has saved."""
+    assert [row["step"] for row in rows_of(out)] == [*range(1, steps + 1)]
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [(one["event"], one["step"]) for one in history] == [
+        ("started", 0),
+        ("stopped", stopped_at),
+        ("started", stopped_at),
+        ("finished", steps),
+    ]
+    said = status_of(out)
+    assert (said["status"], said["step"], said["total"]) == ("finished", steps, steps)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(name, tmp_path, tokens):
+    out, steps = tmp_path / "run", 40
+    # The last of two values counts.
+    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
+    with pods(name, tmp_path / "log", settings) as started:
+        started.wait_for(lambda: last_step(out) >= 3)
+        said = status_of(out)
+        assert (said["status"], said["step"], said["total"]) == ("running", 0, steps)
+        assert -1 <= age_s(said) < 60
+        assert started.terminate() == [0, 0], started.log.read_text()
+    said = status_of(out)
+    assert (said["status"], said["reason"]) == ("stopped", "SIGTERM")
+    assert 3 <= said["step"] == saved_step(out) == last_step(out) < steps
+    assert -1 <= age_s(said) < GRACE_S + 5
+    with pods(name, tmp_path / "log", settings) as again:
+        assert again.end() == [0, 0], again.log.read_text()
+    check_finished(out, said["step"], steps)
+
+
+def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, tokens):
+    """2 is what no restart mends; 1 may be a lost node, and the same command goes on."""
+    for settings, code, message in (
+        (["optim.lr=fast"], 2, "optim.lr"),
+        (["data.path=/nowhere"], 2, "/nowhere"),
+        (["steps=3", "max_norm=0"], 2, "max_norm"),
+        (["steps=30", "optim.lr=inf"], 1, "bad step"),
+    ):
+        given = arguments(out=tmp_path / "run", data__path=tokens, steps=3)
+        with pods("jobset", log := tmp_path / f"log{code}", [*given, *settings]) as started:
+            assert set(started.end()) == {code}, (settings, log.read_text())
+        assert message in log.read_text()
+
+
+RAY_WORKER = """
+import sys, threading
+import torch, torch.distributed as dist
+sys.path.insert(0, {launchers!r})
+import ray_train
+
+dist.init_process_group("gloo")  # Ray does so before it calls the function, in a thread
+ended = []
+
+
+def run():
+    try:
+        ray_train.train({{"recipe": sys.argv[1], "settings": sys.argv[2:]}})
+    except Exception as error:
+        ended.append(error)
+
+
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+assert dist.is_initialized(), "Ray's group is gone"
+count = torch.ones(1)
+dist.all_reduce(count)  # Ray still meets in it
+print("a group of", int(count), "and", *ended or ["no error"], flush=True)
+sys.exit(len(ended))
+"""
+
+
+def run_in_ray(folder, recipe, settings):
+    """Two workers, as Ray starts them; what they wrote when they have ended."""
+    worker = folder / "worker.py"
+    worker.write_text(RAY_WORKER.format(launchers=str(LAUNCHERS)))
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    log, ranks = folder / "log", []
+    with log.open("wb") as stream:
+        for rank in range(2):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2}
+            told = {key: str(value) for key, value in (place | {"LOCAL_WORLD_SIZE": 2}).items()}
+            options = {"env": os.environ | told | address, "cwd": folder, "group": 0}
+            ranks.append(
+                Forked([str(worker), str(recipe), *settings], log=stream.fileno(), **options)
+            )
+        yield lambda: all(rank.poll() is not None for rank in ranks), log
+    yield [rank.wait() for rank in ranks], log.read_text()
+
+
+def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens):
+    """No handler of signals in a thread; ``also`` is what tells of the end, to every rank."""
+    recipe = tmp_path / "pretrain.py"
+    text = (recipes_folder() / "pretrain.py").read_text()
+    edited = 'fk.StopSignal(also=lambda: Path("deadline").exists() and "deadline")'
+    assert text.count("fk.StopSignal()") == 1
+    recipe.write_text(text.replace("fk.StopSignal()", edited))
+    out, steps = tmp_path / "run", 60
+    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
+    settings.append("data.workers=0")
+    job = run_in_ray(tmp_path, recipe, settings)
+    is_over, log = next(job)
+    while last_step(out) < 3:
+        assert not is_over(), log.read_text()
+        time.sleep(0.01)
+    (tmp_path / "deadline").touch()
+    codes, written = next(job)
+    assert codes == [0, 0], written
+    assert written.count("a group of 2 and no error") == 2
+    said = status_of(out)
+    if (
+        said["status"] == "stopped"
+    ):  # a machine so fast that it was done within a second is no fault
+        assert said["reason"] == "deadline"
+        assert said["step"] == saved_step(out) == last_step(out)
+        (tmp_path / "deadline").unlink()
+        job = run_in_ray(tmp_path, recipe, settings)
+        next(job)
+        codes, written = next(job)
+        assert codes == [0, 0], written
+    check_finished(out, said["step"], steps)
+    (tmp_path / "deadline").unlink(missing_ok=True)
+    job = run_in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"])
+    next(job)
+    codes, written = next(job)
+    assert codes == [1, 1], "Ray counts an error, and would take SystemExit for a success"
+    assert re.search(r"and .*pretrain.py ended with code 2; see status.json", written)
+
+
+@pytest.mark.chaos
+def test_the_real_torchrun_obeys_the_contract(tmp_path, tokens):
+    """Two agents with the very command of the JobSet; a stop is 1 there, the end 0."""
+    words, _ = jobset()
+    out, steps = tmp_path / "run", 200
+    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
+    small = {"nproc-per-node": "1", "rdzv-endpoint": f"localhost:{free_port()}"}
+    words = [
+        f"--{name}={small[name]}" if (name := word[2:].partition("=")[0]) in small else word
+        for word in words
+    ]
+    words[words.index("pretrain.py")] = str(recipes_folder() / "pretrain.py")
+    command = [sys.executable, "-m", "torch.distributed.run", *words[1:], *settings]
+
+    def start(number):
+        both = " & ".join([shlex.join(command)] * 2)
+        return Job(["bash", "-c", f"{both}; wait"], log=tmp_path / f"log{number}", cwd=tmp_path)
+
+    job = start(0)
+    try:
+        job.wait_for(lambda: last_step(out) >= 3, "steps")
+        for pid in job.members():
+            if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGTERM)
+        job.end()
+    finally:
+        job.kill()
+    said = status_of(out)
+    assert (said["status"], said["reason"]) == ("stopped", "SIGTERM")
+    job = start(1)
+    try:
+        job.end()
+    finally:
+        job.kill()
+    check_finished(out, said["step"], steps)
+    assert len(results(out)) == steps
