@@ -58,12 +58,12 @@ def _averages(state: TrainState) -> Mapping[Tensor, Tensor]:
     release(modules)  # parameters that are gathered would not be the optimizer's
     if (average := average_of(state)) is not None:
         return {average.parameters[name]: local(value) for name, value in average.values.items()}
-    if not (found := _schedule_free(state.optimizer)):
+    if not (optimizers := _schedule_free(state.optimizer)):
         raise ValueError(
             f"the state has no average, and {type(state.optimizer).__name__} has none either. "
             "Make it with TrainState.create(model, optimizer, average=forgekit.EMA(0.999))."
         )
-    return {p: value for optimizer in found for p, value in optimizer.averages().items()}
+    return {p: value for optimizer in optimizers for p, value in optimizer.averages().items()}
 
 
 def _schedule_free(optimizer: Optimizer) -> list[ScheduleFree]:

@@ -10,8 +10,8 @@ broadcasts, as pipeline stages do, is recorded in the plan of that rank.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -164,11 +164,10 @@ def _send(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) ->
     return work
 
 
-def _chunks(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
-    """Split as FSDP does; the ranks that get nothing share one tensor."""
-    chunks = [*torch.chunk(tensor, count, dim)]
-    missing = count - len(chunks)
-    return chunks + [chunks[0].new_empty(0)] * missing
+def _chunks(tensor: Tensor, count: int, dim: int) -> Mapping[int, Tensor]:
+    """Split as FSDP does, for each rank; what is empty is made for those that are asked for."""
+    chunks = torch.chunk(tensor, count, dim)
+    return defaultdict(lambda: chunks[0].new_empty(0), enumerate(chunks))
 
 
 def _subgroup(rows: list[list[int]], **options: Any) -> tuple[Any, list[Any]]:

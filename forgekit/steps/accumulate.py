@@ -114,20 +114,20 @@ def accumulate(
     layout, device = state.layout, state.targets.device
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
-    _check_parameters(state, sharded)
-    if onto is None:
-        clear_gradients(sharded)
-        held = Held(state.step, LossSums(device))
-    else:
-        held = take_held(onto, state, first_gradient(sharded))
-    if layout.stages is None:
-        routers = StepRouters(sharded.walked, state.loss_scale, device, noted=held.noted)
-    else:
-        stages, modules = layout.stages.modules, state.model.modules()
-        routers = StepRouters(modules, state.loss_scale, device, stages, noted=held.noted)
-    is_first = audit and state.agreed is None  # before anything is updated
-    sums, rows = held.losses, held.losses.rows
     try:
+        _check_parameters(state, sharded)
+        if onto is None:
+            clear_gradients(sharded)
+            held = Held(state.step, LossSums(device))
+        else:
+            held = take_held(onto, state, first_gradient(sharded))
+        if layout.stages is None:
+            routers = StepRouters(sharded.walked, state.loss_scale, device, noted=held.noted)
+        else:
+            stages, modules = layout.stages.modules, state.model.modules()
+            routers = StepRouters(modules, state.loss_scale, device, stages, noted=held.noted)
+        is_first = audit and state.agreed is None  # before anything is updated
+        sums, rows = held.losses, held.losses.rows
         with (
             mixing_tensors(layout),
             auditing(state, loss_fn, sharded, is_due=is_first, goes_on=onto is not None) as proofs,

@@ -152,8 +152,8 @@ def linear_cross_entropy(
     kind = hidden.device.type
     is_cast = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        found: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
-    total, losses = found
+        sums: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
+    total, losses = sums
     return _loss_of(total, losses, labels != IGNORED, is_nll=not z_loss)
 
 
@@ -191,8 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for number, (part, targets) in enumerate(chunks):
             is_masked = (targets == IGNORED)[:, None]
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            found, gradient = take(part @ weight.T, targets, is_masked, z_loss, backward)
-            losses.append(found)
+            of_rows, gradient = take(part @ weight.T, targets, is_masked, z_loss, backward)
+            losses.append(of_rows)
             if grad_hidden is not None:
                 start = number * size
                 torch.mm(gradient, weight, out=grad_hidden[start : start + size])
@@ -247,11 +247,11 @@ def _take_shared_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The same of a rank's part of the vocabulary; all ranks find the same losses."""
     dtype = logits.dtype
-    found = share_softmax(logits.to(wide(dtype)), labels, ~is_masked[:, 0], z_loss, columns)
+    softmax = share_softmax(logits.to(wide(dtype)), labels, ~is_masked[:, 0], z_loss, columns)
     if not backward:
-        return found.losses, found.exponentials
+        return softmax.losses, softmax.exponentials
     del logits
-    return found.losses, found.gradient_().to(dtype)
+    return softmax.losses, softmax.gradient_().to(dtype)
 
 
 def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
@@ -378,14 +378,14 @@ def share_softmax(
     base = torch.where(largest == -math.inf, 0.0, largest)
     exponentials = logits.sub_(base[:, None]).exp_()
     own = torch.stack([largest, exponentials.sum(1), picked])
-    everyone = own.new_empty(columns.mesh.size() * own.shape[0], own.shape[1])
-    all_gather(everyone, own, group=columns.mesh.get_group())
-    everyone = everyone.unflatten(0, (-1, own.shape[0]))  # [tp 3 n]
-    top = everyone[:, 0].amax(0)
-    scales = (everyone[:, 0] - top).exp()
-    total = (scales * everyone[:, 1]).sum(0)
+    statistics = own.new_empty(columns.mesh.size() * own.shape[0], own.shape[1])
+    all_gather(statistics, own, group=columns.mesh.get_group())
+    statistics = statistics.unflatten(0, (-1, own.shape[0]))  # [tp 3 n]
+    top = statistics[:, 0].amax(0)
+    scales = (statistics[:, 0] - top).exp()
+    total = (scales * statistics[:, 1]).sum(0)
     log_total, slope = total.log(), scales[columns.mesh.get_local_rank()] / total
-    losses = log_total - (everyone[:, 2].sum(0) - top)
+    losses = log_total - (statistics[:, 2].sum(0) - top)
     if z_loss:
         log_z = top + log_total
         losses = losses + z_loss * log_z.square()

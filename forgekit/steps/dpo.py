@@ -76,8 +76,8 @@ def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
 
     Examples:
         >>> labels, doc_ids = torch.tensor([[2, 1, -100]]), torch.tensor([[0, 1, 1]])
-        >>> found = document_log_probs(torch.zeros(1, 3, 4), labels, doc_ids)
-        >>> found.sums.numpy().round(4), found.counts.tolist()
+        >>> scores = document_log_probs(torch.zeros(1, 3, 4), labels, doc_ids)
+        >>> scores.sums.numpy().round(4), scores.counts.tolist()
         (array([[-1.3863, -1.3863,  0.    ]]), [[1, 1, 0]])
     """
     if doc_ids.shape != labels.shape:
@@ -159,8 +159,8 @@ def dpo_loss(
     layout = _check_layout(model)
     with _frozen(model, reference, layout, batch["doc_ids"]) as frozen:
         base = log_probs(frozen)
-    found = log_probs(model)
-    return _loss(found.sums - base.sums, found.counts, kind, beta)
+    policy = log_probs(model)
+    return _loss(policy.sums - base.sums, policy.counts, kind, beta)
 
 
 def _loss(ratios: Tensor, counts: Tensor, kind: PreferenceLoss, beta: float) -> Loss:

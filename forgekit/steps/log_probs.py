@@ -144,17 +144,17 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 exponentials = logits.sub_(largest[:, None]).exp_()
             parts[1, rows] = exponentials.sum(1)
-        everyone = parts[None] if columns is None else _gather(parts, columns)  # [tp 3 n]
-        top = everyone[:, 0].amax(0)
-        scales = (everyone[:, 0] - top).exp()
-        total = (scales * everyone[:, 1]).sum(0)
+        statistics = parts[None] if columns is None else _gather(parts, columns)  # [tp 3 n]
+        top = statistics[:, 0].amax(0)
+        scales = (statistics[:, 0] - top).exp()
+        total = (scales * statistics[:, 1]).sum(0)
         log_total = total.log()
         # `where`, not a product: masked positions may be NaN.
-        log_probs = everyone[:, 2].sum(0) - top - log_total if sampled is None else sampled
+        log_probs = statistics[:, 2].sum(0) - top - log_total if sampled is None else sampled
         log_probs = torch.where(is_target, log_probs, 0.0)
         entropies = None
         if entropy:
-            mean = (scales * everyone[:, 3]).sum(0) / total
+            mean = (scales * statistics[:, 3]).sum(0) / total
             entropies = torch.where(is_target, top - mean + log_total, 0.0)
         ctx.save_for_backward(hidden, weight, labels, top + log_total, entropies)
         ctx.temperature, ctx.columns = temperature, columns
@@ -213,6 +213,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, *, by_tile: bool
 
 def _gather(parts: Tensor, columns: Columns) -> Tensor:
     """What all ranks found of their columns, in their order: all of them add up alike."""
-    everyone = parts.new_empty(columns.mesh.size() * len(parts), parts.shape[1])
-    all_gather(everyone, parts, group=columns.mesh.get_group())
-    return everyone.unflatten(0, (-1, len(parts)))
+    statistics = parts.new_empty(columns.mesh.size() * len(parts), parts.shape[1])
+    all_gather(statistics, parts, group=columns.mesh.get_group())
+    return statistics.unflatten(0, (-1, len(parts)))

@@ -248,8 +248,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, tokens):
     for settings, code, message in (
         (["optim.lr=fast"], 2, "optim.lr"),
         (["data.path=/nowhere"], 2, "/nowhere"),
-        (["steps=3", "max_norm=0"], 2, "max_norm"),
-        (["steps=30", "optim.lr=inf"], 1, "bad step"),
+        (["steps=30", "optim.lr=1e38"], 1, "bad step"),
     ):
         given = arguments(out=tmp_path / "run", data__path=tokens, steps=3)
         with pods("jobset", log := tmp_path / f"log{code}", [*given, *settings]) as started:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lab import SPEC, Watch, full, global_batch
 from ranks import run_again
+from steps.projections import HIDDEN, LABELS, MASKED, PLACES, ROWS, WEIGHT, draw
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,19 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import forgekit as fk
 from forgekit.steps import log_probs as log_probs_file
 
-ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-LABELS = torch.arange(ROWS * PLACES).reshape(ROWS, PLACES) % VOCAB  # some on every rank
-LABELS[0, 2:] = -100
-LABELS[2, 1] = -100
-MASKED = LABELS == -100
-HIDDEN, WEIGHT = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
 SLOPES = draw(2, ROWS, PLACES, seed=3)  # each position has its own: what a policy's loss does
 
 EVEN = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it

@@ -150,6 +150,7 @@ def _refusals(rank, world, layout):
     fk.accumulate(state, _batches(state)[:1], _loss)  # clears
     with pytest.raises(ValueError, match="onto"):
         fk.accumulate(state, _batches(state)[1:], _loss, onto=held)
+    assert not any(p.grad is not None for p in state.model.parameters())
     held = _held(state)
     for parameter in state.model.parameters():  # which frees them: none is left to compare
         parameter.grad = None

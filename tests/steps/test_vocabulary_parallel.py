@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lab import SPEC, global_batch
 from ranks import run_again
+from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,19 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import forgekit as fk
 from forgekit.steps import cross_entropy as cross_entropy_file
 
-ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-LABELS = torch.arange(ROWS * PLACES).reshape(ROWS, PLACES) % VOCAB  # some on every rank
-LABELS[0, 2:] = -100
-LABELS[2, 1] = -100
-MASKED = LABELS == -100
-HIDDEN, WEIGHT = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
 LOGITS = HIDDEN @ WEIGHT.T
 SPREAD = {"shard": Shard(-1), "replicate": Replicate(), "places": Shard(1)}
 

@@ -214,8 +214,8 @@ class _Pass:
         if not ends or not starts:
             return
         outputs, slopes = zip(*ends, strict=True)
-        found = torch.autograd.grad(outputs, [*starts.values()], slopes, materialize_grads=True)
-        gradients = dict(zip(starts, map(full, found), strict=True))
+        partials = torch.autograd.grad(outputs, [*starts.values()], slopes, materialize_grads=True)
+        gradients = dict(zip(starts, map(full, partials), strict=True))
         largest = max(float(gradient.norm()) for gradient in gradients.values())
         for key, gradient in gradients.items():
             self._compare(f"{call} {key}", f"the gradient of {key}", gradient, largest)

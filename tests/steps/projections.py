@@ -1,0 +1,21 @@
+"""Hidden values, a projection and labels that tests of losses over a vocabulary share; float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS, PLACES, VOCAB, DIM = 3, 5, 12, 7
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers of a deviation of 3."""
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+LABELS = torch.arange(ROWS * PLACES).reshape(ROWS, PLACES) % VOCAB  # some on every rank
+LABELS[0, 2:] = -100
+LABELS[2, 1] = -100
+MASKED = LABELS == -100
+HIDDEN, WEIGHT = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
