@@ -16,6 +16,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import yaml
 
 from forgekit.cli import main, recipes_folder
 from forgekit.data.token_files import open_tokens
@@ -358,7 +359,6 @@ def test_no_command_shows_the_help_and_is_an_error(capsys):
 def test_there_are_real_recipes_that_can_be_copied(here, capsys):
     paths = sorted(recipes_folder().glob("*.*"), key=lambda path: path.stem)
     paths = [path for path in paths if path.is_file()]
-    names = [path.stem for path in paths]
     assert main(["ls"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     paths += recipes_folder().glob("launchers/*.*")
@@ -372,4 +372,4 @@ def test_there_are_real_recipes_that_can_be_copied(here, capsys):
         if path.suffix == ".py":
             assert ast.get_docstring(compile(copy, name, "exec", flags=ast.PyCF_ONLY_AST))
         else:
-            assert tomllib.loads(copy)
+            assert yaml.safe_load(copy) if path.suffix == ".yaml" else tomllib.loads(copy)
