@@ -475,8 +475,7 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
         for step in steps_in(storage):
             if len(faults) == FAULTY or (keep is None and metrics):
                 return
-            is_open = keep is None or keep.best or len(metrics) < keep.last
-            if is_open or not keep.names(step):
+            if keep is None or keep.best or len(metrics) < keep.last or not keep.names(step):
                 yield step
 
     for step, manifest in committed(storage, needed(), faults):

@@ -19,6 +19,8 @@ def train(given):
     """
     path, settings = given["recipe"], given["settings"]
     spec = importlib.util.spec_from_file_location("recipe", path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"{path} is no Python file")
     recipe = sys.modules["recipe"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     sys.argv = [path, *settings]
@@ -31,8 +33,12 @@ def train(given):
 
 def main():
     """Start as many workers as asked for, one per GPU, and again where one was lost."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train import (  # pyright: ignore[reportMissingImports]
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+    )
+    from ray.train.torch import TorchTrainer  # pyright: ignore[reportMissingImports]
 
     workers, recipe, *settings = sys.argv[1:]
     trainer = TorchTrainer(
