@@ -149,6 +149,8 @@ def fs_of(url: str) -> tuple[Any, str]:
         require("s3fs", extra="s3")
         # botocore's own retries, times those of s3fs, would go on for minutes after our patience
         options = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    elif scheme in ("file", "local"):
+        options = {"auto_mkdir": True}
     fs, root = url_to_fs(url, use_listings_cache=False, **options)
     return fs, root.rstrip("/")
 
@@ -208,7 +210,7 @@ def retried(action: Callable[[], T], name: str, *, patience_s: float | None = No
             waited = time.monotonic() - began
             if pause is None or waited + pause > patience_s:
                 raise UrlError(
-                    f"{name}: the store has not answered in {patience_s:.0f} s: {_brief(error)}."
+                    f"{name}: the store has failed for {patience_s:.0f} s: {_brief(error)}."
                 ) from error
             log.warning("%s: %s; next try in %.1f s", name, _brief(error), pause)
             time.sleep(pause)

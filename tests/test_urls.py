@@ -116,7 +116,7 @@ def test_there_is_a_limit_to_it(name, pauses):
     def action():
         raise PASSING[name]
 
-    message = "s3://b/x: the store has not answered in 60 s: "
+    message = "s3://b/x: the store has failed for 60 s: "
     with pytest.raises(UrlError, match=message) as refusal:
         retried(action, "s3://b/x", patience_s=60)
     assert 20 < sum(pauses) <= 60

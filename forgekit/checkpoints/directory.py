@@ -28,15 +28,13 @@ import json
 import logging
 import math
 import os
-import posixpath
 import re
 import shutil
 import tempfile
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, overload
@@ -53,7 +51,8 @@ from forgekit.files import (
     restore_replaced,
     sync,
 )
-from forgekit.ranks import CheckpointError, Ranks, explain
+from forgekit.ranks import CheckpointError, Ranks
+from forgekit.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -62,8 +61,6 @@ FAULTY = 100
 """Folders without a good manifest that retention passes over, the newest first, in each save."""
 SHOWN = 20
 """Steps in a message that lists the checkpoints."""
-PAUSES_S = (0.5, 2.0, 8.0)
-"""Between tries to read a file of a storage that does not answer."""
 CHUNK_BYTES = 4 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -72,7 +69,6 @@ _HIDDEN = re.compile(r"\.(step_\d{8,})\.[0-9a-f]{12}\.(new|old)")
 _DATA = "data-"
 _PLAIN = re.compile(r"\w[\w.-]*")
 """Names without a folder in front of them."""
-_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
 _NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Errors of opening a pipe, a socket, a link or a directory as a file."""
 
@@ -248,20 +244,20 @@ class RemoteStorage:
         root: The URL as this file system takes it.
     """
 
-    url: str
+    url: Url
     fs: Any
     root: str
 
     def __str__(self) -> str:
         return self.url
 
-    def path(self, step: int) -> str:
+    def path(self, step: int) -> Url:
         """Return the URL of the checkpoint of a step."""
-        return f"{self.url}/{step_name(step)}"
+        return self.url / step_name(step)
 
     def names(self, step: int | None = None) -> list[str]:
         """List the URL, or a checkpoint's folder without the folders of saves."""
-        inside = self._list(self.root if step is None else self._inside(step))
+        inside = names_below(self.fs, self.root if step is None else self._inside(step))
         return [name for name in inside if not name.startswith(_DATA)]
 
     def opened(self, step: int, name: str) -> BinaryIO:
@@ -276,9 +272,9 @@ class RemoteStorage:
     @contextmanager
     def fetched(self, step: int, name: str) -> Iterator[Path]:
         """Yield a copy of a file on the local disk."""
-        with tempfile.NamedTemporaryFile() as local, self.opened(step, name) as stream:
-            shutil.copyfileobj(stream, local, CHUNK_BYTES)
-            local.flush()
+        with tempfile.NamedTemporaryFile() as local:
+            source = self._inside(step, name)
+            patiently(lambda: self.fs.get_file(source, local.name), f"{self.path(step)}/{name}")
             yield Path(local.name)
 
     @contextmanager
@@ -288,43 +284,38 @@ class RemoteStorage:
         Yields:
             The folder, and that of the checkpoint to which the files are uploaded.
         """
-
-        def commit() -> None:
-            # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
-            self.fs.pipe_file(self._inside(step, MANIFEST), (folder / MANIFEST).read_bytes())
-
         inside = ranks.first(lambda: self._remove_leftovers() or f"{_DATA}{uuid.uuid4().hex[:8]}")
         with ExitStack() as stack:
             fresh = tempfile.TemporaryDirectory(prefix=f"forgekit-{step_name(step)}-")
             folder = Path(ranks.together(lambda: stack.enter_context(fresh)))
-            try:
-                yield folder, inside
-                ranks.first(commit)
-            finally:
-                if ranks.rank == 0:
-                    with only_warns(f"could not delete what no checkpoint of {self} needs"):
-                        self._remove_leftovers()
+            yield folder, inside
+            # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
+            manifest = self._inside(step, MANIFEST)
+            ranks.first(lambda: self._put(manifest, (folder / MANIFEST).read_bytes()))
+        if ranks.rank == 0:
+            with only_warns(f"could not delete what no checkpoint of {self} needs"):
+                self._remove_leftovers()
 
     def deliver(self, folder: Path, inside: str, step: int, name: str) -> None:
         """Upload this rank's file, and check that all of it has arrived."""
-        target = self._inside(step, inside)
-        self.fs.makedirs(target, exist_ok=True)
-        self.fs.put_file(str(folder / name), f"{target}/{name}")
-        self.fs.invalidate_cache()
-        size, expected = self.fs.info(f"{target}/{name}")["size"], (folder / name).stat().st_size
-        if size != expected:
-            raise CheckpointError(
-                f"{self.path(step)}/{inside}/{name} has {size} bytes after the upload instead of "
-                f"{expected}. Save again; does another run save there?"
-            )
+        target, size = self._inside(step, inside, name), (folder / name).stat().st_size
+
+        def upload() -> None:
+            self.fs.put_file(str(folder / name), target)
+            if (arrived := self.fs.info(target)["size"]) != size:
+                raise OSError(errno.EIO, f"{arrived} bytes have arrived instead of {size}")
+
+        retried(upload, f"{self.path(step)}/{inside}/{name}")
 
     def point_latest(self, step: int) -> None:
-        """A URL has no ``latest``; the newest step is found by listing."""
+        """Let the object ``latest`` name a checkpoint, for people; a failure is logged."""
+        with only_warns(f"{self}/latest does not name {step_name(step)}"):
+            self._put(f"{self.root}/latest", step_name(step).encode())
 
     def discard(self, step: int) -> None:
         """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
-        self.fs.rm_file(self._inside(step, MANIFEST))
-        self.fs.rm(self._inside(step), recursive=True)
+        self._remove(self._inside(step, MANIFEST))
+        self._remove(self._inside(step))
 
     def restore_replaced(self) -> None:
         """No save sets a checkpoint aside here."""
@@ -336,16 +327,16 @@ class RemoteStorage:
                 named = read_manifest(self, step).get("folder")
             except ManifestError:
                 named = None
-            for name in self._list(self._inside(step)):
+            for name in names_below(self.fs, self._inside(step)):
                 if name.startswith(_DATA) and name != named:
-                    self.fs.rm(self._inside(step, name), recursive=True)
+                    self._remove(self._inside(step, name))
 
-    def _list(self, path: str) -> list[str]:
-        self.fs.invalidate_cache()  # fsspec remembers listings, also of what others have changed
-        try:
-            return [posixpath.basename(p.rstrip("/")) for p in self.fs.ls(path, detail=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    def _put(self, target: str, content: bytes) -> None:
+        retried(lambda: self.fs.pipe_file(target, content), self.fs.unstrip_protocol(target))
+
+    def _remove(self, target: str) -> None:
+        with suppress(FileNotFoundError):  # by a try whose answer was lost
+            retried(lambda: self.fs.rm(target, recursive=True), self.fs.unstrip_protocol(target))
 
     def _inside(self, step: int, *names: str) -> str:
         return "/".join([self.root, step_name(step), *names])
@@ -361,17 +352,8 @@ def storage_of(directory: str | os.PathLike[str]) -> Storage:
         ValueError: If it is a URL that became a path, or its scheme is not known.
         ImportError: If the package that fsspec needs for the URL's scheme is not installed.
     """
-    if isinstance(directory, Path) and _URL_AS_PATH.match(str(directory)):
-        raise ValueError(
-            f"directory {directory} looks like a URL that became a Path, which merges its slashes. "
-            "Pass the URL as a string."
-        )
-    if "://" not in (url := os.fspath(directory)):
-        return LocalStorage(Path(directory))
-    from fsspec.core import url_to_fs
-
-    fs, root = url_to_fs(url)
-    return RemoteStorage(url.rstrip("/"), fs, root.rstrip("/"))
+    where = path_or_url(directory)
+    return LocalStorage(where) if isinstance(where, Path) else RemoteStorage(where, *fs_of(where))
 
 
 @overload
@@ -540,22 +522,13 @@ def patiently(read: Callable[[], T], name: str) -> T:
         OSError: If there is no such file, or it is none.
         CheckpointError: If it cannot be read all the same.
     """
-    for pause in (*PAUSES_S, None):
-        try:
-            return read()
-        except Exception as error:  # stores have errors of their own
-            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | ManifestError)
-            if is_missing or getattr(error, "errno", None) in _NO_FILE:
-                raise
-            if pause is None:
-                raise CheckpointError(
-                    f"{name} cannot be read: {explain(error)}. It may be whole, so no older "
-                    "checkpoint is taken for it. Try again when the storage answers, or choose "
-                    "another one with step=."
-                ) from error
-            log.warning("%s cannot be read: %s; next try in %s s", name, explain(error), pause)
-            time.sleep(pause)
-    raise AssertionError
+    try:
+        return retried(read, f"{name} cannot be read")
+    except UrlError as error:
+        raise CheckpointError(
+            f"{error} It may be whole, so no older checkpoint is taken for it. Try again when the "
+            "storage answers, or choose another one with step=."
+        ) from error
 
 
 @contextmanager

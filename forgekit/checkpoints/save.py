@@ -116,6 +116,7 @@ def checkpoint_save(
     blocking: bool = False,
     fingerprint: Any = None,
     metric: float | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> PendingSave:
     """Save a state as ``directory/step_00000100``; training may go on while it is written.
 
@@ -137,6 +138,8 @@ def checkpoint_save(
             a function from ``state.samples`` to it, so that only the data consumed so far are
             compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
         metric: A number by which ``Keep(best=...)`` compares checkpoints, the same on every rank.
+        before_commit: Called on the first rank once all files are durable, just before they become
+            a checkpoint; if it raises, the save fails and they never do.
 
     Returns:
         A handle whose ``wait()`` returns the committed directory.
@@ -178,7 +181,7 @@ def checkpoint_save(
     }
     # Only now: the save before this one was still reading the buffers.
     copies = copy_to_host(tensors, state.saves.buffers)
-    work = partial(_write, ranks, storage, copies, description, rule)
+    work = partial(_write, ranks, storage, copies, description, rule, before_commit)
     pending = state.saves.pending = PendingSave(state.step)
     if blocking:
         pending._run(work)
@@ -288,6 +291,7 @@ def _write(
     tensors: dict[str, Tensor],
     description: dict[str, Any],
     keep: Keep | None,
+    before_commit: Callable[[], None] | None,
 ) -> Path | str:
     """Write and commit on all ranks; what goes wrong after the commit is logged."""
     step = description["step"]
@@ -321,11 +325,13 @@ def _write(
                     "folder": inside,
                 }
                 write_atomic(folder / MANIFEST, format_manifest(manifest))
+                if before_commit is not None:
+                    before_commit()
 
             ranks.first(list_files)
     except Exception as error:
         raise CheckpointError(
-            f"step {step} could not be saved to {storage}: {explain(error)}. "
+            f"step {step} could not be saved to {storage}: {explain(error).rstrip('.')}. "
             f"Checkpoints that were there are untouched: {_remains(storage)}."
         ) from error
     with only_warns(f"{storage.path(step)} is saved, but older ones could not be deleted"):
