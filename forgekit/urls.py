@@ -155,18 +155,22 @@ def fs_of(url: str) -> tuple[Any, str]:
     return fs, root.rstrip("/")
 
 
-def names_below(fs: Any, root: str) -> list[str]:
-    """List a folder; an empty list if it is not there.
+def entries_below(fs: Any, root: str) -> list[dict[str, Any]]:
+    """List a folder with the facts that fsspec has; an empty list if it is not there.
 
     Raises:
         UrlError: If its bucket is not there, or the store cannot be asked.
     """
     try:
         name = fs.unstrip_protocol(root)
-        paths = retried(lambda: fs.ls(root, detail=False, refresh=True), name)
+        return retried(lambda: fs.ls(root, detail=True, refresh=True), name)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+
+def names_below(fs: Any, root: str) -> list[str]:
+    """List the names in a folder, as ``entries_below`` does."""
+    return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries_below(fs, root)]
 
 
 def content_of(file: Location) -> bytes | None:
@@ -239,7 +243,7 @@ def _pauses(patience_s: float) -> Iterator[float]:
 
 def _refusal(error: BaseException) -> str | None:
     """Say why no pause can help, and what can; None if one can, or it is an answer."""
-    code = _code(error)
+    code = code_of(error)
     if code in _REMEDIES:
         return _REMEDIES[code]
     if isinstance(error, PermissionError):
@@ -255,7 +259,7 @@ def _refusal(error: BaseException) -> str | None:
 
 
 def _is_answer(error: BaseException) -> bool:
-    if (code := _code(error)) in _PASSING:  # fsspec calls a torn upload an invalid argument
+    if (code := code_of(error)) in _PASSING:  # fsspec calls a torn upload an invalid argument
         return False
     return (
         code in PRECONDITION
@@ -272,8 +276,8 @@ def _response(error: BaseException) -> dict[str, Any] | None:
     return None
 
 
-def _code(error: BaseException) -> str:
-    """The code of the store's answer, else the name of the error."""
+def code_of(error: BaseException) -> str:
+    """Return the code of the store's answer, else the name of the error."""
     response = _response(error)
     return str(response.get("Error", {}).get("Code")) if response else type(error).__name__
 

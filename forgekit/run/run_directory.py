@@ -34,6 +34,7 @@ from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
+from forgekit.run.mirror import Mirror, mirrored, working_folder
 from forgekit.run.rendezvous import barrier
 from forgekit.run.setup import Setup, check_length
 from forgekit.run.status import (
@@ -48,6 +49,7 @@ from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_
 from forgekit.run.summary import start_summary
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
+from forgekit.urls import Location, Url, path_or_url
 
 STATUS_EVERY_S = 30.0
 """Between two updates of a running run's ``status.json``, by ``is_over``."""
@@ -69,18 +71,21 @@ class Run:
     """A run in its directory.
 
     Attributes:
-        out: The directory.
+        out: The directory; of a run behind a URL the local one, which is mirrored there.
         config: The resolved configuration; ``start`` keeps it as ``config.json``, and what has
             changed since the run was last started in ``config_changes.jsonl``. Each start and end
             is a line of ``history.jsonl``.
         is_writer: Whether this process writes into it: rank 0.
         trackers: Take the rows of metrics too.
+        url: Where the run directory is, if it is behind a URL.
     """
 
     out: Path
     config: Mapping[str, Any]
     is_writer: bool
     trackers: tuple[Tracker, ...] = ()
+    url: Url | None = None
+    _mirror: Mirror | None = None
     _opened: float = attrs.field(factory=time.monotonic)
     _has_ended: bool = False
     _log: MetricsLog | None = None
@@ -93,9 +98,9 @@ class Run:
     _noted: float = 0.0
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Location:
         """Where the checkpoints are."""
-        return self.out / "checkpoints"
+        return (self.url or self.out) / "checkpoints"
 
     def start(
         self,
@@ -150,6 +155,8 @@ class Run:
             trackers=self.trackers,
             config=self.config,
         )
+        if self._mirror is not None:
+            self._mirror.cut()
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._total = math.inf if total is None else total
         self._note(state, "running")
@@ -165,7 +172,8 @@ class Run:
             self._say(f"all {total} steps are done already; set more steps to go on")
         if fingerprint is None:  # of a mixture only that of the samples consumed, if it has one
             fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
-        self._options = {"keep": keep, "fingerprint": fingerprint}
+        before_commit = None if self._mirror is None else self._mirror.settle
+        self._options = {"keep": keep, "fingerprint": fingerprint, "before_commit": before_commit}
         self._saves = state.saves
         self._saved = state.step  # it was loaded, or there is nothing to save yet
         return log
@@ -175,6 +183,8 @@ class Run:
         if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
             with suppress(OSError):  # a full disk: the next row of metrics says so
                 self._note(state, "running")
+        if self._mirror is not None:
+            self._mirror.lease.check_known()
         return state.step >= self._total or (self._stop is not None and self._stop.requested)
 
     def save(self, state: TrainState, *, blocking: bool = False) -> None:
@@ -197,7 +207,7 @@ class Run:
     def roll_back(
         self,
         state: StateT,
-        save: Callable[[StateT, Path], Any] | None = None,
+        save: Callable[[StateT, Location], Any] | None = None,
         *,
         times: int = 3,
     ) -> StateT:
@@ -226,6 +236,8 @@ class Run:
             self._loader.seek(state.samples, skip=state.skips)
         if self._log is not None:
             self._log.rewind(state)
+        if self._mirror is not None:
+            self._mirror.cut()
         self._say(f"rolled back to step {state.step}")
         self._remember("rolled_back", state, skips=state.skips)
         self._saved = None  # a checkpoint of this step does not know what is left out
@@ -272,7 +284,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         if self._log is not None:
-            self._log.message(f"{self.out}: {text}")
+            self._log.message(f"{self.url or self.out}: {text}")
 
     def _fail(self, reason: str) -> None:
         """Write why the run failed, and after which step; errors after its end do not count."""
@@ -327,7 +339,8 @@ def open_run(
     others before it destroys its process groups; those that were there before, as Ray's, stay.
 
     Args:
-        out: The run directory; made if it does not exist. A second run into it is refused.
+        out: The run directory, a path or a URL such as ``s3://bucket/run``; made if it does not
+            exist. A second run into it is refused.
         config: The resolved configuration, for ``config.json``.
         trackers: Take the rows of metrics too: ``"tensorboard"``, ``"wandb"``, or any callable
             ``(step, values) -> None`` with ``close()``; by default those that the
@@ -349,12 +362,19 @@ def open_run(
         is_writer = True
         try:
             is_writer = process_rank() == 0
-            check_directory(out)
-            made = make_trackers(config.get("trackers", ()) if trackers is None else trackers, out)
-            stack.enter_context(lock_run(out, is_writer=is_writer))
+            where, mirror = path_or_url(out), None
+            url = None if isinstance(where, Path) else where
+            folder = where if isinstance(where, Path) else working_folder(where)
+            check_directory(folder)
+            made = make_trackers(
+                config.get("trackers", ()) if trackers is None else trackers, folder
+            )
+            stack.enter_context(lock_run(folder, is_writer=is_writer, name=url))
+            if url is not None and is_writer:
+                mirror = stack.enter_context(mirrored(url, folder))
         except (RunLockedError, OSError, ValueError, ImportError) as error:
             _exit(error, code=1 if isinstance(error, RunLockedError) else 2, is_writer=is_writer)
-        run = Run(Path(out), config, is_writer, made)
+        run = Run(folder, config, is_writer, made, url, mirror)
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run
@@ -397,6 +417,8 @@ def _closing(run: Run) -> Iterator[None]:
     except BaseException as error:
         join_saves()
         run._fail(f"{type(error).__name__}: {error}")
+        if isinstance(error, RunLockedError):  # another run has taken the lease over
+            _exit(error, code=1, is_writer=run.is_writer)
         if run._log is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
             _exit(error, code=2, is_writer=run.is_writer)
         raise

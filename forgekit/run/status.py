@@ -78,7 +78,9 @@ def check_directory(out: str | Path) -> None:
 
 
 @contextmanager
-def lock_run(out: str | os.PathLike[str], *, is_writer: bool = True) -> Iterator[None]:
+def lock_run(
+    out: str | os.PathLike[str], *, is_writer: bool = True, name: str | None = None
+) -> Iterator[None]:
     """Hold the run directory for this process; a second run into it is refused at once.
 
     The system drops the lock when the process dies, however it dies, so a lock that is left behind
@@ -88,6 +90,7 @@ def lock_run(out: str | os.PathLike[str], *, is_writer: bool = True) -> Iterator
     Args:
         out: The run directory; made if it does not exist.
         is_writer: False on all ranks but the first, which then hold nothing.
+        name: What the run directory is called in messages, if it is a copy.
 
     Raises:
         RunLockedError: If another process holds it.
@@ -102,9 +105,10 @@ def lock_run(out: str | os.PathLike[str], *, is_writer: bool = True) -> Iterator
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
+            holder = file.read() or "another process"
             raise RunLockedError(
-                f"{out} is in use by {file.read() or 'another process'}. Wait until that run has "
-                "ended, stop it, or choose another run directory."
+                f"{name or out} is in use by {holder}. Wait until that run has ended, stop it, or "
+                "choose another run directory."
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:

@@ -1,0 +1,235 @@
+"""A run directory behind a URL: the run works in a local folder, which is mirrored beside training.
+
+Whatever writes into a run directory goes on writing local files. A thread uploads what has changed;
+just before a checkpoint counts, and at the end, all of it is uploaded. Objects cannot be appended
+to, so ``metrics.jsonl`` is kept in parts of about a megabyte, named by the step of their first row:
+``metrics/000000000100.jsonl``. Only the last part is written anew. Where a part is full, the next
+begins with its last row, to which an evaluation may still add; a reader takes that row from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from forgekit.checkpoints.directory import only_warns
+from forgekit.run.lease import Lease, held
+from forgekit.run.status import RunLockedError
+from forgekit.urls import (
+    Location,
+    Url,
+    entries_below,
+    fs_of,
+    local_folder,
+    names_below,
+    retried,
+)
+
+EVERY_S = 10.0
+"""Between two uploads of what has changed."""
+PART_BYTES = 1 << 20
+LARGE_BYTES = 8 << 20
+"""A file above this size is uploaded with checkpoints and at the end only."""
+METRICS = "metrics.jsonl"
+_PART = re.compile(r"(\d{12})\.jsonl")
+
+log = logging.getLogger("forgekit")
+
+
+class Mirror:
+    """Uploads what has changed in a folder; ``mirrored`` makes it.
+
+    Attributes:
+        url: The run directory.
+        lease: Of this process; no file is uploaded without it.
+    """
+
+    def __init__(self, url: Url, folder: Path, lease: Lease) -> None:
+        self.url, self.lease, self._folder = url, lease, folder
+        self._fs, self._root = fs_of(url)
+        self._lock = threading.RLock()
+        for path in folder.iterdir():  # what a run that died here has left; the bucket is right
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in (".lock", ".lease"):
+                path.unlink(missing_ok=True)
+        self._parts = fetch(url, folder)
+        self._rows = b""  # of the last part, as it was uploaded
+        self._sent = {name: _version(path) for name, path in self._files()}
+
+    def flush(self, *, all_files: bool = True) -> None:
+        """Upload what has changed, rows of metrics first.
+
+        Args:
+            all_files: Large ones too.
+
+        Raises:
+            RunLockedError: If another process has taken the lease over.
+            UrlError: If the store refuses or does not answer.
+        """
+        with self._lock:
+            self.lease.check()
+            self._flush_rows()
+            for name, path in self._files():
+                with suppress(FileNotFoundError):  # it is gone again
+                    version = _version(path)
+                    if self._sent.get(name) == version:
+                        continue
+                    if all_files or version[1] <= LARGE_BYTES:
+                        self.lease.check()
+                        self._put(name, path.read_bytes())
+                        self._sent[name] = version
+
+    def settle(self) -> None:
+        """Upload all that has changed, and make sure that this process still is the writer."""
+        self.flush()
+        self.lease.check(now=True)
+
+    def cut(self) -> None:
+        """Follow the log, which has removed the rows after the step that the run goes on from."""
+        with self._lock:
+            path = self._folder / METRICS
+            size = path.stat().st_size if path.exists() else 0
+            self._rows = b""
+            while self._parts and self._parts[-1][1] >= size:  # from the end: the rest stays whole
+                self.lease.check()
+                target = f"{self._root}/metrics/{self._parts.pop()[0]:012d}.jsonl"
+                with suppress(FileNotFoundError):
+                    retried(lambda target=target: self._fs.rm_file(target), f"{self.url}/metrics")
+
+    def _flush_rows(self) -> None:
+        path = self._folder / METRICS
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._parts[-1][1] if self._parts else 0)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        if not content or content == self._rows:
+            return
+        if not self._parts:
+            self._parts.append((_step(content.split(b"\n", 1)[0]), 0))
+        self._put(f"metrics/{self._parts[-1][0]:012d}.jsonl", content)
+        self._rows = content
+        if len(content) >= PART_BYTES:
+            last = content.rfind(b"\n", 0, -1) + 1
+            self._parts.append((_step(content[last:]), self._parts[-1][1] + last))
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                inside = os.path.relpath(os.path.join(folder, name), self._folder)
+                if not name.startswith(".") and inside != METRICS:  # dots: half-written ones
+                    yield inside, self._folder / inside
+
+    def _put(self, name: str, content: bytes) -> None:
+        target = f"{self._root}/{name}"
+        retried(lambda: self._fs.pipe_file(target, content), f"{self.url}/{name}")
+
+
+def working_folder(url: Url) -> Path:
+    """Return where this machine works on a run directory behind a URL."""
+    return local_folder() / "runs" / f"{url.name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def mirrored(url: Url, folder: Path) -> Iterator[Mirror]:
+    """Hold the lease of a run directory and mirror a folder to it, all of it at the end.
+
+    Args:
+        url: The run directory.
+        folder: A folder that is locked; it is emptied, and gets what the run needs to go on.
+
+    Raises:
+        RunLockedError: If another process writes there.
+        UrlError: If the bucket is not there, permits nothing, or does not answer; at the end, too.
+    """
+    with held(url, folder) as lease:
+        mirror, over = Mirror(url, folder, lease), threading.Event()
+
+        def upload() -> None:
+            while not over.wait(EVERY_S):
+                try:
+                    mirror.flush(all_files=False)
+                except RunLockedError:
+                    return  # the run says so
+                except Exception as error:
+                    log.warning("%s is behind: %s", url, error)
+
+        thread = threading.Thread(target=upload, name="mirror", daemon=True)
+        thread.start()
+        try:
+            yield mirror
+        except BaseException:
+            over.set()
+            with only_warns(f"{folder} has what is not in {url}"):
+                mirror.flush()
+            raise
+        finally:
+            over.set()
+            thread.join()
+        mirror.flush()
+
+
+def fetch(url: Url, folder: Path) -> list[tuple[int, int]]:
+    """Fetch the files of a run directory that are not in a folder of it, and the metrics.
+
+    Returns:
+        Of each part of ``metrics.jsonl`` the step of its first row, and where that row begins.
+    """
+    fs, root = fs_of(url)
+    for entry in entries_below(fs, root):
+        name = entry["name"].rpartition("/")[2]
+        if entry["type"] == "file" and not name.startswith("."):
+            (folder / name).write_bytes(_read(fs, entry["name"]))
+    firsts = sorted(
+        int(match[1])
+        for name in names_below(fs, f"{root}/metrics")
+        if (match := _PART.fullmatch(name))
+    )
+    parts: list[tuple[int, int]] = []
+    if firsts:
+        with (folder / METRICS).open("wb") as file:
+            for first, following in zip(firsts, [*firsts[1:], None], strict=True):
+                parts.append((first, file.tell()))
+                lines = _read(fs, f"{root}/metrics/{first:012d}.jsonl").splitlines(keepends=True)
+                if following is not None and lines and _step(lines[-1]) >= following:
+                    lines.pop()
+                file.writelines(lines)
+    return parts
+
+
+@contextmanager
+def local_copy(run: Location) -> Iterator[Path]:
+    """Yield a run directory on this machine: itself, or a copy without checkpoints."""
+    if isinstance(run, Path):
+        yield run
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / run.name
+        copy.mkdir()
+        fetch(run, copy)
+        yield copy
+
+
+def _read(fs: Any, path: str) -> bytes:
+    return retried(lambda: fs.cat_file(path), fs.unstrip_protocol(path))
+
+
+def _step(line: bytes) -> int:
+    return json.loads(line)["step"]
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size
