@@ -274,6 +274,7 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     import gc
 
+    import s3fs  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp

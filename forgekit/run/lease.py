@@ -103,9 +103,9 @@ class Lease:
 
     def release(self) -> None:
         """Delete the lease, so that the next start need not wait; if it is still this one's."""
-        with suppress(RunLockedError, OSError):
-            self.check(now=True)
-            self._fs.rm_file(self._path)
+        with suppress(OSError):  # of a store that is down it is not worth waiting
+            if self._swap(patience_s=0.0):
+                self._fs.rm_file(self._path)
 
     def _refusal(self, content: bytes) -> RunLockedError:
         return RunLockedError(
@@ -113,7 +113,7 @@ class Lease:
             "or choose another run directory."
         )
 
-    def _swap(self) -> bool:
+    def _swap(self, patience_s: float | None = None) -> bool:
         """Replace the lease that was read last by one's own; False if it is another one now."""
         self._beat += 1
         content = json.dumps(self._writer | {"beat": self._beat}).encode()
@@ -129,7 +129,7 @@ class Lease:
             self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
 
         try:
-            retried(put, f"{self.url}/.lease", patience_s=self._period)
+            retried(put, f"{self.url}/.lease", patience_s=patience_s)
         except OSError as error:
             if code_of(error) not in PRECONDITION:
                 raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import resource
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import s3fs
 import torch
+from failing_bucket import IMPATIENT
 from runs import load_recipe
 
 import forgekit as fk
@@ -255,6 +258,15 @@ def impatient(recipe: Recipe, patience_s: float) -> None:
     fk.StopSignal = functools.partial(signals, patience_s=patience_s)
 
 
+def store(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Change how a run works with a bucket: constants of ``forgekit.run``, by module and name."""
+    for name, value in IMPATIENT.items():
+        setattr(s3fs.S3FileSystem, name, value)
+    for name, value in given.items():
+        module, _, constant = name.partition(".")
+        setattr(importlib.import_module(f"forgekit.run.{module}"), constant, value)
+
+
 def _spoil_losses(recipe: Recipe, spoil: Callable[[fk.Loss, _Now], fk.Loss]) -> None:
     now, loss_fn = _watch(recipe), recipe.loss_fn
     recipe.loss_fn = lambda model, batch: spoil(loss_fn(model, batch), now)
@@ -362,5 +374,6 @@ FAULTS = {
         read_only_after,
         signal_in_read,
         stuck_read,
+        store,
     )
 }

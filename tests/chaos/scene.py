@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -39,6 +40,7 @@ class Life(Job):
         log: File for what the ranks write.
         ranks: Number of ranks.
         faults: What goes wrong on which rank; see ``faults.py``.
+        variables: Further variables of their environment.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Life(Job):
         log: Path,
         ranks: int,
         faults: Mapping[int, Mapping[str, Any]] | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         command = [str(RANK), "pretrain", *command_line]
-        variables = {"FORGEKIT_TEST_FAULTS": json.dumps(faults or {})}
+        variables = {**variables, "FORGEKIT_TEST_FAULTS": json.dumps(faults or {})}
         super().__init__(command, log=log, forked=ranks, variables=variables)
 
     def end(self) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]

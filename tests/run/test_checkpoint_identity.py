@@ -107,7 +107,7 @@ def test_a_store_that_does_not_answer_for_a_moment_costs_no_step(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda _: None)
     assert fk.checkpoint_load(build(), url).step == 2
     left[0] = 10**6
-    with pytest.raises(fk.CheckpointError, match="cannot be read: the store has .* SlowDown"):
+    with pytest.raises(fk.CheckpointError, match=r"cannot be read: the store has .* SlowDown"):
         fk.checkpoint_load(build(), url)
     MemoryFileSystem().rm("/patient", recursive=True)
 

@@ -191,7 +191,7 @@ def test_a_commit_that_is_refused_is_none(url):
 
     saved(url, 1)
     with pytest.raises(
-        CheckpointError, match="step 2 could not be saved .* rows of metrics are no"
+        CheckpointError, match=r"step 2 could not be saved .* rows of metrics are no"
     ):
         saved(url, 2, before_commit=refuse)
     assert latest_checkpoint(url) == f"{url}/step_00000001"

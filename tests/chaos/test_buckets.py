@@ -1,0 +1,111 @@
+"""A run from and to a bucket, killed at any moment, goes on from a fresh folder on any machine."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+
+import pytest
+from chaos.scene import SAVE_EVERY, STANDARD, Life, resumed_step
+from chaos.survival import Outcome
+from failing_bucket import FAULTS, open_bucket
+from runs import arguments, assert_same_run, last_step, saved_step, status_of
+
+URL = "s3://bucket/run"
+STORE = {
+    # A killed run keeps its lease so long; on another machine the next start waits for it.
+    "lease.PERIOD_S": 3.0,
+    "mirror.EVERY_S": 0.2,
+}
+
+
+class Lives:
+    """Lives of one run behind a URL, each in a fresh folder, as on another machine."""
+
+    def __init__(self, bucket, tokens, folder):
+        self.bucket, self.tokens, self.folder, self.lives = bucket, tokens, folder, []
+
+    def live(self, *, ranks=1, faults=None, **settings):
+        number = len(self.lives)
+        given = STANDARD | {"data__path": self.tokens, "out": URL} | settings
+        variables = self.bucket.variables | {"FORGEKIT_CACHE": str(self.folder / f"{number}")}
+        all_faults = {
+            rank: {"store": STORE, **(faults or {}).get(rank, {})} for rank in range(ranks)
+        }
+        log = self.folder / f"{number}.log"
+        life = Life(
+            arguments(**given), log=log, ranks=ranks, faults=all_faults, variables=variables
+        )
+        self.lives.append(life)
+        return life
+
+    def copy(self):
+        """What the bucket has, as a local run directory."""
+        folder = self.bucket.copy(URL, self.folder / "copy")
+        if parts := sorted(folder.glob("metrics/*.jsonl")):
+            (folder / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
+        return folder
+
+
+@pytest.fixture
+def lives(tokens, tmp_path):
+    with open_bucket() as bucket:
+        place = Lives(bucket, tokens, tmp_path)
+        yield place
+        for life in place.lives:
+            life.kill()
+
+
+def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
+    settings = {"steps": 12, "save_every": 4}
+    life = lives.live(ranks=2, faults={0: {"die_alone_after": 9}}, **settings)
+    assert -signal.SIGKILL in life.end(), life.output
+    copy = lives.copy()
+    saved = saved_step(copy)
+    assert last_step(copy) >= saved, "rows are there before a checkpoint counts"
+    assert status_of(copy)["status"] == "running"
+    life = lives.live(ranks=2, **settings)
+    assert life.end() == [0, 0], life.output
+    assert resumed_step(life) == saved
+    copy = lives.copy()
+    assert status_of(copy)["status"] == "finished"
+    assert (copy / "checkpoints" / "latest").read_text() == "step_00000012"
+    assert not (copy / ".lease").exists()
+    assert (copy / "report.html").exists()
+    assert_same_run(copy, undisturbed(2, **settings))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3000)
+def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived):
+    numbers = random.Random(7)
+    network = random.Random(8)
+    settings = {"steps": 60, "save_every": 2}
+    lives.bucket.fault = lambda method, path: (
+        network.choice(FAULTS) if network.random() < 0.03 else None
+    )
+    newest, ended = 0, Counter()
+    for _ in range(30):
+        call = int(numbers.uniform(0, 400_000))
+        life = lives.live(faults={0: {"die_at_call": call}}, **settings)
+        codes = life.end()
+        assert codes in ([-signal.SIGKILL], [0]), life.output
+        ended["killed" if codes[0] else "finished"] += 1
+        if ", set up in " in life.output:
+            ended["set up"] += 1
+            assert resumed_step(life) == newest, life.output
+        copy = lives.copy()
+        saved = saved_step(copy)
+        assert saved >= newest, "what was committed is gone"
+        assert last_step(copy) >= saved, "rows that a checkpoint counts are gone"
+        newest = saved
+    life = lives.live(**settings)
+    assert life.end() == [0], life.output
+    assert_same_run(lives.copy(), undisturbed(1, **settings))
+    print(ended, dict(lives.bucket.done))  # noqa: T201
+    assert ended["killed"] >= 25
+    assert ended["set up"] >= 10
+    assert set(lives.bucket.done) == set(FAULTS)
+    outcome = Outcome(ended="killed", status="running", lost=2 * SAVE_EVERY)
+    survived("to and from a bucket that fails, at 30 random moments", outcome)

@@ -1,0 +1,226 @@
+"""A run directory behind a URL is what the run has locally, whatever the store does meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from contextlib import contextmanager
+
+import pytest
+from failing_bucket import FAULTS, open_bucket
+
+import forgekit as fk
+from forgekit import urls
+from forgekit.metrics.records import RowFile
+from forgekit.run import mirror as mirror_module
+from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
+from forgekit.run.status import RunLockedError, lock_run
+from forgekit.urls import Url, UrlError
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with open_bucket() as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def url(bucket, tmp_path):
+    yield Url("s3://bucket") / tmp_path.name
+    bucket.fault = lambda method, path: None
+    bucket.done.clear()
+
+
+@contextmanager
+def opened(url, folder):
+    folder.mkdir(exist_ok=True)
+    with lock_run(folder), mirrored(url, folder) as mirror:
+        yield mirror
+
+
+def objects(bucket, url):
+    root = url.removeprefix("s3://")
+    return {
+        name.removeprefix(f"{root}/"): bucket.fs.cat_file(name) for name in bucket.fs.find(root)
+    }
+
+
+@contextmanager
+def rows(folder, start=0):
+    """The open ``metrics.jsonl`` of a run that goes on after a step."""
+    file = RowFile(folder, start)
+    yield file
+    file.close()
+
+
+def write(file, *steps):
+    for step in steps:
+        file.write({"step": step, "train/loss": step / 3, "text": "x" * 40})
+
+
+def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
+    with opened(url, tmp_path / "a") as mirror:
+        (tmp_path / "a" / "samples").mkdir()
+        files = {"config.json": b"{}", "history.jsonl": b'{"event": 1}\n', "samples/a.txt": b"def"}
+        for name, content in files.items():
+            (tmp_path / "a" / name).write_bytes(content)
+        (tmp_path / "a" / ".status.json.17").write_bytes(b"half")  # of a write that goes on
+        with rows(tmp_path / "a") as file:
+            write(file, 1, 2, 3)
+        mirror.flush()
+        assert objects(bucket, url).keys() == {*files, ".lease", "metrics/000000000001.jsonl"}
+    content = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    assert objects(bucket, url) == {**files, "metrics/000000000001.jsonl": content}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "bad_steps.jsonl").write_bytes(b"left by a run that died here")
+    with opened(url, tmp_path / "b"):
+        assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == content
+        assert (tmp_path / "b" / "config.json").read_bytes() == b"{}"
+        assert not (tmp_path / "b" / "bad_steps.jsonl").exists()
+    with local_copy(url) as copy:
+        assert copy.name == url.name
+        assert [row["step"] for row in fk.run.read_metrics(copy / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_path, monkeypatch):
+    """Also a row that grows after the part before it was full, and after going back."""
+    monkeypatch.setattr(mirror_module, "PART_BYTES", 300)
+    for life, (start, end) in enumerate([(0, 12), (12, 20), (9, 11), (11, 30)]):
+        folder = tmp_path / f"life-{life}"
+        with opened(url, folder) as mirror, rows(folder, start) as file:
+            mirror.cut()
+            for step in range(start + 1, end + 1):
+                write(file, step)
+                if step % 3 == 0:
+                    mirror.flush()
+                file.write({"step": step, "eval/loss": 1.5})
+            if life == 1:  # rolled back while it runs
+                file.close()
+                with rows(folder, 7) as again:
+                    mirror.cut()
+                    write(again, *range(8, end + 1))
+        (copied := tmp_path / f"copied-{life}").mkdir()
+        fetch(url, copied)
+        assert (copied / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
+        logged = fk.run.read_metrics(copied / "metrics.jsonl")
+        assert [row["step"] for row in logged] == [*range(1, end + 1)]
+    parts = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    assert len(parts) > 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_the_store_does_all_of_it_arrives(url, bucket, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr(urls, "FIRST_PAUSE_S", 0.01)
+    numbers = itertools.count()
+    with opened(url, tmp_path / "a") as mirror:
+        bucket.fault = lambda method, path: fault if next(numbers) % 3 == 0 else None
+        for step in range(1, 4):
+            with rows(tmp_path / "a", step - 1) as file:
+                write(file, step)
+            (tmp_path / "a" / "status.json").write_text(json.dumps({"step": step}))
+            mirror.settle()
+    bucket.fault = lambda method, path: None
+    assert bucket.done[fault] or bucket.done["drop"]
+    folder = tmp_path / "b"
+    folder.mkdir()
+    fetch(url, folder)
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "a/metrics.jsonl").read_bytes()
+    assert json.loads((folder / "status.json").read_text()) == {"step": 3}
+
+
+def test_a_store_that_is_down_at_the_end_fails_the_run_and_says_where_the_rest_is(
+    url, bucket, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(urls, "PATIENCE_S", 0.0)
+
+    def run(error=None):
+        with opened(url, tmp_path / "a"):
+            (tmp_path / "a" / "status.json").write_text("{}")
+            bucket.fault = lambda method, path: "503"
+            if error is not None:
+                raise error
+
+    with pytest.raises(UrlError, match="the store has failed for 0 s: "):
+        run()
+    bucket.fault = lambda method, path: None
+    with pytest.raises(RuntimeError, match="of the run"):
+        run(RuntimeError("an error of the run"))
+    assert f"{tmp_path / 'a'} has what is not in {url}" in caplog.text
+
+
+def test_what_has_not_changed_is_not_sent_again_and_large_files_wait(url, bucket, tmp_path):
+    with opened(url, tmp_path / "a") as mirror:
+        (tmp_path / "a" / "trace.json").write_bytes(b"x" * (LARGE_BYTES + 1))
+        (tmp_path / "a" / "status.json").write_text("{}")
+        with rows(tmp_path / "a") as file:
+            write(file, 1)
+        mirror.flush(all_files=False)
+        assert "trace.json" not in objects(bucket, url)
+        seen = []
+        bucket.fault = lambda method, path: seen.append((method, path))
+        mirror.flush(all_files=False)
+        assert seen == []
+        mirror.flush()
+        assert {path.rpartition("/")[2] for _, path in seen} == {"trace.json"}
+
+
+def test_without_the_lease_nothing_is_written(url, bucket, tmp_path):
+    def run():
+        with opened(url, tmp_path / "a") as mirror:
+            other = b'{"pid": 7, "host": "other"}'
+            bucket.fs.pipe_file(f"{url.removeprefix('s3://')}/.lease", other)
+            (tmp_path / "a" / "status.json").write_text("{}")
+            with pytest.raises(RunLockedError, match="was taken over by pid 7 on host other since"):
+                mirror.lease.check(now=True)
+            mirror.settle()
+
+    with pytest.raises(RunLockedError, match="was taken over by"):
+        run()
+    assert objects(bucket, url).keys() == {".lease"}
+    assert objects(bucket, url)[".lease"] == b'{"pid": 7, "host": "other"}'
+
+
+# What a recipe says
+
+
+REFUSED = {
+    "bucket": ("s3://nobody/run", {}, "there is no such bucket. Make it, or correct the URL"),
+    "scheme": ("s4://bucket/run", {}, "has the scheme 's4', which is not known"),
+    "credentials": (
+        "s3://bucket/run",
+        {"AWS_ACCESS_KEY_ID": None, "AWS_EC2_METADATA_DISABLED": "true"},
+        "no credentials were given. Set the store's usual variables, such as AWS_PROFILE",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_that_cannot_be_there_is_refused_in_one_sentence(
+    bucket, name, monkeypatch, capsys, tmp_path
+):
+    out, variables, message = REFUSED[name]
+    monkeypatch.setenv("FORGEKIT_CACHE", str(tmp_path))
+    for variable, value in variables.items():
+        monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("s3fs.S3FileSystem._cache", {})
+    with pytest.raises(SystemExit) as stop, fk.open_run(Url(out), {}):
+        raise AssertionError
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_two_runs_in_one_folder_of_a_bucket(bucket, url, monkeypatch, capsys, tmp_path):
+    """On one machine the lock of the local folder says it at once, elsewhere the lease."""
+    monkeypatch.setenv("FORGEKIT_CACHE", str(tmp_path / "one"))
+    monkeypatch.setattr("forgekit.run.lease.PERIOD_S", 1.5)
+    with fk.open_run(url, {}) as run:
+        assert run.checkpoints == f"{url}/checkpoints"
+        for machine in ("one", "two"):
+            monkeypatch.setenv("FORGEKIT_CACHE", str(tmp_path / machine))
+            with pytest.raises(SystemExit) as stop, fk.open_run(url, {}):
+                raise AssertionError
+            assert stop.value.code == 1
+            assert f"error: {url} is in use by pid " in capsys.readouterr().err
