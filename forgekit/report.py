@@ -26,6 +26,7 @@ import numpy as np
 from forgekit.checks import parse_json
 from forgekit.environment import require
 from forgekit.files import is_locked, read_regular, write_atomic
+from forgekit.urls import Location
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -292,7 +293,9 @@ def plot_expert_loads(
     return _write_png(_loads_figure(run, title), Path(png_path))
 
 
-def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, prompt: str) -> str:
+def wrap_up(
+    state: TrainState, out: str | os.PathLike[str], tokens: Location, *, prompt: str
+) -> str:
     """Look at a finished run: its last losses, a sample, pictures, and the page with all of it.
 
     What cannot be made, because a package is not installed, the disk is full or there is no loss to
@@ -303,7 +306,8 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
         state: The last state.
         out: The run directory; ``samples/``, ``loss.png``, ``report.html`` and, where loads were
             logged, ``expert_loads.png`` are written.
-        tokens: The token file, with its ``tokenizer.json`` if there is to be a sample.
+        tokens: The token file, with its ``tokenizer.json`` if there is to be a sample; of one
+            behind a URL there is none.
         prompt: The text that the sample continues.
 
     Returns:
@@ -326,7 +330,7 @@ def wrap_up(state: TrainState, out: str | os.PathLike[str], tokens: Path, *, pro
         return f"sample ({out / 'samples'}):\n{text}"
 
     parts = {"losses": losses}
-    if (tokens / "tokenizer.json").exists():
+    if isinstance(tokens, Path) and (tokens / "tokenizer.json").exists():
         parts["sample"] = sample
     if process_rank() == 0:
         parts["loss curve"] = lambda: f"loss curve: {plot_losses(metrics, out / 'loss.png')}"

@@ -14,8 +14,9 @@ import attrs
 
 from forgekit.checks import parse_json
 from forgekit.cli.recipe_setup import build, micro_batches, opened
-from forgekit.cli.usage import UsageError, file_path, script_file
+from forgekit.cli.usage import UsageError, file_path, location, script_file
 from forgekit.files import read_regular, write_atomic
+from forgekit.urls import UrlError, is_url
 
 if TYPE_CHECKING:
     from forgekit.evaluation.replay import Replay
@@ -32,7 +33,7 @@ def add_runs(commands: Any) -> None:
     replay.set_defaults(command=_replay)
     export = commands.add_parser("export", help="write a run's model as a Hugging Face directory")
     option = export.add_argument
-    option("run", metavar="RUN", type=file_path, help="a run directory")
+    option("run", metavar="RUN", type=location, help="a run directory, or its URL")
     option("directory", metavar="DIR", type=file_path, help="the new directory")
     option("--step", metavar="N", type=int, help="of this checkpoint (the newest)")
     option("--like", metavar="MODEL", help="a family, such as mistral, or a directory (its base)")
@@ -41,9 +42,9 @@ def add_runs(commands: Any) -> None:
     option("--check", action="store_true", help="compare logits with those of transformers")
     export.set_defaults(command=_export)
     report = commands.add_parser("report", help="show runs as one HTML page that opens anywhere")
-    runs = "run directories, or metrics.jsonl files alone; several are drawn over each other"
-    report.add_argument("runs", metavar="RUN", nargs="+", type=file_path, help=runs)
-    page = "the page (report.html in the run directory; of several runs in this one)"
+    runs = "run directories or their URLs, or metrics.jsonl files; several are drawn together"
+    report.add_argument("runs", metavar="RUN", nargs="+", type=location, help=runs)
+    page = "the page (report.html in the run directory; of several runs or a URL in this one)"
     report.add_argument("--out", metavar="PAGE", type=file_path, help=page)
     report.set_defaults(command=_report)
     doctor = commands.add_parser(
@@ -85,10 +86,15 @@ def _export(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from forgekit.report import write_report
+    from forgekit.run.mirror import local_copy
 
+    out = options.out
+    if out is None and any(map(is_url, options.runs)):
+        out = Path("report.html")
     try:
-        page = write_report(options.runs, options.out)
-    except ValueError as error:
+        with ExitStack() as stack:
+            page = write_report([stack.enter_context(local_copy(run)) for run in options.runs], out)
+    except (ValueError, UrlError) as error:
         raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(f"no page was written: {error}. Name one with --out.") from None

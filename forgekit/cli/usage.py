@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from forgekit.checks import path_of
+from forgekit.urls import Location, is_url, path_or_url
 
 
 class UsageError(Exception):
@@ -14,7 +15,14 @@ class UsageError(Exception):
 
 def file_path(text: str) -> Path:
     """Read a path that is not empty: as a path that would be the current folder."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; copy what is there, and name the copy")
     return path_of("path", text)
+
+
+def location(text: str) -> Location:
+    """Read a path that is not empty, or a URL."""
+    return path_or_url(text) if is_url(text) else file_path(text)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,9 @@ from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Router
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks
+from forgekit.run.mirror import local_copy
 from forgekit.state import TrainState
+from forgekit.urls import Location, path_or_url
 
 
 def load_run(
@@ -40,7 +42,7 @@ def load_run(
     and no data are needed; the weights are those after the step, not their running average.
 
     Args:
-        run: A run directory: what a recipe's ``out`` was.
+        run: A run directory: what a recipe's ``out`` was, a path or a URL.
         step: Of this checkpoint; the newest if None.
 
     Returns:
@@ -50,7 +52,7 @@ def load_run(
     Raises:
         CheckpointError: If there is no checkpoint, or ``config.json`` and it are not of one model.
     """
-    path = path_of("run", run)
+    path = path_or_url(path_of("run", run) if isinstance(run, Path) else run)
     config = read_run_config(path)
     model, _ = read_model(path, config, step)
     file = tokenizer_file(config)
@@ -61,20 +63,21 @@ def load_run(
     return model, Tokenizer.from_file(str(file)), config
 
 
-def read_run_config(run: Path) -> dict[str, Any]:
+def read_run_config(run: Location) -> dict[str, Any]:
     """Read the ``config.json`` of a run.
 
     Raises:
         CheckpointError: If it is not there or no object.
     """
     try:
-        return read_json(run / "config.json")
+        with local_copy(run) as folder:
+            return read_json(folder / "config.json")
     except CheckpointError as error:
         raise CheckpointError(f"{error} Name a run directory: what a recipe's out was.") from None
 
 
 def read_model(
-    run: Path, config: Mapping[str, Any], step: int | None = None
+    run: Location, config: Mapping[str, Any], step: int | None = None
 ) -> tuple[nn.Module, int]:
     """Build and fill the model of a run.
 
@@ -108,7 +111,7 @@ def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def _build(run: Path, config: Mapping[str, Any], *, is_own: bool) -> nn.Module:
+def _build(run: Location, config: Mapping[str, Any], *, is_own: bool) -> nn.Module:
     """The model without values and adapters; of transformers filled, as its buffers need it."""
     base = config.get("base")
     if isinstance(base, str) and not is_own:
@@ -126,7 +129,7 @@ def _build(run: Path, config: Mapping[str, Any], *, is_own: bool) -> nn.Module:
         return Transformer(spec)
 
 
-def _read_spec(run: Path, tree: Mapping[str, Any]) -> TransformerSpec:
+def _read_spec(run: Location, tree: Mapping[str, Any]) -> TransformerSpec:
     parts = {"moe": MoESpec, "rope_scaling": RopeScaling}
     try:
         made = {n: make(**tree[n]) for n, make in parts.items() if tree.get(n) is not None}
