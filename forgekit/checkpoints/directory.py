@@ -294,7 +294,7 @@ class RemoteStorage:
             ranks.first(lambda: self._put(manifest, (folder / MANIFEST).read_bytes()))
         if ranks.rank == 0:
             with only_warns(f"could not delete what no checkpoint of {self} needs"):
-                self._remove_leftovers()
+                self._remove_leftovers([step])  # of an earlier save that was replaced
 
     def deliver(self, folder: Path, inside: str, step: int, name: str) -> None:
         """Upload this rank's file, and check that all of it has arrived."""
@@ -320,9 +320,9 @@ class RemoteStorage:
     def restore_replaced(self) -> None:
         """No save sets a checkpoint aside here."""
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, steps: Iterable[int] | None = None) -> None:
         """Delete what dead saves left, and what a save of the same step replaced."""
-        for step in steps_among(self.names()):
+        for step in steps_among(self.names()) if steps is None else steps:
             try:
                 named = read_manifest(self, step).get("folder")
             except ManifestError:
