@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from html import escape
@@ -25,7 +26,7 @@ import numpy as np
 
 from forgekit.checks import parse_json
 from forgekit.environment import require
-from forgekit.files import is_locked, read_regular, write_atomic
+from forgekit.files import is_locked, open_regular, read_regular, write_atomic
 from forgekit.urls import Location
 
 if TYPE_CHECKING:
@@ -131,19 +132,20 @@ class Run:
 
     def _objects(self, path: Path, *, is_one: bool = False) -> list[dict[str, Any]]:
         """The JSON objects of a file, or the one that it is; of what is broken, a note."""
+        records, broken = [], []
         try:
-            content = read_regular(path)
+            with open_regular(path) as file:
+                for number, line in enumerate([file.read()] if is_one else file, start=1):
+                    try:  # one text for each key: of a million rows half the memory
+                        records.append({sys.intern(k): v for k, v in {**parse_json(line)}.items()})
+                    except (ValueError, TypeError):  # a TypeError: no object
+                        start = line.rstrip()[:60].decode(errors="replace")
+                        broken.append(f"line {number} is {start!r}")
         except FileNotFoundError:
             return []
         except OSError as error:
             self.notes.append(f"{path} is left out, it cannot be read: {error}")
             return []
-        records, broken = [], []
-        for number, line in enumerate([content] if is_one else content.splitlines(), start=1):
-            try:
-                records.append({**parse_json(line)})
-            except (ValueError, TypeError):  # a TypeError: no object
-                broken.append(f"line {number} is {line[:60].decode(errors='replace')!r}")
         if broken:
             self.notes.append(f"{len(broken)} lines of {path} are left out; {broken[0]}.")
         return records
