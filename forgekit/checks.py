@@ -10,6 +10,7 @@ import json
 import math
 import operator
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ LARGEST = 2**63 - 1
 
 SHOWN = 60
 """Characters of a value in a message."""
+
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 def is_integer(value: Any) -> bool:
@@ -194,7 +198,7 @@ def path_of(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it is empty: as a path that would be the current folder.
+        ValueError: If it is empty: as a path that would be the current folder; or if it is a URL.
 
     Examples:
         >>> path_of("out", "")
@@ -206,6 +210,8 @@ def path_of(name: str, value: Any) -> Path:
         raise wrong_type(name, value, "a path")
     if wrong := path_problem(text):
         raise ValueError(f"{name} {wrong}.")
+    if _URL.match(text):  # a path would merge its slashes, into folders of this machine
+        raise ValueError(f"{name} {text} is a URL; name a folder of this machine, and copy it.")
     return Path(text)
 
 

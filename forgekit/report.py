@@ -27,7 +27,7 @@ import numpy as np
 from forgekit.checks import parse_json
 from forgekit.environment import require
 from forgekit.files import is_locked, open_regular, read_regular, write_atomic
-from forgekit.urls import Location
+from forgekit.urls import Location, is_url
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -332,7 +332,7 @@ def wrap_up(
         return f"sample ({out / 'samples'}):\n{text}"
 
     parts = {"losses": losses}
-    if isinstance(tokens, Path) and (tokens / "tokenizer.json").exists():
+    if is_url(tokens) or (Path(tokens) / "tokenizer.json").exists():
         parts["sample"] = sample
     if process_rank() == 0:
         parts["loss curve"] = lambda: f"loss curve: {plot_losses(metrics, out / 'loss.png')}"

@@ -19,6 +19,7 @@ from random import SystemRandom
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
+from forgekit.checks import path_of
 from forgekit.environment import require
 
 PATIENCE_S = 300.0
@@ -94,6 +95,11 @@ class Url(str):
         """What follows the last slash."""
         return self.rstrip("/").rpartition("/")[2]
 
+    @property
+    def parent(self) -> Url:
+        """What stands before the last slash."""
+        return Url(self.rstrip("/").rpartition("/")[0])
+
 
 Location: TypeAlias = Path | Url
 """A path or a URL."""
@@ -123,6 +129,12 @@ def path_or_url(value: str | os.PathLike[str]) -> Location:
             "Pass the URL as a string."
         )
     return Path(text)
+
+
+def location_of(name: str, value: str | os.PathLike[str]) -> Location:
+    """Read a path or a URL that may be one; ``name`` is the argument's, for messages."""
+    is_either = isinstance(value, Path) or is_url(value)
+    return path_or_url(value) if is_either else path_of(name, value)
 
 
 def fs_of(url: str) -> tuple[Any, str]:

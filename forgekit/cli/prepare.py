@@ -23,8 +23,8 @@ def add_prepare(commands: Any) -> None:
         "sources",
         metavar="SOURCE",
         nargs="+",
-        help="`stdlib` (Python's own sources), files and folders (text, code, .jsonl, .parquet, "
-        "also with .gz or .zst), or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
+        help="`stdlib` (Python's own sources), files, folders and URLs (text, code, .jsonl, "
+        ".parquet, also with .gz or .zst), or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     option("--vocab", metavar="SIZE", type=int, default=4096, help="vocabulary size (4096)")

@@ -46,6 +46,7 @@ from forgekit.data.tokenizer import (
     END_OF_TEXT,
     LARGEST_VOCAB,
     SMALLEST_VOCAB,
+    TOKENIZER,
     encode_texts,
     load_tokenizer,
     token_id,
@@ -59,7 +60,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 Labelled: TypeAlias = "list[tuple[bool, str]]"
 """Texts, and whether each is held out."""
 
-TOKENIZER = "tokenizer.json"
 PARTS = "parts"
 
 PART_BYTES = 2**26

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeAlias, cast, get_args
 
 import attrs
 
-from forgekit.checks import brief, check_choice, parse_json, path_of
+from forgekit.checks import brief, check_choice, parse_json
 from forgekit.data.documents import (
     ROWS_AT_ONCE,
     Errors,
@@ -35,7 +35,7 @@ from forgekit.data.documents import (
     read_texts,
 )
 from forgekit.environment import require
-from forgekit.urls import Url, fs_of, is_url, path_or_url, retried
+from forgekit.urls import Url, fs_of, location_of, retried
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -381,7 +381,7 @@ def files_at(paths: Paths) -> list[File]:
         raise ValueError("no paths were given; name at least one file or folder.")
     unique: dict[File, File] = {}
     for path in named:
-        location = path_or_url(path if is_url(path) else path_of("a path", path))
+        location = location_of("a path", path)
         is_local = isinstance(location, Path)
         for file in _files_in(location) if is_local else _files_behind(location):
             unique.setdefault(file.resolve(), file)

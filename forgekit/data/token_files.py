@@ -28,7 +28,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.checks import check_integers, path_of
+from forgekit.checks import check_integers
 from forgekit.data.block_cache import (
     BLOCK_BYTES,
     NPY_HEADER_BYTES,
@@ -40,7 +40,7 @@ from forgekit.data.block_cache import (
 )
 from forgekit.data.documents import NumberedDocuments, check_ids
 from forgekit.files import atomic_directory, restore_replaced
-from forgekit.urls import Location, Url, content_of, fs_of, is_url, path_or_url, retried
+from forgekit.urls import Location, Url, content_of, fs_of, location_of, retried
 
 INDEX = "index.json"
 OFFSETS = "offsets.npy"
@@ -274,7 +274,7 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         ValueError: If a file is truncated, foreign, changed or of another version; names it.
         UrlError: If what is behind the URL cannot be reached.
     """
-    folder = path_or_url(path if is_url(path) else path_of("the token file", path))
+    folder = location_of("the token file", path)
     if isinstance(folder, Path):
         restore_replaced(folder)
     index = _read_index(folder)

@@ -13,19 +13,22 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.checks import brief, check_integers, path_of, quoted
+from forgekit.checks import brief, check_integers, quoted
 from forgekit.environment import require
+from forgekit.urls import content_of, location_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 T = TypeVar("T")
 
+TOKENIZER = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes each document; its id is 0 in tokenizers trained here."""
 
@@ -111,7 +114,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Load ``tokenizer.json``, or the one in a folder.
 
     Args:
-        path: The file, or a folder such as ``forgekit prepare`` makes.
+        path: The file, or a folder such as ``forgekit prepare`` makes; or the URL of one of them.
 
     Returns:
         A tokenizer that encodes a literal ``<|endoftext|>`` as plain characters, like every special
@@ -122,15 +125,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         FileNotFoundError: If there is none.
         ValueError: If the file is not a tokenizer.
     """
-    file = path_of("the tokenizer's path", path)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
+    file = location_of("the tokenizer's path", path)
+    is_folder = file.is_dir() if isinstance(file, Path) else not file.endswith(".json")
+    file = file / TOKENIZER if is_folder else file
+    if (content := content_of(file)) is None:
         raise FileNotFoundError(
             f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
         )
     tokenizers = require("tokenizers", extra="text")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(
             f"{file} is not a tokenizer: {error}. Expected what the tokenizers package saves."

@@ -14,7 +14,7 @@ import s3fs
 from buckets import Proxy, bucket, upload
 from pyarrow import parquet
 
-from forgekit.data import prepare, text_documents
+from forgekit.data import load_tokenizer, prepare, text_documents
 from forgekit.urls import UrlError
 
 TEXTS = [f"{'text ' * (number % 7)}{number} über\n" for number in range(200)]
@@ -69,6 +69,13 @@ def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(folder, 
     remote = prepare(url, tmp_path / "remote", vocab_size=300)
     assert remote.train.fingerprint == local.train.fingerprint
     assert remote.held_out.fingerprint == local.held_out.fingerprint
+    for file in (url, f"{url}/sub/e.md"):
+        with pytest.raises((FileNotFoundError, ValueError), match="tokenizer"):
+            load_tokenizer(file)
+    upload(local.path, f"{url.rpartition('/')[0]}/prepared")
+    for file in ("prepared", "prepared/tokenizer.json"):
+        learnt = load_tokenizer(f"{url.rpartition('/')[0]}/{file}")
+        assert learnt.to_str() == load_tokenizer(local.path).to_str()
     learnt = [(file.path / "tokenizer.json").read_bytes() for file in (local, remote)]
     assert learnt[0] == learnt[1]
     assert not prepare(url, tmp_path / "remote", vocab_size=300).is_new

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pathlib
 import signal
 import threading
 import time
@@ -14,9 +16,10 @@ import s3fs
 import torch
 from buckets import Proxy, bucket, upload
 from ranks import run_ranks
+from runs import arguments, rows_of, run_here
 
 import forgekit as fk
-from forgekit.data import block_cache, cached_bins, open_tokens, token_documents
+from forgekit.data import block_cache, cached_bins, open_tokens, prepare, token_documents
 from forgekit.run.stop_signal import StoppedError
 from forgekit.urls import UrlError
 
@@ -220,6 +223,22 @@ def test_urls_that_lead_nowhere_are_named(tmp_path, url):
         fk.token_dataset(type(tmp_path)("s3://bucket/a"))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: write(url),
+        lambda url: prepare(["text"], url),
+        lambda url: cached_bins(url, [1, 2], 4),
+        lambda url: cached_bins(pathlib.Path(url), [1, 2], 4),
+    ],
+)
+def test_what_is_written_to_a_local_disk_only_refuses_a_url(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"s3:/+bucket/x is a URL; name a folder of this machine"):
+        call("s3://bucket/x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_size_of_the_cache_that_is_no_number_is_named(monkeypatch, url):
     monkeypatch.setenv("FORGEKIT_CACHE_GIB", "much")
     with pytest.raises(TypeError, match="FORGEKIT_CACHE_GIB is 'much', a str; pass a number"):
@@ -281,6 +300,21 @@ def trained(rank, world, where, variables):
             state, metrics = step(state, batches)
             losses.append(float(metrics["loss"]))
     return losses, {name: p.full_tensor() for name, p in state.model.named_parameters()}
+
+
+def test_data_out_of_reach_end_before_the_other_ranks_lose_patience():
+    others = inspect.signature(fk.Health).parameters["timeout_s"].default
+    assert 60 + 10 < block_cache.READ_PATIENCE_S < others - 10
+
+
+def test_a_recipe_trains_from_a_bucket_what_it_trains_from_a_disk(folder, url, tmp_path):
+    rows = []
+    for where in (folder, url):
+        out = tmp_path / str(len(rows))
+        run_here("pretrain", arguments(out=out, data__path=f"{where}/b", steps=3, save_every=0))
+        rows.append([row["train/loss"] for row in rows_of(out) if "train/loss" in row])
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3
 
 
 def test_two_ranks_train_from_a_bucket_what_they_train_from_a_disk(folder, url):
