@@ -308,8 +308,7 @@ def wrap_up(
         state: The last state.
         out: The run directory; ``samples/``, ``loss.png``, ``report.html`` and, where loads were
             logged, ``expert_loads.png`` are written.
-        tokens: The token file, with its ``tokenizer.json`` if there is to be a sample; of one
-            behind a URL there is none.
+        tokens: The token file, with its ``tokenizer.json`` if there is to be a sample.
         prompt: The text that the sample continues.
 
     Returns:

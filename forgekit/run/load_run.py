@@ -141,7 +141,7 @@ def _read_spec(run: Location, tree: Mapping[str, Any]) -> TransformerSpec:
 
 
 def _add_adapters(
-    run: Path, model: nn.Module, config: Mapping[str, Any], manifest: Mapping[str, Any]
+    run: Location, model: nn.Module, config: Mapping[str, Any], manifest: Mapping[str, Any]
 ) -> None:
     """Add the adapters of the checkpoint, by their facts there."""
     facts, lora = manifest["adapters"], config.get("lora")
