@@ -25,6 +25,10 @@ SHOWN = 60
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
+class RankCountError(ValueError):
+    """A run cannot be shared by as many ranks as there are; it may go on when there are others."""
+
+
 def is_integer(value: Any) -> bool:
     """Say whether a value is one integer, of Python, numpy or torch; a bool is not.
 

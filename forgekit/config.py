@@ -29,6 +29,7 @@ import attrs
 from cattrs import Converter
 
 from forgekit.checks import path_problem
+from forgekit.environment import end_launcher
 from forgekit.terminal import printable, tell_once
 from forgekit.urls import Url, is_url
 
@@ -137,6 +138,7 @@ def load_config(
     if problems:
         lines = [f"{program}: the configuration was refused.", *ConfigError(problems).errors]
         tell_once("\n  ".join(lines) + f"\n{program} --help lists every key.")
+        end_launcher()
         raise SystemExit(2)
     return config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 PACKAGE = str(Path(__file__).parent) + os.sep
 RECIPES = PACKAGE + "recipes" + os.sep
+PARENT = os.getppid()
+"""The launcher, unless it dies: an orphan has another parent."""
 
 
 def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -91,6 +94,25 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise _refusal("SLURM_JOB_NODELIST", {"SLURM_JOB_NODELIST": nodes}, "it names hosts")
     return match[1] + (match[2] or "")
+
+
+def restarts(environment: Mapping[str, str]) -> int:
+    """How often torchrun starts this process again when it fails; 0 where it does not.
+
+    Raises:
+        ValueError: If it is not a whole number.
+    """
+    return _number(environment, "TORCHELASTIC_MAX_RESTARTS") or 0
+
+
+def end_launcher() -> None:
+    """Let the torchrun that restarts this process end with a code that is not 0.
+
+    It does not look at exit codes: what a restart cannot mend, it would repeat to its limit. A
+    signal ends it, without an end to the rendezvous of the other agents.
+    """
+    if restarts(os.environ) and os.getppid() == PARENT:
+        os.kill(PARENT, signal.SIGTERM)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

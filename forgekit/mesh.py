@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.checks import counted, divisors
+from forgekit.checks import RankCountError, counted, divisors
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
 
@@ -113,7 +113,8 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
         Sizes of ``pp, dp_replicate, dp_shard, cp, tp``; their product is ``world``.
 
     Raises:
-        ValueError: If no size of the free dimension, or the product as given, makes ``world``.
+        RankCountError: A ``ValueError``, if no size of the free dimension, or the product as given,
+            makes ``world``.
 
     Examples:
         >>> resolve_sizes(MeshSpec(dp_replicate=2), world=8)
@@ -125,17 +126,17 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
     given = [f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)]
     shown, ranks = " * ".join(given) or "1", counted(world, "rank")
     if free is None and product != world:
-        raise ValueError(f"{shown} = {product} does not fit {ranks}; {_nearest(sizes, world)}")
+        raise RankCountError(f"{shown} = {product} does not fit {ranks}; {_nearest(sizes, world)}")
     if world % product:
         verb = "is" if world == 1 else "are"
-        raise ValueError(
+        raise RankCountError(
             f"{shown}: {ranks} {verb} not divisible by {product}; {_nearest(sizes, world)}"
         )
     if free is not None:
         sizes[free] = world // product
     shared = sizes["dp_shard"] * sizes["cp"]
     if shared % spec.ep:
-        raise ValueError(
+        raise RankCountError(
             f"ep {spec.ep} does not divide dp_shard * cp = {shared}; it can be one of "
             f"{divisors(shared)}."
         )

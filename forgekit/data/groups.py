@@ -12,7 +12,13 @@ from typing import Any, Literal, Protocol
 
 from tensordict import TensorDict
 
-from forgekit.checks import LARGEST, check_choice, check_integers, nearest_multiples
+from forgekit.checks import (
+    LARGEST,
+    RankCountError,
+    check_choice,
+    check_integers,
+    nearest_multiples,
+)
 from forgekit.data.batch import mask_batch
 
 
@@ -232,7 +238,7 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
         ``global_batch_size / (batch_size * world)``.
 
     Raises:
-        ValueError: If that is not a whole number of at least 1.
+        RankCountError: A ``ValueError``, if that is not a whole number of at least 1.
 
     Examples:
         >>> count_micro_batches(64, batch_size=8, world=4)
@@ -244,7 +250,7 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
         nearest = nearest_multiples(global_batch_size, rows)
         share, rest = divmod(global_batch_size, world)
         smaller = f", or batch_size {math.gcd(share, batch_size)}" if share > 0 and not rest else ""
-        raise ValueError(
+        raise RankCountError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
             f"{world} data-parallel ranks = {rows}; {nearest}{smaller}."
         )

@@ -55,11 +55,12 @@ class Lease:
         self._lost: str | None = None
         self._lock = threading.Lock()  # the threads of a save and of the mirror renew it, too
 
-    def take(self, previous: str | None = None) -> None:
+    def take(self, previous: str | None = None, *, patience_s: float = 0.0) -> None:
         """Take the lease, after watching one that is there.
 
         Args:
             previous: Owner that is known to have died.
+            patience_s: Seconds to wait for a writer that lives to end.
 
         Raises:
             RunLockedError: If its writer lives, or another start was faster.
@@ -68,12 +69,14 @@ class Lease:
         self._current = there = self._read()
         if there is not None and _facts(there[0]).get("owner") != previous:
             tell(f"{self.url}: waiting up to {self._period:.0f} s for {_named(there[0])} to end")
-            began = time.monotonic()
-            while self._current is not None and time.monotonic() - began < self._period:
+            began = changed = time.monotonic()
+            while self._current is not None and time.monotonic() - changed < self._period:
                 time.sleep(self._period / 30)
                 self._current = self._read()
                 if self._current is not None and self._current[0] != there[0]:
-                    raise self._refusal(self._current[0])
+                    there, changed = self._current, time.monotonic()
+                    if changed - began > patience_s:
+                        raise self._refusal(there[0])
         if not self._swap():
             raise self._refusal(b"" if self._current is None else self._current[0])
 
@@ -154,7 +157,9 @@ class Lease:
 
 
 @contextmanager
-def held(url: Url, folder: Path, *, period_s: float | None = None) -> Iterator[Lease]:
+def held(
+    url: Url, folder: Path, *, period_s: float | None = None, patience_s: float = 0.0
+) -> Iterator[Lease]:
     """Hold the lease of a run directory, which a thread renews.
 
     A crash on this machine is known at once: the folder, which the caller has locked, notes the
@@ -164,11 +169,12 @@ def held(url: Url, folder: Path, *, period_s: float | None = None) -> Iterator[L
         url: The run directory.
         folder: Where this machine works on it.
         period_s: See ``PERIOD_S``, which it is by default.
+        patience_s: Seconds to wait for a writer that lives to end.
     """
     period_s = PERIOD_S if period_s is None else period_s
     lease, note, over = Lease(url, period_s), folder / ".lease", threading.Event()
     has_died = note.exists() and is_locked(folder / ".lock")
-    lease.take(note.read_text() if has_died else None)
+    lease.take(note.read_text() if has_died else None, patience_s=patience_s)
     note.write_text(lease.owner)
 
     def renew() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from forgekit.checkpoints.directory import only_warns
 from forgekit.run.lease import Lease, held
-from forgekit.run.status import RunLockedError
+from forgekit.run.status import RunLockedError, lock_run
 from forgekit.urls import (
     Location,
     Url,
@@ -61,7 +61,7 @@ class Mirror:
         for path in folder.iterdir():  # what a run that died here has left; the bucket is right
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name not in (".lock", ".lease"):
+            elif path.name not in (".lock", ".lease", ".wanted"):
                 path.unlink(missing_ok=True)
         self._parts = fetch(url, folder)
         self._rows = b""  # of the last part, as it was uploaded
@@ -143,18 +143,32 @@ def working_folder(url: Url) -> Path:
 
 
 @contextmanager
-def mirrored(url: Url, folder: Path) -> Iterator[Mirror]:
+def held_run(
+    folder: Path, url: Url | None, *, is_writer: bool, patience_s: float = 0.0
+) -> Iterator[Mirror | None]:
+    """Hold a run directory, as ``lock_run``, and its URL, as ``mirrored``, if it has one."""
+    with lock_run(folder, is_writer=is_writer, name=url, patience_s=patience_s):
+        if url is None or not is_writer:
+            yield None
+            return
+        with mirrored(url, folder, patience_s=patience_s) as mirror:
+            yield mirror
+
+
+@contextmanager
+def mirrored(url: Url, folder: Path, *, patience_s: float = 0.0) -> Iterator[Mirror]:
     """Hold the lease of a run directory and mirror a folder to it, all of it at the end.
 
     Args:
         url: The run directory.
         folder: A folder that is locked; it is emptied, and gets what the run needs to go on.
+        patience_s: Seconds to wait for another writer to end.
 
     Raises:
         RunLockedError: If another process writes there.
         UrlError: If the bucket is not there, permits nothing, or does not answer; at the end, too.
     """
-    with held(url, folder) as lease:
+    with held(url, folder, patience_s=patience_s) as lease:
         mirror, over = Mirror(url, folder, lease), threading.Event()
 
         def upload() -> None:

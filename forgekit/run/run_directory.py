@@ -26,15 +26,25 @@ import torch.distributed as dist
 
 from forgekit.checkpoints.directory import Keep, newest, storage_of
 from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
-from forgekit.checks import check_integers
-from forgekit.environment import is_library
+from forgekit.checks import RankCountError, check_integers
+from forgekit.environment import end_launcher, is_library
 from forgekit.mesh import process_rank, shutdown
 from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
 from forgekit.run.bad_steps import roll_back
-from forgekit.run.mirror import Mirror, mirrored, working_folder
+from forgekit.run.elastic import (
+    PAUSE_S,
+    WANTED,
+    Attempt,
+    RepeatedFailureError,
+    check_connections,
+    hold_run,
+    is_left,
+    is_wanted,
+)
+from forgekit.run.mirror import Mirror, working_folder
 from forgekit.run.rendezvous import barrier
 from forgekit.run.setup import Setup, check_length
 from forgekit.run.status import (
@@ -42,7 +52,6 @@ from forgekit.run.status import (
     append_history,
     check_directory,
     keep_config,
-    lock_run,
     write_status,
 )
 from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_ignored, put_back
@@ -78,6 +87,7 @@ class Run:
         is_writer: Whether this process writes into it: rank 0.
         trackers: Take the rows of metrics too.
         url: Where the run directory is, if it is behind a URL.
+        attempt: Who starts it again when it fails.
     """
 
     out: Path
@@ -85,6 +95,7 @@ class Run:
     is_writer: bool
     trackers: tuple[Tracker, ...] = ()
     url: Url | None = None
+    attempt: Attempt = attrs.field(factory=Attempt)
     _mirror: Mirror | None = None
     _opened: float = attrs.field(factory=time.monotonic)
     _has_ended: bool = False
@@ -96,6 +107,7 @@ class Run:
     _options: dict[str, Any] = attrs.field(factory=dict)  # of checkpoint_save
     _saved: int | None = None
     _noted: float = 0.0
+    _is_stopped: bool = False
 
     @property
     def checkpoints(self) -> Location:
@@ -141,6 +153,7 @@ class Run:
             state, loader, self._stop = state.state, state.loader, state.stop
         dataset = getattr(loader, "dataset", None)
         check_length(state, dataset)
+        check_connections()
         barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
         flops = Flops.of(state.model).over_stages(state)
         log = MetricsLog(
@@ -161,6 +174,7 @@ class Run:
         self._total = math.inf if total is None else total
         self._note(state, "running")
         started = {"parameters": flops.parameters, "arguments": sys.argv[1:]}
+        started |= self.attempt.facts
         self._remember("started", state, **_started_with(state), **started)
         self._log, self._loader = log, loader
         self._say(self._greeting(state, flops.parameters / 1e6))
@@ -183,6 +197,8 @@ class Run:
         if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
             with suppress(OSError):  # a full disk: the next row of metrics says so
                 self._note(state, "running")
+            if self._stop is not None and self.attempt.agents and is_wanted(self.out):
+                self._stop.request(WANTED)
         if self._mirror is not None:
             self._mirror.lease.check_known()
         return state.step >= self._total or (self._stop is not None and self._stop.requested)
@@ -272,7 +288,7 @@ class Run:
         ending = "stopped" if stopped else "finished"
         self._note(state, ending, reason=stopped)
         self._remember(ending, state, reason=stopped)
-        self._has_ended = True
+        self._has_ended, self._is_stopped = True, bool(stopped)
         after = f"after step {state.step}"
         if self._log is not None:
             self._log.status(f"stopped {after} ({stopped})" if stopped else f"finished {after}")
@@ -291,7 +307,7 @@ class Run:
         if not self._has_ended:
             log = self._log
             at = {} if log is None else {"step": log.step, "samples": log.samples}
-            self._write_last("failed", **at, reason=reason)
+            self._write_last("failed", **at, reason=reason, **self.attempt.facts)
 
     def _give_up(self, reason: str) -> None:
         """Write that the run was stopped during a step, and where it will go on."""
@@ -299,6 +315,14 @@ class Run:
         self._write_last("stopped", reason=reason, step=saved)
         at = "the start" if saved is None else f"step {saved}"
         self._say(f"stopped ({reason}); the same command goes on from {at}")
+
+    def _pause(self, error: RankCountError) -> NoReturn:
+        """Wait for machines to come, or for lost ones to be noticed: torchrun then tries again."""
+        self._write_last("stopped", reason=f"waits for another number of ranks: {error}")
+        if self.is_writer:
+            tell(f"{self.out} waits for another number of ranks: {error}")
+        time.sleep(PAUSE_S)
+        raise SystemExit(1)
 
     def _write_last(self, status: str, **fields: Any) -> None:
         """Write the status without hiding the exception that brought us here."""
@@ -362,19 +386,20 @@ def open_run(
         is_writer = True
         try:
             is_writer = process_rank() == 0
-            where, mirror = path_or_url(out), None
+            where = path_or_url(out)
             url = None if isinstance(where, Path) else where
             folder = where if isinstance(where, Path) else working_folder(where)
             check_directory(folder)
             made = make_trackers(
                 config.get("trackers", ()) if trackers is None else trackers, folder
             )
-            stack.enter_context(lock_run(folder, is_writer=is_writer, name=url))
-            if url is not None and is_writer:
-                mirror = stack.enter_context(mirrored(url, folder))
-        except (RunLockedError, OSError, ValueError, ImportError) as error:
-            _exit(error, code=1 if isinstance(error, RunLockedError) else 2, is_writer=is_writer)
-        run = Run(folder, config, is_writer, made, url, mirror)
+            held = hold_run(folder, url, is_writer=is_writer)
+            attempt, mirror = stack.enter_context(held)
+        except (RunLockedError, RepeatedFailureError) as error:
+            _exit(error, code=1, is_writer=is_writer)
+        except (OSError, ValueError, ImportError) as error:
+            _exit(error, code=2, is_writer=is_writer)
+        run = Run(folder, config, is_writer, made, url, attempt, mirror)
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run
@@ -410,12 +435,16 @@ def _closing(run: Run) -> Iterator[None]:
         # A thread of gloo aborts a process that still sends to one whose groups are destroyed.
         with suppress(Exception):
             barrier("the run has ended", timeout_s=PATIENCE_S)
+        if run._is_stopped and run.attempt.agents and is_left(run._stop and run._stop.reason):
+            raise SystemExit(1)  # torchrun takes 0 for the end of all
     except StoppedError as stop:
         join_saves()  # the log says if one of them failed too
         run._give_up(str(stop))
         raise SystemExit(0 if run._log is None else 1) from None
     except BaseException as error:
         join_saves()
+        if run._log is None and run.attempt.has_run and isinstance(error, RankCountError):
+            run._pause(error)
         run._fail(f"{type(error).__name__}: {error}")
         if isinstance(error, RunLockedError):  # another run has taken the lease over
             _exit(error, code=1, is_writer=run.is_writer)
@@ -478,4 +507,5 @@ def _is_refusal(error: BaseException) -> bool:
 def _exit(error: BaseException, *, code: int, is_writer: bool) -> NoReturn:
     if is_writer:
         tell(f"error: {error}")
+    end_launcher()
     raise SystemExit(code) from None

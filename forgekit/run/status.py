@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -79,7 +80,11 @@ def check_directory(out: str | Path) -> None:
 
 @contextmanager
 def lock_run(
-    out: str | os.PathLike[str], *, is_writer: bool = True, name: str | None = None
+    out: str | os.PathLike[str],
+    *,
+    is_writer: bool = True,
+    name: str | None = None,
+    patience_s: float = 0.0,
 ) -> Iterator[None]:
     """Hold the run directory for this process; a second run into it is refused at once.
 
@@ -91,6 +96,7 @@ def lock_run(
         out: The run directory; made if it does not exist.
         is_writer: False on all ranks but the first, which then hold nothing.
         name: What the run directory is called in messages, if it is a copy.
+        patience_s: Seconds to wait for a process that holds it.
 
     Raises:
         RunLockedError: If another process holds it.
@@ -101,6 +107,9 @@ def lock_run(
     path = Path(out) / ".lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
+        deadline = time.monotonic() + patience_s
+        while patience_s and is_locked(path) and time.monotonic() < deadline:
+            time.sleep(0.1)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -30,6 +30,7 @@ from runs import load_recipe
 
 import forgekit as fk
 from forgekit.checkpoints.save import wait_for_saves
+from forgekit.run import Run, elastic, run_directory
 
 Recipe = Any
 """A recipe's module, whose names a fault puts its own functions in the place of."""
@@ -104,6 +105,41 @@ def note_rows(recipe: Recipe, path: str) -> None:
         os.write(file, f"{json.dumps([now.step, now.rows])}\n".encode())
 
     _watch(recipe, note)
+
+
+def note_attempts(recipe: Recipe, given: tuple[str, float]) -> None:
+    """Append each step's attempt, ranks, time and rows to a file; let a step take some seconds."""
+    path, seconds = given
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    at = [os.environ["MASTER_PORT"], int(os.environ["WORLD_SIZE"])]
+
+    def note(now: _Now) -> None:
+        os.write(file, f"{json.dumps([now.step, *at, time.time(), now.rows])}\n".encode())
+        time.sleep(seconds)
+
+    _watch(recipe, note)
+
+
+def end_after(recipe: Recipe, step: int) -> None:
+    """End the run after a step, without changing how many it is said to have."""
+    is_over = Run.is_over
+    Run.is_over = lambda self, state: state.step >= step or is_over(self, state)
+
+
+def hurry(recipe: Recipe, seconds: float) -> None:
+    """Wait this long where a run that is restarted waits for minutes; look as often for others."""
+    elastic.HELD_S = 20 * seconds
+    run_directory.PAUSE_S = run_directory.STATUS_EVERY_S = seconds
+
+
+def raise_after(recipe: Recipe, step: int) -> None:
+    """Raise an error after a step."""
+
+    def fail(now: _Now) -> None:
+        if now.step == step:
+            raise RuntimeError("this batch is bad")
+
+    _watch(recipe, fail)
 
 
 def count_calls(recipe: Recipe, path: str) -> None:
@@ -357,6 +393,10 @@ FAULTS = {
     function.__name__: function
     for function in (
         note_rows,
+        note_attempts,
+        end_after,
+        raise_after,
+        hurry,
         count_calls,
         die_at_call,
         die_before,

@@ -88,6 +88,13 @@ CASES = {
         "the loss of one micro-batch is infinite",
         "the gradient of one rank is NaN in ten steps, and the run rolls back",
     ],
+    "Machines that come and go": [
+        "an agent of torchrun and its rank",
+        "30 agents of torchrun at random moments, alone or with their ranks",
+        "SIGTERM to an agent of torchrun",
+        "an agent of torchrun that stalls and is taken for dead",
+        "the same step fails twice",
+    ],
     "Resumed elsewhere": [
         "on 4, 2, 3, 1, 4 ranks with 0, 2, 1 workers",
         "as FSDP 2, TP 2, PP 2, CP 2",

@@ -1,0 +1,229 @@
+"""Attempts of a run whose launcher starts it again: ``torchrun --nnodes=1:8 --max-restarts=N``.
+
+torchrun's agents, one per machine, start all workers anew when one has failed, when an agent is
+lost and when one comes. Which of these it was, an agent cannot tell: it counts failures and knows
+no reasons. So the ranks of an attempt meet before anything else and bring the agents that started
+them. Where the agents are those of two attempts that failed after the same step, nothing was lost:
+the program is at fault, and the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from forgekit.checks import parse_json
+from forgekit.environment import identity, rendezvous, restarts
+from forgekit.files import read_regular
+from forgekit.run.mirror import Mirror, held_run
+from forgekit.run.rendezvous import HangError, RankStore
+from forgekit.run.status import RunLockedError, append_history, write_status
+from forgekit.urls import Location, Url
+
+LATE_S = 120.0
+"""From the first rank of an attempt to the last; their agents have met just before."""
+HELD_S = 120.0
+"""How long workers of an earlier attempt may hold the run: they look for others now and then."""
+PAUSE_S = 30.0
+"""Between two attempts on a number of ranks that cannot share the run."""
+REASONS_S = 5.0
+"""How late ranks may hear why a run ends, or say it."""
+WANTED = "another attempt"
+"""Why workers stop whose agent was taken for dead: the others have gone on without it."""
+LEAVING = ("SIG", "launcher is gone", "another rank", WANTED)
+"""How the reasons begin for which a rank leaves while the others go on."""
+
+
+class RepeatedFailureError(RuntimeError):
+    """A run failed twice after the same step, though no machine was lost."""
+
+
+@attrs.frozen
+class Attempt:
+    """One start of a run.
+
+    Attributes:
+        agents: The processes that restart its workers, ``host/pid@start``; none if nobody does.
+        has_run: Whether the run has taken steps that one of them started.
+    """
+
+    agents: tuple[str, ...] = ()
+    has_run: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What events of ``history.jsonl`` say of it."""
+        return {"agents": list(self.agents)} if self.agents else {}
+
+
+@contextmanager
+def hold_run(
+    folder: Path, url: Url | None = None, *, is_writer: bool
+) -> Iterator[tuple[Attempt, Mirror | None]]:
+    """Hold the run directory, as ``held_run``; where torchrun restarts workers, meet all ranks too.
+
+    Args:
+        folder: The run directory, or where this machine works on it.
+        url: Where it is, if it is behind a URL.
+        is_writer: Whether this is rank 0.
+
+    Raises:
+        RunLockedError: If another process holds the directory; where workers are restarted on all
+            ranks, and only after workers of an earlier attempt have had two minutes to end.
+        RepeatedFailureError: On all ranks, if the last two attempts failed after the same step and
+            their agents are those of this one.
+        HangError: If a rank does not come.
+        ValueError: If the workers of a later attempt would meet in the store of an earlier one.
+    """
+    if not restarts(os.environ):
+        with held_run(folder, url, is_writer=is_writer) as mirror:
+            yield Attempt(), mirror
+        return
+    out = url or folder
+    store = dist.PrefixStore(f"forgekit/{out}", _connect())
+    rank, world, _ = identity(os.environ)
+    store.set(f"agent/{rank}", _agent())
+    if not is_writer:
+        problem, agents, has_run = json.loads(_wait(store, "answer", LATE_S + HELD_S))
+        store.set(f"read/{rank}", "")
+        if problem:
+            raise RepeatedFailureError(problem)
+        yield Attempt(tuple(agents), has_run), None
+        return
+    agents = sorted({_wait(store, f"agent/{each}", LATE_S) for each in range(world)})
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".wanted").write_text(os.environ["TORCHELASTIC_RUN_ID"])
+            held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
+            mirror = stack.enter_context(held)
+            (folder / ".wanted").unlink(missing_ok=True)
+            events = _history(folder)
+            check_progress(out, folder, events, agents)
+        except (RunLockedError, RepeatedFailureError) as error:
+            store.set("answer", json.dumps([str(error), [], False]))
+            with suppress(HangError):  # the store ends with this process
+                for each in range(1, world):
+                    _wait(store, f"read/{each}", REASONS_S)
+            raise
+        starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
+        has_run = any({*agents} & {*before} for before in starts)
+        store.set("answer", json.dumps(["", agents, has_run]))
+        yield Attempt(tuple(agents), has_run), mirror
+
+
+def check_connections() -> None:
+    """Notice ranks that died in set-up: their connections are closed, a store would wait for them.
+
+    Raises:
+        RuntimeError: If one has died, as gloo says it.
+    """
+    if restarts(os.environ) and dist.is_initialized():
+        dist.all_reduce(torch.zeros(()))
+
+
+def is_wanted(out: Path) -> bool:
+    """Whether a later attempt of this job waits for the run directory.
+
+    An agent that stalls is taken for dead. Nobody tells it, so that its workers would go on alone.
+    """
+    with suppress(OSError):
+        return (out / ".wanted").read_text() == os.environ.get("TORCHELASTIC_RUN_ID")
+    return False
+
+
+def is_left(reason: str | None) -> bool:
+    """Whether torchrun should start a stopped run again, on the ranks that are still wanted.
+
+    A signal, or the death of a launcher, means one machine. A budget or a stop file mean the run.
+
+    Args:
+        reason: Why this rank stopped, as ``StopSignal.reason``.
+    """
+    ranks = RankStore.of(range(dist.get_world_size() if dist.is_initialized() else 1))
+    reasons = {0: reason}
+    if ranks is not None:
+        with suppress(Exception):  # a rank that does not say it was killed meanwhile
+            reasons = ranks.gather("reasons", "the run has stopped", reason, REASONS_S)
+    return all(str(reason).startswith(LEAVING) for reason in reasons.values())
+
+
+def _connect() -> dist.TCPStore:
+    """Connect to the first rank, in whose store the process groups will be made too."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            f"torchrun restarts workers here (--max-restarts={restarts(os.environ)}), but its "
+            "restarts would wait for ever: they meet in the store of the attempt before, among the "
+            "keys of ranks that are gone. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "in its environment, or with --max-restarts=0."
+        )
+    rank, _, _ = identity(os.environ)
+    at = rendezvous(os.environ)
+    return dist.TCPStore(
+        at["MASTER_ADDR"],
+        int(at["MASTER_PORT"]),
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=LATE_S),
+        multi_tenant=True,  # init_process_group makes the same one
+    )
+
+
+def _agent() -> str:
+    """Name the process that started this one; in a container that starts again its id is the same.
+
+    The time is in clock ticks since the machine was booted, the 22nd field of ``proc_pid_stat(5)``.
+    """
+    pid = os.getppid()
+    _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return f"{socket.gethostname()}/{pid}@{fields.split()[19]}"
+
+
+def _wait(store: dist.Store, key: str, timeout_s: float) -> str:
+    """Read a key when it is there; in short waits, because no signal is handled in one."""
+    deadline = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise HangError(f"{key} did not come within {timeout_s:g} s: a machine may be lost.")
+        time.sleep(0.05)
+    return store.get(key).decode()
+
+
+def check_progress(
+    out: Location, folder: Path, events: Sequence[Mapping[str, Any]], agents: Sequence[str]
+) -> None:
+    """Refuse a third attempt after two that failed alike, on the agents that are here now."""
+    ends = [event for event in events if event.get("event") != "started"][-2:]
+    alike = [event.get("event") == "failed" and event.get("agents") == agents for event in ends]
+    if sum(alike) < 2 or ends[0].get("step") != ends[1].get("step"):
+        return
+    at = {name: ends[1][name] for name in ("step", "samples") if name in ends[1]}
+    where = f"after step {at['step']}" if at else "in set-up"
+    reason = str(ends[1].get("reason"))
+    problem = (
+        f"failed twice {where}, and no agent was lost or came in between, so torchrun shall not "
+        f"start it again: {reason}"
+    )
+    for write, status in ((write_status, "failed"), (append_history, "failed")):
+        write(folder, status, **at, reason=problem, agents=agents)
+    raise RepeatedFailureError(f"{out} {problem}")
+
+
+def _history(out: Path) -> list[Mapping[str, Any]]:
+    """Read ``history.jsonl`` but for lines that a full disk has torn."""
+    path, events = out / "history.jsonl", []
+    for line in read_regular(path).splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            events.append(parse_json(line))
+    return [event for event in events if isinstance(event, dict)]

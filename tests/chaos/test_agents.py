@@ -1,0 +1,301 @@
+"""Machines that come and go under torchrun alone: the others go on, on as many ranks as there are.
+
+Here a machine is an agent of torchrun with one rank. What a restart cannot mend ends the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import time
+
+import numpy as np
+import pytest
+from agents import VARIABLES, Agents, rows_by_step, stretches
+from chaos.scene import MOST_LOST, Life
+from chaos.survival import Outcome
+from ranks import run_again
+from runs import arguments, assert_same_run, last_step, saved_step, status_of
+
+import forgekit as fk
+from forgekit.run import elastic
+
+pytestmark = pytest.mark.timeout(300)
+ROWS, SEQ_LEN, GLOBAL_BATCH = 36, 16, 6
+EPOCH = ROWS // GLOBAL_BATCH
+SETTINGS = {
+    "steps": 100_000,
+    "save_every": 5,
+    "global_batch_size": GLOBAL_BATCH,
+    "batch_size": "none",
+    "model__dropout": 0.1,
+    "model__vocab_size": ROWS * SEQ_LEN + 6,
+}
+GOES_ON = "the others go on"
+SAME_SIZES = "bitwise that of these sizes"
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """Make agents of one run; nothing of them survives the test."""
+    made = []
+    tokens = tmp_path / "tokens"
+    last = ROWS * SEQ_LEN
+    fk.write_tokens(tokens, [np.arange(last)], vocab_size=last + 1, eos_id=last)
+
+    def make(most, faults=None, **settings):
+        given = SETTINGS | {"data__path": tokens} | settings
+        notes = {"note_attempts": (str(tmp_path / "notes"), 0.05)}
+        made.append(Agents(tmp_path / "run", given, most, faults=notes | (faults or {})))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check_run(agents, tmp_path):
+    """Compare a run with one of the same sizes whose ranks are started one after the other."""
+    starts, last = agents.starts(), last_step(agents.out)
+    assert saved_step(agents.out) == last
+    for ranks, until in stretches(starts, last):
+        settings = agents.settings | {"out": tmp_path / "expected"}
+        faults = {rank: {"end_after": until} for rank in range(ranks)}
+        log = tmp_path / "expected.log"
+        life = Life(arguments(**settings), log=log, ranks=ranks, faults=faults)
+        assert life.end() == [0] * ranks, life.output
+    assert_same_run(agents.out, tmp_path / "expected")
+    rows = rows_by_step(tmp_path / "notes")
+    for first in range(1, last + 2 - EPOCH, EPOCH):
+        epoch = [row for step in range(first, first + EPOCH) for row in rows[step]]
+        assert sorted(epoch) == list(range(0, ROWS * SEQ_LEN, SEQ_LEN))
+
+
+def test_the_others_go_on_without_a_lost_agent_and_with_a_new_one(agents, tmp_path, survived):
+    run = agents(2)
+    first, _ = run.start(), run.start()
+    run.wait_for_steps(2)
+    run.wait_for(lambda: saved_step(run.out), "a checkpoint")
+    lost = len(run.starts())
+    run.lose(first, with_workers=True)
+    run.wait_for_steps(1, since=lost)
+    came = len(run.starts())
+    run.start()
+    run.wait_for_steps(2, since=came)
+    assert all(code != 0 for code in run.stop())
+    assert status_of(run.out)["status"] == "stopped"
+    assert run.starts()[lost][1] > 0
+    check_run(run, tmp_path)
+    outcome = Outcome(ended=GOES_ON, status="failed", lost=MOST_LOST, after=SAME_SIZES)
+    survived("an agent of torchrun and its rank", outcome)
+
+
+def test_a_step_that_fails_twice_ends_the_job(agents, survived):
+    run = agents(2, {"raise_after": 8})
+    run.least = 2
+    both = [run.start(), run.start()]
+    assert all(job.end() != 0 for job in both)
+    assert [event["event"] for event in run.history()] == [
+        *("started", "failed", "started", "failed"),
+        "failed",
+    ]
+    assert run.starts() == [(2, 0), (2, 5)]
+    status = status_of(run.out)
+    assert (status["status"], status["step"]) == ("failed", 7)
+    assert status["reason"].startswith(
+        "failed twice after step 7, and no agent was lost or came in between, so torchrun shall "
+        "not start it again: RuntimeError: this batch is bad"
+    )
+    assert f"error: {run.out} {status['reason']}" in both[0].output + both[1].output
+    outcome = Outcome(ended="torchrun: exit 1", status="failed", lost=MOST_LOST)
+    survived("the same step fails twice", outcome)
+
+
+REFUSED = {
+    "a key that is none": ({"model__dmi": 8}, VARIABLES, "the configuration was refused"),
+    "a layout": ({"mesh__tp": 2}, VARIABLES, "error: tp 2: 1 rank is not divisible by 2"),
+    "a store of dead ranks": ({}, {}, "error: torchrun restarts workers here (--max-restarts=100)"),
+}
+
+
+@pytest.mark.parametrize(("settings", "variables", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_is_not_started_again(agents, settings, variables, message):
+    run = agents(1, **settings)
+    run.variables = variables
+    assert run.start().end() != 0
+    assert run.jobs[0].output.count(message) == 1
+    assert not run.starts()
+
+
+def test_a_run_that_another_process_holds_is_not_started_again(agents, tmp_path):
+    run = agents(1, {"hurry": 0.5})
+    with fk.run.lock_run(run.out):
+        assert run.start().end() != 0
+    assert run.jobs[0].output.count(f"error: {run.out} is in use by pid {os.getpid()} on host") == 1
+
+
+def test_ranks_that_cannot_share_the_batch_wait_for_others_to_come_or_go(agents):
+    run = agents(2, {"hurry": 0.5}, global_batch_size=3)
+    run.start()
+    run.wait_for_steps(1)
+    second = run.start()
+    run.wait_for(lambda: "waits" in (status_of(run.out).get("reason") or ""), "wait")
+    assert (
+        status_of(run.out).items()
+        >= {
+            "status": "stopped",
+            "reason": "waits for another number of ranks: global_batch_size 3 must be divisible by "
+            "batch_size 1 * 2 data-parallel ranks = 2; the nearest are 2 and 4.",
+        }.items()
+    )
+    since = len(run.starts())
+    run.lose(second, with_workers=True)
+    run.wait_for_steps(1, since=since)
+    assert run.starts()[since][1] > 0
+
+
+REASONS = {
+    "a signal to one": (["SIGTERM", "another rank"], True),
+    "a dead launcher": (["another rank", "launcher is gone"], True),
+    "a budget of one": (["another rank", "budget 60 s"], False),
+    "a stop file": (["stop file here", "stop file here"], False),
+}
+
+
+def _is_left(rank, world, reasons):
+    assert len(reasons) == world
+    return elastic.is_left(reasons[rank])
+
+
+@pytest.mark.parametrize(("reasons", "expected"), REASONS.values(), ids=REASONS)
+def test_a_signal_means_one_machine_and_a_budget_the_run(reasons, expected):
+    assert run_again(_is_left, 2, reasons) == [expected] * 2
+
+
+FAILED = {"event": "failed", "step": 7, "samples": 42, "reason": "oh", "agents": ["a/1", "b/2"]}
+ONCE = {
+    "only once": [FAILED],
+    "after another step": [FAILED, FAILED | {"step": 8}],
+    "without a machine": [FAILED | {"agents": ["a/1", "b/2", "c/3"]}, FAILED],
+    "with a new machine": [FAILED | {"agents": ["a/1", "b/3"]}, FAILED],
+    "before a stop": [FAILED, FAILED, {"event": "stopped", "step": 9}],
+    "in an earlier job": [FAILED | {"agents": ["a/0"]}, FAILED | {"agents": ["a/0"]}],
+}
+
+
+@pytest.mark.parametrize("ends", ONCE.values(), ids=ONCE)
+def test_what_did_not_fail_twice_alike_is_repeated(tmp_path, ends):
+    starts = [{"event": "started", "step": 5}] * len(ends)
+    events = [event for pair in zip(starts, ends, strict=True) for event in pair]
+    elastic.check_progress(tmp_path, tmp_path, events, FAILED["agents"])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.chaos
+def test_an_agent_that_is_asked_to_stop_leaves_and_nothing_is_lost(agents, tmp_path, survived):
+    run = agents(2)
+    first, _ = run.start(), run.start()
+    run.wait_for_steps(2)
+    since = len(run.starts())
+    first.process.send_signal(signal.SIGTERM)
+    run.wait_for_steps(1, since=since)
+    assert first.end() != 0
+    ends = [event for event in run.history() if event["event"] == "stopped"]
+    assert ends[-1]["step"] == run.starts()[since][1] > 0
+    run.stop()
+    check_run(run, tmp_path)
+    outcome = Outcome(ended=GOES_ON, status="stopped", lost=0, after=SAME_SIZES)
+    survived("SIGTERM to an agent of torchrun", outcome)
+
+
+@pytest.mark.chaos
+def test_the_rank_of_an_agent_that_was_taken_for_dead_gives_way(agents, tmp_path, survived):
+    """It trains alone, and the others would wait for the run directory until it is done."""
+    run = agents(2, {"hurry": 1.0})
+    run.patience_s = 8
+    first = run.start()
+    run.wait_for_steps(1)
+    first.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * run.patience_s)
+    second = run.start()
+    run.wait_for(lambda: len(run.starts()) == 2, "second start")
+    assert run.history()[-2]["reason"] == "another attempt"
+    first.process.send_signal(signal.SIGCONT)
+    run.wait_for_steps(2, since=2)
+    assert {first.process.poll(), second.process.poll()} == {None}
+    run.stop()
+    check_run(run, tmp_path)
+    outcome = Outcome(ended=GOES_ON, status="stopped", lost=0, after=SAME_SIZES)
+    survived("an agent of torchrun that stalls and is taken for dead", outcome)
+
+
+@pytest.mark.chaos
+def test_ranks_save_when_the_store_of_the_agents_is_lost(agents):
+    run = agents(1)
+    first = run.start()
+    run.wait_for_steps(1)
+    run.store = None
+    assert first.end() != 0
+    assert status_of(run.out)["status"] == "stopped"
+    assert saved_step(run.out) == last_step(run.out)
+
+
+KILLS = 30
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_agents_killed_at_30_random_moments_leave_the_run_of_the_same_sizes(
+    agents, tmp_path, survived, capsys
+):
+    """Some of them in set-up, some while the others restart, some with and some without ranks."""
+    chance = random.Random(0)
+    run = agents(3)
+    living = [run.start() for _ in range(3)]
+    run.wait_for_steps(3)
+    kills = []
+    while len(kills) < KILLS:
+        time.sleep(chance.uniform(0, 12))
+        victim = living.pop(chance.randrange(len(living)))
+        kills.append(run.lose(victim, with_workers=chance.random() < 0.6))
+        while len(living) < 3 and (len(living) == 1 or chance.random() < 0.7):
+            time.sleep(chance.uniform(0, 6))
+            living.append(run.start())
+    living += [run.start() for _ in range(3 - len(living))]
+    run.wait_for(lambda: run.starts()[-1][0] == 3, "three ranks")
+    run.wait_for_steps(3)
+    run.stop()
+    check_run(run, tmp_path)
+    seconds = sorted(recovery(tmp_path / "notes", kills))
+    most = max(redone(tmp_path / "notes", run.starts()))
+    with capsys.disabled():
+        print(  # noqa: T201
+            f"\n{KILLS} kills, {len(run.starts())} starts, {last_step(run.out)} steps: from a kill "
+            f"to the next step of a new attempt {statistics.median(seconds):.1f} s as the median, "
+            f"{seconds[-1]:.1f} s at worst; at most {most} steps redone"
+        )
+    assert most <= MOST_LOST
+    outcome = Outcome(ended=GOES_ON, status="failed", lost=MOST_LOST, after=SAME_SIZES)
+    survived("30 agents of torchrun at random moments, alone or with their ranks", outcome)
+
+
+def recovery(notes, kills):
+    """Seconds from each kill to the first step of an attempt that began after it."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    for killed in kills:
+        before = {attempt for _, attempt, _, at, _ in lines if at <= killed}
+        yield min(at for _, attempt, _, at, _ in lines if attempt not in before) - killed
+
+
+def redone(notes, starts):
+    """Steps that each start has taken again."""
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    attempts = list(dict.fromkeys(attempt for _, attempt, *_ in sorted(lines, key=lambda x: x[3])))
+    firsts = {a: min(step for step, attempt, *_ in lines if attempt == a) for a in attempts}
+    reached = 0
+    for attempt in attempts:
+        yield max(0, reached + 1 - firsts[attempt])
+        reached = max(step for step, other, *_ in lines if other == attempt)
