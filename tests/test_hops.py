@@ -15,8 +15,10 @@ import forgekit as fk
 from forgekit.report import write_report
 
 PACKAGE = f"{Path(fk.__file__).parent}/"
-FLOOR_0 = {"checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors"}
-"""Files that call nothing of the package; they, the terminal's and the optimizers' do not count."""
+FLOOR_0 = {
+    *("checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors", "urls"),
+}
+"""Files that call nothing above floor 0; they, the terminal's and the optimizers' do not count."""
 
 
 @contextmanager

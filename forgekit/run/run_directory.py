@@ -58,7 +58,7 @@ from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_
 from forgekit.run.summary import start_summary
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
-from forgekit.urls import Location, Url, path_or_url
+from forgekit.urls import Location, Url, location_of
 
 STATUS_EVERY_S = 30.0
 """Between two updates of a running run's ``status.json``, by ``is_over``."""
@@ -386,7 +386,7 @@ def open_run(
         is_writer = True
         try:
             is_writer = process_rank() == 0
-            where = path_or_url(out)
+            where = location_of("out", out)
             url = None if isinstance(where, Path) else where
             folder = where if isinstance(where, Path) else working_folder(where)
             check_directory(folder)
