@@ -107,7 +107,7 @@ class Lease:
     def release(self) -> None:
         """Delete the lease, so that the next start need not wait; if it is still this one's."""
         with suppress(OSError):  # of a store that is down it is not worth waiting
-            if self._swap(patience_s=0.0):
+            if self._lost is None and self._swap(patience_s=0.0):
                 self._fs.rm_file(self._path)
 
     def _refusal(self, content: bytes) -> RunLockedError:
