@@ -305,6 +305,7 @@ def _legend(figure: Figure, colors: dict[str, str]) -> None:
 def _save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_figure(path, format="png", dpi=110)
     sys.stdout.write(f"{path}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

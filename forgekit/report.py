@@ -495,7 +495,7 @@ def _draw_curves(
     axes.locator_params(axis="x", integer=True)
     axes.grid(color="#e4e6ea")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     values = np.concatenate([run.finite(name) for run in runs for name in names])
     least, most = values.min(), values.max()
     if axis == "log" and 0 < 10 * least < most:
@@ -524,7 +524,7 @@ def _draw_marks(axes: Axes, run: Run) -> None:
     if bad := sorted(_bad_steps(run)):
         style = {"color": "crimson", "ms": 14, "mew": 2, "clip_on": False, "label": "bad step"}
         axes.plot(bad, [0] * len(bad), "|", transform=axes.get_xaxis_transform(), **style)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def _diagrams(run: Run) -> Iterator[str]:

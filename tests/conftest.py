@@ -1,6 +1,7 @@
 """Starts the pool of ranks before torch computes anything in this process.
 
-Under pytest-xdist each worker has its own, and the process that hands out the tests has none.
+Under pytest-xdist each worker has its own, and the process that hands out the tests has none; it
+starts the one from which all of them fork recipes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import shells
+from _pytest.doctest import DoctestModule
 
 pytest.register_assert_rewrite("runs")  # here, before the first folder that imports it
 
@@ -43,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
+        shells.start()
         return
     import ranks
     import torch
@@ -61,7 +65,18 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.start()
     capture.suspend_global_capture()
     config.add_cleanup(ranks.stop)
+    config.pluginmanager.register(_Examples())  # for the package too, beside which this file is not
     torch.set_num_threads(1)
+
+
+class _Examples:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Iterator[None]:
+        """Look for examples only where there are some: a search takes as long as the import."""
+        collectors = yield
+        if file_path.suffix != ".py" or ">>>" in file_path.read_text():
+            return collectors
+        return [one for one in collectors if not isinstance(one, DoctestModule)]
 
 
 @pytest.hookimpl(wrapper=True)

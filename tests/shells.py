@@ -22,12 +22,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 60
+LINE = "FORGEKIT_TEST_SHELLS"
+"""Variable with the name of its socket: workers of pytest-xdist share one."""
 _PR_SET_PDEATHSIG = 1
 CLIENT = """
 import json, os, resource, signal, socket, sys
@@ -97,23 +100,31 @@ def open_shell() -> Iterator[Shell]:
         shell.close()
 
 
-@cache
-def server() -> str:
-    """Start that process, once; the name of its socket. It ends with this process."""
+def start() -> None:
+    """Start that process for this one and its children; it ends with this one.
+
+    Nobody waits for it before it is needed.
+    """
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    line = str(Path(folder) / "line")
+    os.environ[LINE] = str(Path(folder) / "line")
     process = subprocess.Popen(
-        [sys.executable, __file__, line],
+        [sys.executable, __file__, os.environ[LINE]],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
     atexit.register(process.wait)
     atexit.register(process.kill)
-    return line
+
+
+@cache
+def server() -> str:
+    """The name of its socket, once it listens."""
+    if LINE not in os.environ:
+        start()
+    while not Path(os.environ[LINE]).exists():  # however long a busy machine imports
+        time.sleep(0.01)
+    return os.environ[LINE]
 
 
 class Forked:
@@ -220,9 +231,9 @@ def _serve(path: str) -> list[str]:
     """Answer requests; returns in a child only, with the arguments of its recipe."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that keep a child
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
+        server.bind(f"{path}-")
         server.listen()
-        print("ready", flush=True)  # noqa: T201
+        os.rename(f"{path}-", path)  # who sees it can connect
         while True:
             line, _ = server.accept()
             if os.fork() == 0:

@@ -14,7 +14,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import datasets
 import pytest
 import yaml
 
@@ -255,10 +254,12 @@ def test_prepare_draws_bars_on_a_terminal(texts, here, monkeypatch):
 
 
 def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here, capsys):
+    from datasets import Dataset
+
     rows = [{"body": f"the cat and the dog, {number} times"} for number in range(40)]
     lines = [json.dumps(row) for row in rows]
     Path("a.jsonl").write_text("\n".join([*lines[:7], "{", *lines[7:], "[]"]))
-    datasets.Dataset.from_list(rows).to_parquet("b.parquet")
+    Dataset.from_list(rows).to_parquet("b.parquet")
     arguments = ["--out", "tokens", "--vocab", "300", "--text-key", "body"]
     assert main(["prepare", "a.jsonl", "b.parquet", *arguments]) == 2
     assert "a.jsonl:8 cannot be read as JSON" in capsys.readouterr().err
@@ -269,12 +270,14 @@ def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here
 
 
 def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given(here, capsys):
+    from datasets import Dataset, DatasetDict
+
     rows = [{"text": f"the cat and the dog, {number} times"} for number in range(40)]
     parts = {
-        "train": datasets.Dataset.from_list(rows),
-        "test": datasets.Dataset.from_list(rows[:3]),
+        "train": Dataset.from_list(rows),
+        "test": Dataset.from_list(rows[:3]),
     }
-    datasets.DatasetDict(parts).save_to_disk("saved")
+    DatasetDict(parts).save_to_disk("saved")
     capsys.readouterr()
     assert main(["prepare", "hf:saved", "--out", "train", "--vocab", "300"]) == 0
     assert capsys.readouterr().err.splitlines() == [

@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import shlex
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -171,10 +172,19 @@ MOST = 16
 """Ranks of a line that is planned; settings for more are laid out in recipes/test_machines.py."""
 SEVERAL = several_ranks()
 LONG = (pytest.mark.oracle, pytest.mark.timeout(1200))
+SOURCES = {
+    name: Path(sysconfig.get_path("stdlib"), folder)
+    for name, folder in {"asyncio": "json", "mail": "html", "tables": "logging"}.items()
+}
+"""Small ones in place of those of the curriculum."""
 FEWER = {
     "pipeline": ["layers=2", "micro_batches=4"],
     "pretrain": ["model.layers=2"],
     "moe": ["model.layers=2"],
+    "curriculum": [
+        *("model.layers=2", "model.vocab_size=512"),
+        *(f"data.sources.{name}={folder}" for name, folder in SOURCES.items()),
+    ],
 }
 """What a plan does not need all of, unless the line itself says how many."""
 SOON = {

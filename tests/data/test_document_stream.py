@@ -8,7 +8,6 @@ from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -114,15 +113,17 @@ def test_it_goes_on_exactly_from_any_micro_batch(documents, seq_len, batch_size,
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
     """Sources of every kind, each with more documents than there are readers."""
+    from datasets import Dataset
+
     folder = tmp_path_factory.mktemp("documents")
     texts = [f"{number} {text[:number]}" for number, text in enumerate(TEXTS * 5)]
     lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts)
     (folder / "a.jsonl").write_text(lines)
     (folder / "b.txt").write_text(TEXTS[0])
-    datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / "c.parquet")
+    Dataset.from_dict({"text": texts}).to_parquet(folder / "c.parquet")
     arrays = [np.array(ids) for ids in ([5, 6, 7], [8], [9, 10, 11, 12], [13], [14, 15])]
     write_tokens(folder / "tokens", arrays, vocab_size=300, eos_id=0)
-    rows = datasets.Dataset.from_dict({"text": texts})
+    rows = Dataset.from_dict({"text": texts})
     return {
         "files": text_documents([folder / "a.jsonl", folder / "b.txt", folder / "c.parquet"]),
         "list": texts,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import datasets
 import pytest
-from datasets.distributed import split_dataset_by_node
 
 from forgekit.data import documents as sources
 from forgekit.data.documents import huggingface_documents
@@ -17,20 +15,26 @@ TEXTS = [f"text {number}" for number in range(23)]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path_factory):
+    import datasets  # takes seconds, and who only collects these tests needs it not
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def whole(key="text"):
-    return datasets.Dataset.from_dict({key: TEXTS, "id": list(range(23))})
+    from datasets import Dataset
+
+    return Dataset.from_dict({key: TEXTS, "id": list(range(23))})
 
 
 def generated():
+    from datasets import IterableDataset
+
     def rows(names):
         for name in names:
             yield from ({"text": f"{name} {number}"} for number in range(9))
 
-    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "b", "c"]})
+    return IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "b", "c"]})
 
 
 def doubled(batch):
@@ -103,13 +107,17 @@ def test_a_shuffle_buffer_is_refused_unless_it_is_read_anew():
 
 
 def test_a_dataset_that_was_divided_before_is_refused():
+    from datasets.distributed import split_dataset_by_node
+
     dataset = split_dataset_by_node(whole().to_iterable_dataset(), 0, 2)
     with pytest.raises(ValueError, match=r"divided by split_dataset_by_node before, .* Pass it w"):
         huggingface_documents(dataset)
 
 
 def test_datasets_on_this_disk_need_no_network(tmp_path):
-    parts = datasets.DatasetDict({"train": whole(), "test": whole().select([1, 2])})
+    from datasets import DatasetDict
+
+    parts = DatasetDict({"train": whole(), "test": whole().select([1, 2])})
     parts.save_to_disk(tmp_path / "dict")
     whole().save_to_disk(tmp_path / "one")
     (tmp_path / "files").mkdir()
@@ -135,7 +143,9 @@ def test_fingerprints_tell_datasets_apart(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda d: d, lambda d: d.to_iterable_dataset()], ids=["w", "s"])
 def test_what_is_no_text_is_refused_or_left_out(make):
-    rows = make(datasets.Dataset.from_dict({"text": ["a", None, " ", "b"], "id": [1, 2, 3, 4]}))
+    from datasets import Dataset
+
+    rows = make(Dataset.from_dict({"text": ["a", None, " ", "b"], "id": [1, 2, 3, 4]}))
     message = r'row 1 has NoneType in column "text", not a string. Name another column with'
     with pytest.raises(ValueError, match=message):
         list(huggingface_documents(rows))
@@ -156,7 +166,9 @@ def test_a_column_that_is_known_only_while_reading_is_checked_then():
 
 
 def test_a_streamed_dataset_is_prepared_and_found_again(tmp_path):
-    rows = datasets.Dataset.from_dict({"text": [text * 30 for text in TEXTS]})
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": [text * 30 for text in TEXTS]})
     rows.save_to_disk(tmp_path / "rows")
     reports = []
     for is_new in (True, False):

@@ -70,7 +70,7 @@ def test_rows_by_hand():
     method=st.sampled_from(METHODS),
     shard_tokens=st.integers(1, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_token_is_an_input_once_and_a_target_once_unless_it_is_the_first(
     tmp_path_factory, sizes, units, align, method, shard_tokens
 ):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from runs import launch
 
 from forgekit.data import prepare_corpus
 from forgekit.data import tokenizer as encoding
@@ -258,12 +259,7 @@ def test_processes_write_what_one_writes_whatever_the_parts(tmp_path, small_step
     assert files["alone"] == files["one part"]
 
 
-def run_driver(*arguments):
-    command = [sys.executable, Path(__file__).parent / "kill_prepare.py", *map(str, arguments)]
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # fewer pools, so less waste that varies
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+DRIVER = Path(__file__).parent / "kill_prepare.py"
 
 
 @pytest.mark.parametrize("seeds", [(2,), pytest.param((1, 2, 3), marks=pytest.mark.oracle)])
@@ -272,7 +268,10 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, seeds):
     source.mkdir()
     write_lines(source / "a.jsonl", count=500)
     shutil.copy(CORPUS / "lighthouse.txt", source / "b.txt")
-    found, _ = run_driver("kill", source, tmp_path / "out", *seeds)
+    words = ["kill", source, tmp_path / "out", *seeds]
+    with launch(DRIVER, list(map(str, words)), log=tmp_path / "log") as job:
+        assert job.process.wait() == 0, job.output
+    found = [json.loads(line) for line in job.output.splitlines() if line[0] == "{"]
     expected = content_of(tmp_path / "out-undisturbed")
     assert len(expected) > 8
     for seed in seeds:
@@ -295,7 +294,12 @@ def test_memory_does_not_depend_on_the_amount_of_text(tmp_path, documents, text)
     lines = "".join(json.dumps({"text": f"{text} {number}"}) + "\n" for number in range(documents))
     (tmp_path / "small.jsonl").write_text(lines)
     (tmp_path / "large.jsonl").write_text(lines * 5)
-    ((small, large),), _ = run_driver("measure", tmp_path / "small.jsonl", tmp_path / "large.jsonl")
+    sources = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    command = [sys.executable, DRIVER, "measure", *sources]
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # fewer pools, so less waste that varies
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout)
     assert large - small < 3, "MB, of 5 MB more text"
 
 

@@ -14,6 +14,7 @@ The default run takes two steps of few and cheap cells, chosen by a rule:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -186,6 +187,7 @@ class Cell:
         return "-".join((self.layout, *map(str, parts)))
 
 
+@functools.cache
 def default_cells() -> list[Cell]:
     """The cells of the rule above: each takes what meets most of what is left, the cheapest of it.
 

@@ -11,6 +11,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from covering import in_turn
 from lab import SPEC, build_state, full_tensors, global_batch, head_loss, relative_error
 from ranks import run_again
 from torch.nn.utils.rnn import pad_sequence
@@ -100,11 +101,10 @@ def differing(model, prompts, forwards=(padded, alone, packed, headed), **option
     return sum(map(len, sampled)), counts
 
 
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_probs_of_2000_tokens_are_those_of_training(dtype, lora):
+@pytest.mark.parametrize(("dtype", "adapter"), in_turn(DTYPES, tuple(ADAPTERS)))
+def test_log_probs_of_2000_tokens_are_those_of_training(dtype, adapter):
     """Of one row alone, of few and of many; where the prompts begin, end and cross a block."""
-    model, prompts = build(dtype, lora), prompts_of(20)
+    model, prompts = build(dtype, ADAPTERS[adapter]), prompts_of(20)
     for first, last in ((0, 1), (1, 4), (4, 20)):
         found = differing(model, prompts[first:last], max_new_tokens=100)
         assert found == (100 * (last - first), [0] * 4)
