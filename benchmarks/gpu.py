@@ -69,7 +69,11 @@ class Bench:
     @property
     def rounds(self) -> int:
         """Rounds of taking turns."""
-        return 2 if self.is_tiny else 12
+        return 1 if self.is_tiny else 12
+
+    def times(self, entries: dict[str, Callable[[], None]]) -> Times:
+        """Seconds of each entry and round; a test needs no warm-up."""
+        return take_turns(entries, self.rounds, warmup=0 if self.is_tiny else 2)
 
     @property
     def size(self) -> Size:
@@ -237,7 +241,7 @@ def on_policy(bench: Bench) -> Iterator[Row]:
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from run.test_on_policy import ADAPTERS, DTYPES, build, differing, prompts_of
 
-    count, new = (3, 4) if bench.is_tiny else (20, 100)
+    count, new = (3, 2) if bench.is_tiny else (20, 100)
     for dtype in DTYPES:
         for name, lora in ADAPTERS.items():
             prompts = [prompt.to(bench.device) for prompt in prompts_of(count)]
@@ -285,7 +289,7 @@ def speed(bench: Bench) -> Iterator[Row]:
     for name, whole in (("1 B", ONE_BILLION), ("7 B", SEVEN_BILLION)):
         spec = bench.fitted(whole, bytes_each=20)
         step = _recomputed_step(spec, bench)
-        times = take_turns({name: _turn(step, bench.device)}, bench.rounds)
+        times = bench.times({name: _turn(step, bench.device)})
         tokens = spec.max_seq_len
         seconds = _median(times, name)
         share = flops(spec, [spec.max_seq_len]) / seconds / best
@@ -403,7 +407,7 @@ def _compared(
 ) -> Iterator[Row]:
     """Take turns; a ratio has a verdict where there is a target, with the band added to it."""
     first, again = baseline
-    times = take_turns(entries, bench.rounds)
+    times = bench.times(entries)
     noise = band(times, again, first)
     for name in entries:
         here = ratio(times, name, first)
@@ -509,7 +513,7 @@ def _product_rate(bench: Bench) -> float:
     """FLOP/s of one large product, the best of several."""
     n = 32 if bench.is_tiny else 8192
     a, b = (torch.randn(n, n).to(bench.device, torch.bfloat16) for _ in range(2))
-    times = take_turns({"product": _turn(lambda: a @ b, bench.device)}, bench.rounds)
+    times = bench.times({"product": _turn(lambda: a @ b, bench.device)})
     return 2 * n**3 / min(times["product"])
 
 
