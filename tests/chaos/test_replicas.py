@@ -43,11 +43,10 @@ def test_a_hundred_kills_lose_nothing(tmp_path, seed, record_property):
             go.touch()
         job_of = dict(run.started)
         seconds = []
-        spare = None
+        names = draw.choices(NAMES, k=KILLS)
+        spare = run.prepare(names[0], 2)
         run.wait_until(lambda: run.last_step() >= 2, "step 2")
-        for number in range(KILLS):
-            name = draw.choice(NAMES)
-            spare = run.prepare(name, 2)
+        for number, name in enumerate(names):
             run.ready(spare)
             time.sleep(draw.uniform(0, 0.3))
             victims = {rank.pid for rank in job_of[name].ranks}
@@ -57,7 +56,10 @@ def test_a_hundred_kills_lose_nothing(tmp_path, seed, record_property):
             spare.touch()
             job_of[name] = run.started[-1][1]
             joined = {rank.pid for rank in job_of[name].ranks}
+            if number + 1 < KILLS:
+                spare = run.prepare(names[number + 1], 2)
             run.wait_until(lambda joined=joined: run.has_committed(joined), f"return of {name}")
+            print(f"kill {number} of {name}: {seconds[-1]:.2f} s")  # noqa: T201
         stop.touch()
         assert {name: job_of[name].end() for name in NAMES} == dict.fromkeys(NAMES, 0), run.output()
         steps = {name: run.result(name)["step"] for name in NAMES}

@@ -57,6 +57,18 @@ def moe(out, data):
     ]
 
 
+def replicas(out, data):
+    given = pretrain(out, data)
+    return [word for word in given if not word.startswith(("eval_every", "prompt"))]
+
+
+def check_replicas(out, output):
+    assert status_of(out)["status"] == "finished"
+    assert saved_step(out) == 12
+    assert [row["samples"] for row in rows_of(out)] == [*range(8, 97, 8)]
+    assert rows_of(out)[-1]["train/loss"] < rows_of(out)[0]["train/loss"]
+
+
 def check_moe(out, output):
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
@@ -249,6 +261,7 @@ RECIPES = {
     "finetune": (finetune, check_finetune),
     "dpo": (dpo, check_dpo),
     "rollout": (rollout, check_rollout),
+    "replicas": (replicas, check_replicas),
 }
 
 
@@ -256,7 +269,8 @@ def test_each_recipe_has_a_row():
     assert {path.stem for path in recipes_folder().glob("*.py")} == RECIPES.keys()
 
 
-LOOPS = [name for name in RECIPES if name not in ("minimal", "tiny_llama")]
+# In `replicas` the other groups say which micro-batches come next, and whether a step counts.
+LOOPS = [name for name in RECIPES if name not in ("minimal", "tiny_llama", "replicas")]
 LOOP = [
     "groups = fk.groups(loader, ",
     "log = run.start(built, ",  # from here on nothing is a usage error
