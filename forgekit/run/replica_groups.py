@@ -88,8 +88,9 @@ def join_replicas(
     timeout = timedelta(seconds=timeout_s)
     is_cpu = state.targets.device.type == "cpu"
     kind = torchft.ProcessGroupGloo if is_cpu else torchft.ProcessGroupNCCL
+    group._groups = kind(timeout=timeout)
     group._manager = torchft.Manager(
-        pg=kind(timeout=timeout),
+        pg=group._groups,
         min_replica_size=least,
         state_dict=group._send,
         load_state_dict=group._receive,
@@ -120,6 +121,7 @@ class ReplicaGroup:
         self._fingerprint = fingerprint
         self._also = also
         self._store: Any = None
+        self._groups: Any = None
         self._manager: Any = None
         self._lifeline: Any = None
         self._start = 0
@@ -137,6 +139,7 @@ class ReplicaGroup:
 
     def _leave(self) -> None:
         """Leave the groups, which go on without this one."""
+        self._groups.abort()
         self._manager.shutdown(wait=False)
 
     def begin(self, state: StateT) -> tuple[StateT, Part]:
@@ -183,12 +186,16 @@ class ReplicaGroup:
             total = dist.ReduceOp.SUM
             for work in [self._manager.allreduce(t, reduce_op=total) for t in tensors]:
                 work.wait()
+                if self._manager.errored() is not None:
+                    return False
         return self._manager.errored() is None
 
     def commit(self, good: bool) -> bool:
         """Vote on the step with the other ranks of this group."""
         if not good:
             self._manager.report_error(RuntimeError("the step cannot be committed"))
+            # Those that still wait for this group would do so until their collective times out.
+            self._groups.abort()
         self._most(0)  # as in `begin`
         is_committed = self._manager.should_commit()
         self._has_committed |= is_committed

@@ -1,4 +1,4 @@
-"""Three replica groups of two ranks, killed at random a hundred times: nothing is lost or doubled.
+"""Three replica groups of two ranks, killed at random five times twenty times: nothing is lost.
 
 A kill hits a rank, a whole group, or the rank that speaks to the lighthouse for its group. The
 replacement was started ahead and joins as soon as the others have taken a step without it.
@@ -13,7 +13,7 @@ import time
 import pytest
 from replica_groups import HEARTBEAT_S, assert_each_sample_once, assert_undisturbed, groups
 
-KILLS = 100
+KILLS = 20
 NAMES = ("a", "b", "c")
 RECOVERY_S = 5.0
 """Beyond the heartbeat, from a kill to the next step that a survivor has committed."""
@@ -29,8 +29,8 @@ def kill(job, kind, draw):
         rank.kill()
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_a_hundred_kills_lose_nothing(tmp_path, seed, record_property):
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_kills_lose_nothing(tmp_path, seed, record_property):
     draw = random.Random(seed)
     stop = tmp_path / "stop"
     with groups(tmp_path, steps=10**6, seconds=0.1, stop_file=str(stop)) as run:

@@ -6,7 +6,10 @@ The groups are real processes; `tests/chaos/test_replicas.py` kills more of them
 from __future__ import annotations
 
 import pytest
+import replica_rank
 from replica_groups import assert_each_sample_once, assert_undisturbed, groups
+
+import forgekit as fk
 
 STEPS = 12
 
@@ -29,3 +32,38 @@ def test_a_rank_is_killed_its_group_comes_back_and_nothing_is_lost(tmp_path):
         assert_each_sample_once(events, STEPS)
         for name in ("first", "second"):
             assert_undisturbed(run.result(name), STEPS)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.chaos)])
+def test_all_start_again_from_checkpoints_stop_together_and_refuse_a_stranger(tmp_path, ranks):
+    """The newest checkpoint wins; a group with other data is refused on all its ranks."""
+    saved = save_steps(tmp_path / "saved", (2, 5))
+    with groups(tmp_path, steps=40, seconds=0.2) as run:
+        newer = run.prepare("newer", ranks, resume=str(saved[5]))
+        older = run.prepare("older", ranks, resume=str(saved[2]), stop_at=14)
+        stranger = run.prepare("stranger", ranks, other="data")
+        for go in (newer, older, stranger):
+            run.ready(go)
+        newer.touch()
+        older.touch()
+        run.wait_until(lambda: run.last_step() >= 6, "step 6")
+        stranger.touch()
+        codes = [job.end() for _, job in run.started]
+        assert codes[:2] == [0, 0], run.output()
+        assert codes[2] != 0
+        output = run.started[2][1].output
+        assert output.count("ValueError: this group cannot join: the groups train on") == ranks
+        assert "'rows' there, 'other rows' here. Give this one their data." in output
+        assert min(e["step"] for e in run.events()) == 5
+        for name in ("newer", "older"):  # it votes in step 15, which is read after two more
+            assert_undisturbed(run.result(name), 18)
+
+
+def save_steps(folder, steps):
+    """Checkpoints of one process after some steps, each in a folder of its own."""
+    state = replica_rank.build()
+    loader = replica_rank.load(state, batch_size=replica_rank.GLOBAL_BATCH)
+    for step in steps:
+        state = replica_rank.train(state, loader, fk.OneGroup(), steps=step)
+        fk.checkpoint_save(state, folder / str(step), blocking=True)
+    return {step: folder / str(step) for step in steps}

@@ -468,3 +468,22 @@ def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_pa
         signal.signal(signal.SIGXFSZ, handler)
         (tmp_path / f".status.json.{os.getpid()}").rmdir()
     assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
+
+
+def test_who_takes_over_what_was_heard_stops_after_the_same_step():
+    first, second = StopSignal(signals=()), StopSignal(signals=())
+    first.request("enough")
+    votes = torch.tensor(first.vote())
+    first.hear(votes)
+    second.load_state_dict(first.state_dict())
+    for stop in (first, second):
+        stop.hear(votes)
+        assert not stop.requested
+    second.load_state_dict(first.state_dict())
+    for stop in (first, second):
+        stop.hear(torch.tensor(0.0))
+        assert stop.requested
+    third = StopSignal(signals=())
+    third.load_state_dict(first.state_dict())
+    assert third.requested
+    assert third.reason == "another rank"
