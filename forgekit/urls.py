@@ -40,9 +40,10 @@ _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 _PASSING = (
     *("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),
     *("Throttling", "ThrottlingException", "SlowDown", "OperationAborted"),
-    *("ConditionalRequestConflict", "408", "409", "425", "429"),
+    *("ConditionalRequestConflict", "400", "408", "409", "425", "429"),
 )
-"""S3's codes below 500 for what may pass: throttled, or a request that arrived torn or late."""
+"""S3's codes below 500 for what may pass: throttled, or a request that arrived torn or late. 400 is
+that of an answer without a body, as to HEAD: it may be any of these."""
 PRECONDITION = ("PreconditionFailed", "412")
 """S3's codes for an object that is not as a conditional write supposes."""
 _CREDENTIALS = "Set the store's usual variables, such as AWS_PROFILE or AWS_ACCESS_KEY_ID"

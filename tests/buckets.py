@@ -1,92 +1,192 @@
-"""A bucket to test with: moto speaks the S3 protocol in this process, at a port of its own."""
+"""A bucket of moto's S3 server, behind a proxy that does to requests what networks do.
+
+s3fs, botocore and the server are the real ones; the proxy passes bytes on, or does not.
+"""
 
 from __future__ import annotations
 
+import http.client
+import logging
 import os
-import socket
+import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
-BUCKET = "s3://bucket"
+import s3fs
+from moto.server import ThreadedMotoServer
+
+FAULTS = ("drop", "unheard", "late", "500", "503", "throttled", "torn")
+"""Cut before the request was read, cut instead of an answer, answered after the client's patience,
+three answers that mean "again", and cut with half of the upload delivered."""
+LATE_S = 2.0
+IMPATIENT = MappingProxyType({"retries": 1, "read_timeout": LATE_S / 2})
+"""Attributes of s3fs: what is late is a time-out, and forgekit's own patience is tested."""
+_ANSWERS = MappingProxyType(
+    {
+        "500": (500, "InternalError"),
+        "503": (503, "SlowDown"),
+        "throttled": (400, "ThrottlingException"),
+    }
+)
+
+
+class Bucket:
+    """The bucket ``s3://bucket`` of a fresh server.
+
+    Attributes:
+        fault: Given method and path of a request, names what goes wrong with it; None for nothing.
+        done: How often each fault came about.
+        requests: How many were seen.
+        variables: Environment with which a process reaches it.
+    """
+
+    def __init__(self, server: tuple[str, int]) -> None:
+        self.heal()
+        self.requests = 0
+        self.server = server
+        self.variables: Mapping[str, str] = {}
+
+    @property
+    def fs(self) -> s3fs.S3FileSystem:
+        """Its file system, past the proxy."""
+        host, port = self.server
+        url = f"http://{host}:{port}"
+        return s3fs.S3FileSystem(
+            key="x",
+            secret="y",
+            endpoint_url=url,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+
+    def heal(self) -> None:
+        """Let nothing go wrong any more, and forget what did."""
+        self.fault: Callable[[str, str], str | None] = lambda method, path: None
+        self.done: Counter[str] = Counter()
+
+    def upload(self, folder: Path, name: str) -> str:
+        """Put a folder into the bucket, past the proxy; its URL."""
+        self.fs.put(f"{folder}/", f"bucket/{name}/", recursive=True)
+        return f"s3://bucket/{name}"
+
+    def copy(self, url: str, folder: Path) -> Path:
+        """Copy a run directory to a local folder, as one that never was behind a URL."""
+        shutil.rmtree(folder, ignore_errors=True)
+        fs, root = self.fs, url.removeprefix("s3://")
+        for name in fs.find(root):
+            target = folder / name.removeprefix(f"{root}/")
+            parent = target.parent
+            if parent.name.startswith("data-"):  # where a save without a rename keeps its files
+                target = parent.parent / target.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(fs.cat_file(name))
+        return folder
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    bucket: Bucket
+
+    def _pass(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.bucket.requests += 1
+        fault = self.bucket.fault(self.command, self.path)
+        if fault == "torn" and not body:
+            fault = "drop"
+        if fault is not None:
+            self.bucket.done[fault] += 1
+        if fault in _ANSWERS:
+            status, code = _ANSWERS[fault]
+            self._answer(status, [], f"<Error><Code>{code}</Code></Error>".encode())
+        elif fault == "drop":
+            self.close_connection = True
+        else:
+            self._forward(body, fault)
+
+    def _forward(self, body: bytes, fault: str | None) -> None:
+        line = http.client.HTTPConnection(*self.bucket.server)
+        line.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in ("expect", "connection"):
+                line.putheader(name, value)
+        line.endheaders()
+        if fault == "torn":
+            with suppress(OSError):
+                line.send(body[: len(body) // 2])
+            line.close()
+            self.close_connection = True
+            return
+        if body:
+            line.send(body)
+        response = line.getresponse()
+        content = response.read()
+        line.close()
+        if fault == "unheard":
+            self.close_connection = True
+            return
+        if fault == "late":
+            time.sleep(LATE_S)
+        self._answer(response.status, response.getheaders(), content)
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        with suppress(OSError):  # the client was killed
+            self.send_response_only(status)
+            for name, value in headers:
+                is_length = name.lower() == "content-length" and self.command != "HEAD"
+                if not is_length and name.lower() not in ("transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            if self.command != "HEAD":
+                self.send_header("Content-Length", str(len(content)))
+            elif not headers:
+                self.send_header("Content-Length", "0")
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass
 
 
 @contextmanager
-def bucket() -> Iterator[str]:
-    """Start a server with an empty bucket, to which this process and its children are led."""
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    variables = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
+def open_bucket() -> Iterator[Bucket]:
+    """Serve a fresh bucket; meanwhile this process reaches it by the usual variables, too."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    bucket = Bucket(moto.get_host_and_port())
+    line = http.client.HTTPConnection(*bucket.server)
+    line.request("POST", "/moto-api/reset")  # all servers of a process have the same buckets
+    assert line.getresponse().status == 200
+    line.close()
+    handler = type("Handler", (_Proxy,), {"bucket": bucket})
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    proxy.daemon_threads = True
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    bucket.variables = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "y",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
     }
-    with mock.patch.dict(os.environ, variables):
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("bucket")
-        try:
-            yield BUCKET
-        finally:
+    try:
+        bucket.fs.mkdir("bucket")
+        with (
+            mock.patch.dict(os.environ, bucket.variables),
+            mock.patch.multiple(s3fs.S3FileSystem, **IMPATIENT),
+        ):
             s3fs.S3FileSystem.clear_instance_cache()
-            server.stop()
-
-
-def upload(folder: Path, url: str) -> str:
-    """Put a folder into the bucket; return its URL."""
-    import s3fs
-
-    s3fs.S3FileSystem().put(f"{folder}/", f"{url}/", recursive=True)
-    return url
-
-
-class Proxy:
-    """Stands between a client and a store; does to requests what networks and stores do.
-
-    Attributes:
-        fault: None passes everything on; ``"drop"`` ends connections, ``"503"`` throttles.
-        requests: How many were seen.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.fault: str | None = None
-        self.requests = 0
-        host, port = url.removeprefix("http://").split(":")
-        self._store = host, int(port)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._socket.accept()
-                threading.Thread(target=self._serve, args=[client], daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError), client, socket.create_connection(self._store) as store:
-            threading.Thread(target=self._forward, args=[store, client], daemon=True).start()
-            while (request := client.recv(2**16)) and self.fault != "drop":
-                self.requests += 1
-                if self.fault == "503":
-                    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
-                else:
-                    store.sendall(request)
-            client.shutdown(socket.SHUT_RDWR)
-            store.shutdown(socket.SHUT_RDWR)
-
-    def _forward(self, store: socket.socket, client: socket.socket) -> None:
-        with suppress(OSError):
-            while answer := store.recv(2**16):
-                client.sendall(answer)
-            client.shutdown(socket.SHUT_RDWR)
+            yield bucket
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        proxy.shutdown()
+        proxy.server_close()
+        moto.stop()

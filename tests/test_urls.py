@@ -80,6 +80,7 @@ PASSING = {
     "500": answered("InternalError", 500),
     "503": answered("SlowDown", 503),
     "throttled": answered("ThrottlingException", 400),
+    "without a body": answered("400", 400, "HeadObject"),
     "torn": answered("IncompleteBody", 400),
     "damaged": answered("BadDigest", 400),
     "late": answered("RequestTimeout", 400),

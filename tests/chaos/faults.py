@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 import s3fs
 import torch
-from failing_bucket import IMPATIENT
+from buckets import IMPATIENT
 from runs import load_recipe
 
 import forgekit as fk

@@ -7,9 +7,9 @@ import signal
 from collections import Counter
 
 import pytest
+from buckets import FAULTS, open_bucket
 from chaos.scene import SAVE_EVERY, STANDARD, Life, resumed_step
 from chaos.survival import Outcome
-from failing_bucket import FAULTS, open_bucket
 from runs import arguments, assert_same_run, last_step, saved_step, status_of
 
 URL = "s3://bucket/run"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import threading
-from functools import partial
 
 import pyarrow
 import pytest
 import s3fs
-from buckets import Proxy, bucket, upload
+from buckets import open_bucket
 from pyarrow import parquet
 
 from forgekit.data import load_tokenizer, prepare, text_documents
@@ -22,9 +20,9 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 @pytest.fixture(scope="module")
-def store():
-    with bucket() as url:
-        yield url
+def bucket():
+    with open_bucket() as bucket:
+        yield bucket
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(store, folder):
-    return upload(folder, f"{store}/texts")
+def url(bucket, folder):
+    return bucket.upload(folder, "texts")
 
 
 def test_every_format_is_read_as_from_a_local_folder_and_from_each_position(folder, url):
@@ -64,7 +62,9 @@ def test_every_format_is_read_as_from_a_local_folder_and_from_each_position(fold
     assert [text for _, text in one] == TEXTS
 
 
-def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(folder, url, tmp_path):
+def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(
+    bucket, folder, url, tmp_path
+):
     local = prepare(folder, tmp_path / "local", vocab_size=300)
     remote = prepare(url, tmp_path / "remote", vocab_size=300)
     assert remote.train.fingerprint == local.train.fingerprint
@@ -72,9 +72,9 @@ def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(folder, 
     for file in (url, f"{url}/sub/e.md"):
         with pytest.raises((FileNotFoundError, ValueError), match="tokenizer"):
             load_tokenizer(file)
-    upload(local.path, f"{url.rpartition('/')[0]}/prepared")
-    for file in ("prepared", "prepared/tokenizer.json"):
-        learnt = load_tokenizer(f"{url.rpartition('/')[0]}/{file}")
+    prepared = bucket.upload(local.path, "prepared")
+    for file in (prepared, f"{prepared}/tokenizer.json"):
+        learnt = load_tokenizer(file)
         assert learnt.to_str() == load_tokenizer(local.path).to_str()
     learnt = [(file.path / "tokenizer.json").read_bytes() for file in (local, remote)]
     assert learnt[0] == learnt[1]
@@ -83,27 +83,21 @@ def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(folder, 
     assert prepare(url, tmp_path / "remote", vocab_size=300).is_new
 
 
-def test_an_outage_while_texts_are_read_changes_none(store, tmp_path, monkeypatch):
+def test_an_outage_while_texts_are_read_changes_none(bucket, tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_bytes(LINES * 2)
-    upload(tmp_path, f"{store}/outage")
-    proxy = Proxy(os.environ["AWS_ENDPOINT_URL"])
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     monkeypatch.setattr("forgekit.data.text_files.FETCHED_BYTES", 2**12)
-    s3fs.S3FileSystem.clear_instance_cache()
-    texts = iter(text_documents(f"{store}/outage"))
+    texts = iter(text_documents(bucket.upload(tmp_path, "outage")))
     read = [next(texts)[1] for _ in range(5)]
-    proxy.fault = "drop"
-    threading.Timer(2.5, partial(setattr, proxy, "fault", None)).start()
+    bucket.fault = lambda method, path: "drop"
+    threading.Timer(1.0, bucket.heal).start()
     read += [text for _, text in texts]
-    s3fs.S3FileSystem.clear_instance_cache()
-    proxy.close()
     assert read == TEXTS * 2
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(store, tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_read_is_refused(bucket, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(LINES)
-    url = upload(tmp_path, f"{store}/changing")
+    url = bucket.upload(tmp_path, "changing")
     monkeypatch.setattr("forgekit.data.text_files.FETCHED_BYTES", 2**12)
     texts = iter(text_documents(url))
     next(texts)
@@ -112,12 +106,12 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store, tmp_path, monkey
         list(texts)
 
 
-def test_urls_without_texts_are_named(store, tmp_path):
+def test_urls_without_texts_are_named(bucket, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"s3://bucket/none does not exist; name an exis"):
-        text_documents(f"{store}/none")
+        text_documents("s3://bucket/none")
     (tmp_path / "a.bin").write_text("binary")
     with pytest.raises(FileNotFoundError, match=r"bucket/bin holds no file to read among 1 entr"):
-        text_documents(upload(tmp_path, f"{store}/bin"))
+        text_documents(bucket.upload(tmp_path, "bin"))
     with pytest.raises(UrlError, match=r"s3://elsewhere/a: there is no such bucket"):
         text_documents("s3://elsewhere/a")
     with pytest.raises(ValueError, match=r"s3:/bucket/a looks like a URL that became a Path"):
