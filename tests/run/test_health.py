@@ -27,6 +27,7 @@ from forgekit.run.rendezvous import HangError, barrier
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
 SHORT_S = 2.0
+DELAY_S = 0.3
 
 
 def create(mesh=None, step=0):
@@ -261,13 +262,13 @@ def work(seconds):
 
 def lag(rank, world, out, slow, kind):
     mesh = mesh_of(world)
-    delay = 0.15 if rank == slow else 0.0
+    delay = DELAY_S if rank == slow else 0.0
     rows = Rows(delay if kind == "data" else 0.0)
     loader = fk.make_loader(rows, batch_size=1, rank=rank, world=world)
     found = []
-    health = Health(out, mesh, every=8, timeout_s=LONG_S, loader=loader)
+    health = Health(out, mesh, every=4, timeout_s=LONG_S, loader=loader)
     with warnings_of_the_library() as warned, health, loader:
-        for step, _ in zip(range(1, 17), loader, strict=False):
+        for step, _ in zip(range(1, 9), loader, strict=False):
             if kind == "step":
                 work(delay)
             dist.all_reduce(torch.ones(1))
@@ -281,14 +282,15 @@ def lag(rank, world, out, slow, kind):
 def test_the_rank_that_the_others_wait_for_is_named(tmp_path, slow, kind):
     (rows, warned), (others, silent) = run_ranks(lag, 2, tmp_path, slow, kind)
     assert rows == others
-    assert [step for step, row in enumerate(rows, 1) if row is not None] == [8, 16]
+    assert [step for step, row in enumerate(rows, 1) if row is not None] == [4, 8]
     row = rows[-1]
     assert row["health/slowest_rank"] == slow
-    assert row["health/own_seconds_max"] > 0.12
-    assert row["health/own_seconds_median"] < 0.06
-    assert (row["health/data_wait_seconds_max"] > 0.12) == (kind == "data")
+    assert row["health/own_seconds_max"] > 0.8 * DELAY_S
+    # A busy machine makes both slower.
+    assert row["health/own_seconds_median"] < 0.5 * row["health/own_seconds_max"]
+    assert (row["health/data_wait_seconds_max"] > 0.8 * DELAY_S) == (kind == "data")
     assert silent == []
-    assert re.search(rf"step 16: rank {slow} \(.+\) is slow: 0\.\d+ s of each step", warned[-1])
+    assert re.search(rf"step 8: rank {slow} \(.+\) is slow: \d+\.\d+ s of each step", warned[-1])
 
 
 def keep_pace(rank, world, out):

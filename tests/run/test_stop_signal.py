@@ -369,20 +369,20 @@ def test_a_signal_leaves_alone_who_waits_for_something_else():
 
 def test_data_that_are_slow_are_waited_for_as_long_as_steps_go_on():
     loader = fk.make_loader(Slow(), batch_size=1)
-    with StopSignal(patience_s=0.6) as stop:
+    with StopSignal(patience_s=1.5) as stop:
         signal.raise_signal(signal.SIGTERM)
-        for _ in islice(loader, 4):
+        for _ in islice(loader, 6):
             stop.vote()
 
 
 class Slow(Stuck):
-    """Rows of which each takes longer than a nudge, and all of them longer than the patience."""
+    """Rows of which each takes longer than a nudge, and six of them longer than the patience."""
 
     def __init__(self):
         super().__init__(at=None)
 
     def __getitem__(self, index):
-        time.sleep(0.4)
+        time.sleep(0.3)
         return super().__getitem__(index)
 
 
