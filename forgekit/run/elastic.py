@@ -3,8 +3,8 @@
 torchrun's agents, one per machine, start all workers anew when one has failed, when an agent is
 lost and when one comes. Which of these it was, an agent cannot tell: it counts failures and knows
 no reasons. So the ranks of an attempt meet before anything else and bring the agents that started
-them. Where the agents are those of two attempts that failed after the same step, nothing was lost:
-the program is at fault, and the run ends.
+them. Where the agents are those of two attempts that failed after the same step, or of three that
+went on from the same one, no machine was lost: the program is at fault, and the run ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ LEAVING = ("SIG", "launcher is gone", "another rank", WANTED)
 
 
 class RepeatedFailureError(RuntimeError):
-    """A run failed twice after the same step, though no machine was lost."""
+    """A run fails again and again at the same point, though no machine was lost."""
 
 
 @attrs.frozen
@@ -56,15 +57,27 @@ class Attempt:
     Attributes:
         agents: The processes that restart its workers, ``host/pid@start``; none if nobody does.
         has_run: Whether the run has taken steps that one of them started.
+        store: Where its ranks met, with the reason of the first that failed.
     """
 
     agents: tuple[str, ...] = ()
     has_run: bool = False
+    store: Any = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What events of ``history.jsonl`` say of it."""
         return {"agents": list(self.agents)} if self.agents else {}
+
+    def first_failure(self, reason: str = "") -> str:
+        """Say why this rank fails, if it has a reason of its own; the first one that a rank gave.
+
+        Rank 0 alone writes, and of another's failure it hears a lost connection, or SIGTERM.
+        """
+        with suppress(Exception):  # rank 0, and its store, may be gone
+            if self.store is not None and (reason or self.store.check(["failed"])):
+                reason = self.store.compare_set("failed", "", reason).decode()
+        return reason
 
 
 @contextmanager
@@ -81,8 +94,8 @@ def hold_run(
     Raises:
         RunLockedError: If another process holds the directory; where workers are restarted on all
             ranks, and only after workers of an earlier attempt have had two minutes to end.
-        RepeatedFailureError: On all ranks, if the last two attempts failed after the same step and
-            their agents are those of this one.
+        RepeatedFailureError: On all ranks, if the attempts before failed alike, and their agents
+            are those of this one.
         HangError: If a rank does not come.
         ValueError: If the workers of a later attempt would meet in the store of an earlier one.
     """
@@ -99,7 +112,7 @@ def hold_run(
         store.set(f"read/{rank}", "")
         if problem:
             raise RepeatedFailureError(problem)
-        yield Attempt(tuple(agents), has_run), None
+        yield Attempt(tuple(agents), has_run, store), None
         return
     agents = sorted({_wait(store, f"agent/{each}", LATE_S) for each in range(world)})
     with ExitStack() as stack:
@@ -120,7 +133,7 @@ def hold_run(
         starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
         has_run = any({*agents} & {*before} for before in starts)
         store.set("answer", json.dumps(["", agents, has_run]))
-        yield Attempt(tuple(agents), has_run), mirror
+        yield Attempt(tuple(agents), has_run, store), mirror
 
 
 def check_connections() -> None:
@@ -170,9 +183,16 @@ def _connect() -> dist.TCPStore:
         )
     rank, _, _ = identity(os.environ)
     at = rendezvous(os.environ)
+    address = at["MASTER_ADDR"], int(at["MASTER_PORT"])
+    deadline = time.monotonic() + LATE_S
+    while rank != 0:  # the store would wait where no signal is heard
+        with suppress(OSError), socket.create_connection(address, timeout=1.0):
+            break
+        if time.monotonic() > deadline:
+            raise HangError(f"rank 0 did not come within {LATE_S:g} s: a machine may be lost.")
+        time.sleep(0.05)
     return dist.TCPStore(
-        at["MASTER_ADDR"],
-        int(at["MASTER_PORT"]),
+        *address,
         is_master=rank == 0,
         wait_for_workers=False,
         timeout=timedelta(seconds=LATE_S),
@@ -203,17 +223,28 @@ def _wait(store: dist.Store, key: str, timeout_s: float) -> str:
 def check_progress(
     out: Location, folder: Path, events: Sequence[Mapping[str, Any]], agents: Sequence[str]
 ) -> None:
-    """Refuse a third attempt after two that failed alike, on the agents that are here now."""
-    ends = [event for event in events if event.get("event") != "started"][-2:]
-    alike = [event.get("event") == "failed" and event.get("agents") == agents for event in ends]
-    if sum(alike) < 2 or ends[0].get("step") != ends[1].get("step"):
+    """Refuse one more attempt on agents whose last ones ended at the same point.
+
+    An attempt that was killed leaves its start alone, and failures may wander from step to step:
+    so three starts from one step are as bad as two failures after one.
+    """
+    past = reversed([event for event in events if event.get("event") != "rolled_back"])
+    ends = ("started", "failed")
+    alike = [*takewhile(lambda one: one.get("event") in ends and one.get("agents") == agents, past)]
+    failures = [event for event in alike if event["event"] == "failed"][:2]
+    starts = [event.get("step") for event in alike if event["event"] == "started"][:3]
+    if len(failures) == 2 and failures[0].get("step") == failures[1].get("step"):
+        last = failures[0]
+        how = f"twice after step {last['step']}" if "step" in last else "twice in set-up"
+    elif len(starts) == 3 and len({*starts}) == 1:
+        last, how = alike[0], f"three times on the way from step {starts[0]} to a checkpoint"
+    else:
         return
-    at = {name: ends[1][name] for name in ("step", "samples") if name in ends[1]}
-    where = f"after step {at['step']}" if at else "in set-up"
-    reason = str(ends[1].get("reason"))
+    at = {name: last[name] for name in ("step", "samples") if name in last}
+    reason = last.get("reason", "the last time it was killed")
     problem = (
-        f"failed twice {where}, and no agent was lost or came in between, so torchrun shall not "
-        f"start it again: {reason}"
+        f"failed {how}, and no agent was lost or came in between, so torchrun shall not start it "
+        f"again: {reason}"
     )
     for write, status in ((write_status, "failed"), (append_history, "failed")):
         write(folder, status, **at, reason=problem, agents=agents)

@@ -45,7 +45,7 @@ from forgekit.run.elastic import (
     is_wanted,
 )
 from forgekit.run.mirror import Mirror, working_folder
-from forgekit.run.rendezvous import barrier
+from forgekit.run.rendezvous import barrier, is_lost
 from forgekit.run.setup import Setup, check_length
 from forgekit.run.status import (
     RunLockedError,
@@ -302,15 +302,27 @@ class Run:
         if self._log is not None:
             self._log.message(f"{self.url or self.out}: {text}")
 
-    def _fail(self, reason: str) -> None:
-        """Write why the run failed, and after which step; errors after its end do not count."""
+    def _fail(self, reason: str, *, is_lost: bool = False) -> None:
+        """Write why the run failed, and after which step; errors after its end do not count.
+
+        Args:
+            reason: Why this rank fails.
+            is_lost: Whether it is because it has lost another one.
+        """
         if not self._has_ended:
             log = self._log
+            reason = self.attempt.first_failure("" if is_lost else reason) or reason
             at = {} if log is None else {"step": log.step, "samples": log.samples}
             self._write_last("failed", **at, reason=reason, **self.attempt.facts)
 
     def _give_up(self, reason: str) -> None:
-        """Write that the run was stopped during a step, and where it will go on."""
+        """Write that the run was stopped during a step, and where it will go on.
+
+        If another rank has failed, that is why torchrun sent a signal to this one.
+        """
+        if failure := self.attempt.first_failure():
+            self._fail(failure, is_lost=True)
+            return
         saved = newest(storage_of(self.checkpoints))
         self._write_last("stopped", reason=reason, step=saved)
         at = "the start" if saved is None else f"step {saved}"
@@ -445,7 +457,7 @@ def _closing(run: Run) -> Iterator[None]:
         join_saves()
         if run._log is None and run.attempt.has_run and isinstance(error, RankCountError):
             run._pause(error)
-        run._fail(f"{type(error).__name__}: {error}")
+        run._fail(f"{type(error).__name__}: {error}", is_lost=is_lost(error))
         if isinstance(error, RunLockedError):  # another run has taken the lease over
             _exit(error, code=1, is_writer=run.is_writer)
         if run._log is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):

@@ -132,14 +132,29 @@ def hurry(recipe: Recipe, seconds: float) -> None:
     run_directory.PAUSE_S = run_directory.STATUS_EVERY_S = seconds
 
 
-def raise_after(recipe: Recipe, step: int) -> None:
-    """Raise an error after a step."""
+def raise_after(recipe: Recipe, step: int | list[int]) -> None:
+    """Raise an error after a step; after one of several in turn, each time torchrun starts it."""
+    if isinstance(step, list):
+        step = step[int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % len(step)]
 
     def fail(now: _Now) -> None:
         if now.step == step:
             raise RuntimeError("this batch is bad")
 
     _watch(recipe, fail)
+
+
+def raise_in_set_up(recipe: Recipe, rank: int) -> None:
+    """Raise an error on one rank when set-up is nearly done."""
+    setup = recipe.setup
+
+    def failing(config: Any) -> Any:
+        built = setup(config)
+        if os.environ["RANK"] == str(rank):
+            raise RuntimeError("this machine has no tokenizer")
+        return built
+
+    recipe.setup = failing
 
 
 def count_calls(recipe: Recipe, path: str) -> None:
@@ -396,6 +411,7 @@ FAULTS = {
         note_attempts,
         end_after,
         raise_after,
+        raise_in_set_up,
         hurry,
         count_calls,
         die_at_call,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import time
@@ -175,23 +176,90 @@ def test_a_signal_means_one_machine_and_a_budget_the_run(reasons, expected):
     assert run_again(_is_left, 2, reasons) == [expected] * 2
 
 
-FAILED = {"event": "failed", "step": 7, "samples": 42, "reason": "oh", "agents": ["a/1", "b/2"]}
-ONCE = {
-    "only once": [FAILED],
-    "after another step": [FAILED, FAILED | {"step": 8}],
-    "without a machine": [FAILED | {"agents": ["a/1", "b/2", "c/3"]}, FAILED],
-    "with a new machine": [FAILED | {"agents": ["a/1", "b/3"]}, FAILED],
-    "before a stop": [FAILED, FAILED, {"event": "stopped", "step": 9}],
-    "in an earlier job": [FAILED | {"agents": ["a/0"]}, FAILED | {"agents": ["a/0"]}],
+AGENTS = ["a/1", "b/2"]
+FAILED = {"event": "failed", "step": 7, "samples": 42, "reason": "oh", "agents": AGENTS}
+STARTED = {"event": "started", "step": 5, "samples": 30, "agents": AGENTS}
+ROLLED_BACK = {"event": "rolled_back", "step": 5}
+WITH_ANOTHER = {"agents": ["a/1", "b/2", "c/3"]}
+REPEATED = {
+    "nothing": ([], ""),
+    "once": ([STARTED, FAILED], ""),
+    "after other steps": ([STARTED, FAILED, STARTED, FAILED | {"step": 8}], ""),
+    "after one step": (
+        [STARTED | {"step": 0}, FAILED, STARTED, FAILED],
+        "failed twice after step 7, and no agent was lost or came in between, so torchrun shall "
+        "not start it again: oh",
+    ),
+    "each time rolled back": (
+        [STARTED, FAILED, STARTED, ROLLED_BACK, FAILED],
+        "failed twice after step 7",
+    ),
+    "in set-up": (
+        [{"event": "failed", "reason": "oh", "agents": AGENTS}] * 2,
+        "failed twice in set-up, .*: oh",
+    ),
+    "with one machine more": ([STARTED, FAILED | WITH_ANOTHER, STARTED, FAILED], ""),
+    "with a new machine": ([STARTED, FAILED | {"agents": ["a/1", "b/3"]}, STARTED, FAILED], ""),
+    "before a stop": ([FAILED, FAILED, {"event": "stopped", "step": 9}], ""),
+    "in an earlier job": ([event | {"agents": ["a/0"]} for event in [STARTED, FAILED] * 3], ""),
+    "in turn": (
+        [STARTED, FAILED, STARTED, FAILED | {"step": 8}, STARTED, FAILED],
+        "failed three times on the way from step 5 to a checkpoint, and no .*: oh",
+    ),
+    "in turn, with progress": (
+        [STARTED | {"step": 0}, FAILED, STARTED, FAILED | {"step": 8}, STARTED, FAILED],
+        "",
+    ),
+    "killed": (
+        [STARTED] * 3,
+        "failed three times on the way from step 5 to a checkpoint, .*: the last time it was kill",
+    ),
+    "killed, with one machine more": ([STARTED, STARTED | WITH_ANOTHER, STARTED, STARTED], ""),
+    "killed twice": ([STARTED] * 2, ""),
 }
 
 
-@pytest.mark.parametrize("ends", ONCE.values(), ids=ONCE)
-def test_what_did_not_fail_twice_alike_is_repeated(tmp_path, ends):
-    starts = [{"event": "started", "step": 5}] * len(ends)
-    events = [event for pair in zip(starts, ends, strict=True) for event in pair]
-    elastic.check_progress(tmp_path, tmp_path, events, FAILED["agents"])
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize(("events", "problem"), REPEATED.values(), ids=REPEATED)
+def test_what_fails_alike_on_the_same_machines_is_not_started_again(tmp_path, events, problem):
+    if not problem:
+        elastic.check_progress(tmp_path, tmp_path, events, AGENTS)
+        assert not any(tmp_path.iterdir())
+        return
+    with pytest.raises(elastic.RepeatedFailureError, match=f"{tmp_path} {problem}"):
+        elastic.check_progress(tmp_path, tmp_path, events, AGENTS)
+    assert status_of(tmp_path)["status"] == "failed"
+    assert status_of(tmp_path).get("step") == events[-1].get("step")
+
+
+FAILING = {
+    "after two steps in turn": (
+        {"raise_after": [8, 7]},
+        [(2, 0), (2, 5), (2, 5), (2, 5)],
+        "failed three times on the way from step 5 to a checkpoint, .*: RuntimeError: this batch",
+    ),
+    "by a signal": (
+        {"die_alone_after": 4},
+        [(2, 0)] * 3,
+        "failed three times on the way from step 0 to a checkpoint, .*: the last time it was kill",
+    ),
+    "in the set-up of one rank": (
+        {"raise_in_set_up": 1},
+        [],
+        "failed twice in set-up, .*: RuntimeError: this machine has no tokenizer",
+    ),
+}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("fault", "starts", "problem"), FAILING.values(), ids=FAILING)
+def test_what_cannot_go_on_ends_the_job(agents, fault, starts, problem):
+    run = agents(2, fault)
+    run.least = 2
+    both = [run.start(), run.start()]
+    assert all(job.end() != 0 for job in both)
+    assert run.starts() == starts
+    assert status_of(run.out)["status"] == "failed"
+    assert re.match(problem, status_of(run.out)["reason"])
 
 
 @pytest.mark.chaos
