@@ -5,6 +5,7 @@ Each rank sends what it holds to the rank of the same number, so nothing is gath
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -25,27 +26,28 @@ from forgekit.state import TrainState, donate
 StateT = TypeVar("StateT", bound=TrainState)
 
 
-def parts_of(state: TrainState, fingerprint: Any = None) -> dict[str, Any]:
+def parts_of(state: TrainState, facts: Mapping[str, Any]) -> dict[str, Any]:
     """List what this rank holds of a state: tensors that are not copied, and their description.
 
     Args:
         state: The state; it must not change before the parts have been sent.
-        fingerprint: What identifies the data, any JSON value.
+        facts: What has to be the same where it arrives: ``data``, what identifies the data, and
+            ``settings``, texts by name.
     """
     tensors, description = collect(state)
     held = {key: local_of(tensor) for key, tensor in tensors.items()}
-    return {"tensors": held, "description": description, "data": fingerprint, "seed": state.seed}
+    return {"tensors": held, "description": description, **facts}
 
 
-def find_other(state: TrainState, fingerprint: Any, sent: dict[str, Any]) -> str | None:
+def find_other(state: TrainState, facts: Mapping[str, Any], sent: Mapping[str, Any]) -> str | None:
     """Say why a state cannot be replaced by one that was sent; None if it can.
 
     Args:
         state: The state of this group.
-        fingerprint: As in ``parts_of``.
+        facts: As in ``parts_of``.
         sent: What the other group sent.
     """
-    mine, theirs = parts_of(state)["description"], sent["description"]
+    mine, theirs = collect(state)[1], sent["description"]
     if text := find_mismatch(merge([mine]), merge([theirs]), optional_fields(state)):
         return f"the state of the groups {text}"
     boxes = {key: box for key, box in theirs["boxes"].items() if key.startswith("model.")}
@@ -55,12 +57,16 @@ def find_other(state: TrainState, fingerprint: Any, sent: dict[str, Any]) -> str
                 f"the groups hold other shards: {key.removeprefix('model.')!r} is (first, size) "
                 f"{box} there and {mine['boxes'][key]} here. All groups have one layout"
             )
-    if sent["data"] != fingerprint:
-        changed = compare_facts(facts_of(sent["data"]) or {}, facts_of(fingerprint) or {})
-        shown = ", ".join(changed) or f"{brief(sent['data'])} there, {brief(fingerprint)} here"
+    there, here = sent["data"], facts["data"]
+    if there != here:
+        changed = compare_facts(facts_of(there) or {}, facts_of(here) or {})
+        shown = ", ".join(changed) or f"{brief(there)} there, {brief(here)} here"
         return f"the groups train on other data: {shown}. Give this one their data"
-    if sent["seed"] != state.seed:
-        return f"the groups have seed {sent['seed']} and this one {state.seed}. Give it theirs"
+    there, here = sent["settings"], facts["settings"]
+    for name in dict.fromkeys([*there, *here]):
+        one, other = there.get(name), here.get(name)
+        if one != other:
+            return f"the groups have {name} {one}, this one {other}. Give it theirs"
     return None
 
 

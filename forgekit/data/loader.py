@@ -188,10 +188,12 @@ class Share:
             not depend on who computes which micro-batch.
         samples: Rows in them, over the group's ranks and without padding; 0 for a group that is one
             too many. Such a group has a micro-batch of another one, of which nothing counts.
+        whole: Micro-batches of the whole step, and rows of each over the group's ranks.
     """
 
     first_number: int
     samples: int
+    whole: tuple[int, int]
     _size: int
     _take: Callable[[], TensorDict]
 
@@ -321,8 +323,9 @@ class Loader:
         if (start, tuple(skip), part) != (self.samples, self._batches.skips, self._part):
             self.seek(start, skip)
             self._part = part
-        rows = (high - low) * self._batches.world * self._batches.batch_size
-        return Share(low, rows, part.stop - low, self._take)
+        rows = self._batches.world * self._batches.batch_size
+        samples, whole = (high - low) * rows, (micro_batches, rows)
+        return Share(low, samples, whole, part.stop - low, self._take)
 
     def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
         """Find which row of the dataset each of some samples is.

@@ -28,8 +28,8 @@ from forgekit.run.lifeline import Lifeline
 from forgekit.state import TrainState
 from forgekit.steps.replicas import OneGroup, Part
 
-LIVED = 2**30
-"""What a group adds to the number of its step once it has committed one; see ``_rank_of``."""
+MEETINGS = 2**30
+"""More than there are quorums in a run; see ``_rank_of``."""
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -40,6 +40,7 @@ def join_replicas(
     *,
     lighthouse: str | None = None,
     fingerprint: Any = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     also: Mapping[str, Any] = MappingProxyType({}),
     least: int = 1,
     timeout_s: float = 60.0,
@@ -57,6 +58,7 @@ def join_replicas(
         lighthouse: Address of torchft's lighthouse, ``http://host:29510``; by default that of the
             environment variable TORCHFT_LIGHTHOUSE. Without any this group is alone.
         fingerprint: What identifies the data, as for ``checkpoint_save``.
+        settings: Options by name that have to be the same in all groups; compared as text.
         also: What else a group that joins takes over, objects with ``state_dict`` and
             ``load_state_dict`` by name: the ``StopSignal``, so that all stop after the same step.
         least: Groups without which no step is committed.
@@ -75,15 +77,17 @@ def join_replicas(
     if not lighthouse:
         return OneGroup()
     torchft = require("torchft", extra="ft")
-    group = ReplicaGroup(state, fingerprint, also)
+    facts = {"seed": state.seed, **settings}
+    facts = {"data": fingerprint, "settings": {name: repr(fact) for name, fact in facts.items()}}
+    group = ReplicaGroup(state, facts, also)
     rank, world = process_rank(), world_of(state.mesh)
     # The store that torchft's manager looks for: without one it waits forever. And a number of this
     # start, the same on all ranks.
     host = socket.gethostname()
     if rank == 0:
         group._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    mine = (host, group._store.port, secrets.randbelow(LIVED)) if rank == 0 else None
-    host, port, group._start = exchange(mine, world)[0]
+    mine = (host, group._store.port, secrets.randbelow(MEETINGS)) if rank == 0 else None
+    host, port, group._origin = exchange(mine, world)[0]
     transport = require("torchft.checkpointing.http_transport", extra="ft").HTTPTransport
     timeout = timedelta(seconds=timeout_s)
     is_cpu = state.targets.device.type == "cpu"
@@ -115,17 +119,19 @@ def join_replicas(
 class ReplicaGroup:
     """This group among those that torchft keeps track of; ``join_replicas`` makes one."""
 
-    def __init__(self, state: TrainState, fingerprint: Any, also: Mapping[str, Any]) -> None:
+    def __init__(
+        self, state: TrainState, facts: Mapping[str, Any], also: Mapping[str, Any]
+    ) -> None:
         self._world = world_of(state.mesh)
         self._device = state.targets.device
-        self._fingerprint = fingerprint
+        self._facts = facts
         self._also = also
         self._store: Any = None
         self._groups: Any = None
         self._manager: Any = None
         self._lifeline: Any = None
-        self._start = 0
-        self._has_committed = False
+        self._origin = 0  # where the bits of the state come from; see `_rank_of`
+        self._due = state.step  # the highest step to which the groups have come
         self._state: TrainState | None = None  # to be sent
         self._sent: dict[str, Any] | None = None  # by another group
 
@@ -149,9 +155,16 @@ class ReplicaGroup:
             state: The state of this group; consumed if it is behind.
 
         Raises:
-            ValueError: If the groups have another model, optimizer, layout, seed or other data, on
-                all ranks of this group; they go on without it.
+            ValueError: If the groups have another model, optimizer, layout, other settings or other
+                data, on all ranks of this group; they go on without it. Also after a step without
+                ``sum_replicas``.
         """
+        if state.step > self._due:
+            raise ValueError(
+                f"step {state.step} begins, and the groups have come to {self._due}: this one went "
+                "on by itself. Call sum_replicas(totals, state, replicas) in each step, between "
+                "accumulate and reduce_totals, and update only where it returns totals."
+            )
         while True:
             self._most(0)  # a rank that is gone is noticed here; the manager would wait for it
             self._manager.load_state_dict({"step": self._rank_of(state), "batches_committed": 0})
@@ -159,7 +172,7 @@ class ReplicaGroup:
             self._manager.start_quorum()
             self._state = None
             is_behind = self._sent is not None
-            problem = self._sent and find_other(state, self._fingerprint, self._sent["state"])
+            problem = self._sent and find_other(state, self._facts, self._sent["state"])
             has_failed = self._manager.errored() is not None
             some_fail, some_behind, some_ahead, has_problem = self._most(
                 has_failed, is_behind, not is_behind, problem is not None
@@ -175,7 +188,8 @@ class ReplicaGroup:
                 state = take_parts(state, self._sent["state"])
                 for name, value in self._also.items():
                     value.load_state_dict(self._sent["also"][name])
-                self._sent = None
+                self._origin, self._sent = self._sent["origin"], None
+            self._due = state.step
             part = Part(self._manager.participating_rank(), self._manager.num_participants())
             return state, part
 
@@ -198,21 +212,25 @@ class ReplicaGroup:
             self._groups.abort()
         self._most(0)  # as in `begin`
         is_committed = self._manager.should_commit()
-        self._has_committed |= is_committed
+        if is_committed:
+            self._due += 1
+            self._origin = MEETINGS + self._manager._quorum_id
         return is_committed
 
     def _rank_of(self, state: TrainState) -> int:
         """What decides which group gives its state to the others: the highest does.
 
-        Among groups at one step one that has trained with the others; else, where all have just
-        started, any of them, so that all have bitwise the same state.
+        Groups that committed a step in the same quorum have bitwise the same state, and those that
+        had it from them. Another quorum that did the step again added up in another order: of two
+        such states the later one counts. Where all have just started, any does.
         """
-        return 2 * LIVED * state.step + (LIVED if self._has_committed else self._start)
+        return 2 * MEETINGS * state.step + self._origin
 
     def _send(self) -> dict[str, Any]:
         assert self._state is not None
         also = {name: value.state_dict() for name, value in self._also.items()}
-        return {"state": parts_of(self._state, self._fingerprint), "also": also}
+        sent = parts_of(self._state, self._facts)
+        return {"state": sent, "also": also, "origin": self._origin}
 
     def _receive(self, sent: dict[str, Any]) -> None:
         self._sent = sent  # `begin` looks at it first, together with the other ranks

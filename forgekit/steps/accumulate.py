@@ -152,6 +152,8 @@ def accumulate(
             _fill_unused(state)
         samples = getattr(batches, "samples", None)
         held.is_counted &= samples is None
+        if (whole := getattr(batches, "whole", None)) is not None:
+            held.shares += ((samples, whole),)
         held.samples += rows * data_ranks(state.mesh)[1] if samples is None else samples
         if (gradient := first_gradient(sharded)) is not None:
             held.gradient = TensorWeakRef(gradient)

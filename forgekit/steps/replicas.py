@@ -19,9 +19,8 @@ from torch import Tensor
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.agreement import UnreducedError
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Totals
+from forgekit.steps.totals import Held, Totals, find_problem
 from forgekit.tensors import local, wide
 
 LARGE = 2**18
@@ -109,48 +108,65 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
         next step then begins with the same state, and clears the gradients.
 
     Raises:
-        ValueError: On all ranks of a group, if one of them has a loss that cannot be trained on or
-            gradients that were never reduced, or if a group that has just joined reports other
-            sums than the others. Those go on without it.
+        ValueError: On all ranks of a group, if one of them has a loss that cannot be trained on,
+            gradients that were never reduced, or names of sums that have changed, or if a group
+            that has just joined reports other sums or sizes than the others. Those go on without
+            it. Also if the totals have been summed before.
     """
-    problem = totals.problem
-    if totals.unreduced:
-        problem = str(UnreducedError(totals.unreduced))
+    if (held := totals.held) is None:
+        raise ValueError(SUMMED)
+    problem = find_problem(totals, state)
+    if problem is None and len({samples == 0 for samples, _ in held.shares}) > 1:
+        problem = UNEVEN
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
     vector = torch.cat([totals[key].reshape(-1) for key in keys])
-    digest = _digest(repr((keys, len(vector))), gradients, state)
+    digest = _digest(repr((keys, len(vector))), gradients, state, held)
     # Integers: equal digests are told from others by sums alone, and exactly.
-    header = [1, totals.samples, problem is not None, digest, digest**2]
+    is_new = state.agreed is None
+    header = [1, totals.samples, problem is not None, is_new, digest, digest**2]
     numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
     good = replicas.sum([numbers])
-    groups, samples, problems, digests, squares = numbers.tolist()
+    groups, samples, problems, newcomers, digests, squares = numbers.tolist()
     is_alike = groups * squares == digests**2
-    if good and not is_alike and state.agreed is None:
-        problem = problem or OTHER_SUMS.format(sums=", ".join(map(str, keys)))
+    if good and not (is_alike or problems) and (is_new or not newcomers):
+        sizes = [whole for _, whole in held.shares]
+        problem = OTHER_SUMS.format(sums=", ".join(map(str, keys)), sizes=sizes)
     good = good and is_alike and not problems
-    good = good and _sum(replicas, [vector, *gradients], is_nothing=totals.samples == 0)
+    if good and groups > 1:
+        good = _sum(replicas, [vector, *gradients], is_nothing=totals.samples == 0)
     if not replicas.commit(good):
-        told = exchange(problem, world_of(state.mesh))
+        told = exchange(problem and str(problem), world_of(state.mesh))
         if text := next(filter(None, told), None):
             raise ValueError(text)
         return None
     parts = vector.split([totals[key].numel() for key in keys])
     flat = {key: p.view(totals[key].shape) for key, p in zip(keys, parts, strict=True)}
-    return attrs.evolve(totals, flat={**totals.flat, **flat}, samples=samples)
+    return attrs.evolve(totals, flat={**totals.flat, **flat}, samples=samples, held=None)
 
 
+SUMMED = (
+    "these totals have been summed before. sum_replicas comes once in a step, after accumulate and "
+    "before reduce_totals."
+)
+UNEVEN = (
+    "this group has rows of one share of the step and none of another, whose micro-batch would be "
+    "counted twice. Take all shares of a step from as many micro-batches."
+)
 OTHER_SUMS = (
-    "this group adds up other numbers than the groups that it joined, or numbers of another step: "
-    "{sums}. All groups run one program with the same loss; start this one as the others were."
+    "this group adds up something else than the others: {sums}, of steps of {sizes} (micro-batches, "
+    "rows in each). All groups run one program with one loss and the same batch sizes; start this "
+    "one as the others were."
 )
 
 
-def _digest(sums: str, gradients: list[Tensor], state: TrainState) -> int:
+def _digest(sums: str, gradients: list[Tensor], state: TrainState, held: Held) -> int:
     """Twenty bits that say what a group is about to add up; a million squares fit into int64."""
-    shards = [(str(shard.dtype), shard.numel()) for shard in gradients]
-    return zlib.crc32(repr((sums, shards, state.step, state.samples)).encode()) >> 12
+    shards = [(shard.dtype, shard.numel()) for shard in gradients]
+    whole = [size for _, size in held.shares]
+    facts = (sums, shards, state.step, state.samples, whole)
+    return zlib.crc32(repr(facts).encode()) >> 12
 
 
 def _sum(replicas: Replicas, tensors: Sequence[Tensor], *, is_nothing: bool) -> bool:

@@ -177,6 +177,7 @@ class Held:
         noted: What routers of experts noted so far.
         samples: Rows consumed so far, globally.
         is_counted: Whether those are the rows of each rank, as many on all of them.
+        shares: Rows, and the size of the whole step, of each part of a step among replica groups.
         read: Names of parameters whose shards the loss has read outside of the model.
         gradient: The first of the gradients to which the next call adds; another one, or none,
             means that they were cleared since.
@@ -188,6 +189,7 @@ class Held:
     noted: list[dict[str, dict[str, Tensor]]] = attrs.field(factory=list)
     samples: int = 0
     is_counted: bool = True
+    shares: tuple[tuple[int, Any], ...] = ()
     read: set[str] = attrs.field(factory=set)
     gradient: TensorWeakRef | None = None
     is_over: bool = False
@@ -268,7 +270,7 @@ def reduce_totals(
         agreed = agree(_report(totals, state), state, options, audit=totals.audit)
         problem = None
     else:
-        problem = _problem_of(totals, state, agreed.sums)
+        problem = find_problem(totals, state)
     totals = attrs.evolve(totals, agreed=agreed, held=None)
     world = world_of(state.mesh)
     if world == 1:
@@ -287,14 +289,16 @@ def reduce_totals(
     return totals.plus(grad_sq=torch.where(is_even, totals["grad_sq"], torch.nan))
 
 
-def _problem_of(totals: Totals, state: TrainState, names: tuple[Any, ...]) -> Exception | None:
-    """Why this rank cannot take a step after the first."""
+def find_problem(totals: Totals, state: TrainState) -> Exception | None:
+    """Say why this rank cannot take a step; names of sums are compared from the second step on."""
     if totals.unreduced:
         return UnreducedError(totals.unreduced)
     if totals.problem is not None:
         return ValueError(totals.problem)
-    keys = _summed_keys(totals)
-    if not state.layout.has_last or list(names) == keys:
+    if state.agreed is None or not state.layout.has_last:
+        return None
+    names, keys = ({*every} - {"grad_sq"} for every in (state.agreed.sums, _summed_keys(totals)))
+    if names == keys:
         return None
     return ValueError(
         f"the names of a step's sums changed: {difference(names, keys)}. Report the same "

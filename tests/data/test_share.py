@@ -103,6 +103,7 @@ def test_a_share_that_broke_off_is_taken_again():
 
 
 def test_shares_that_cannot_be_are_refused():
+    assert make_loader(Rows(), 2, world=3).share(0, 4).whole == (4, 6)
     with pytest.raises(ValueError, match=r"this loader ends, .*: epochs=None\."):
         make_loader(Rows(), 1, epochs=1).share(0, 4)
     with pytest.raises(ValueError, match=r"rank 2 must lie in range\(world=2\)"):

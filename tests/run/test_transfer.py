@@ -15,6 +15,7 @@ import forgekit as fk
 from forgekit.checkpoints.transfer import find_other, parts_of, take_parts
 
 STEPS = 3
+ROWS = {"data": "rows", "settings": {"seed": "0"}}
 EVEN = attrs.evolve(replica_rank.SPEC, kv_heads=2, vocab_size=38)  # for two ranks to share it
 
 
@@ -52,9 +53,9 @@ def everything(state):
 def _move(rank, world, layout):
     state = trained(layout)
     tensors, numbers = everything(state)
-    sent = parts_of(state, "rows")
+    sent = parts_of(state, ROWS)
     fresh = replica_rank.build(layout, model=EVEN)
-    assert find_other(fresh, "rows", sent) is None
+    assert find_other(fresh, ROWS, sent) is None
     healed = take_parts(fresh, sent)
     found, counted = everything(healed)
     assert counted == numbers
@@ -81,7 +82,7 @@ def test_a_state_arrives_bit_by_bit_and_goes_on_alike(layout):
 
 @pytest.fixture(scope="module")
 def sent():
-    return parts_of(trained(), "rows")
+    return parts_of(trained(), ROWS)
 
 
 OTHERS = {
@@ -107,22 +108,25 @@ OTHERS = {
 def test_a_group_that_does_not_fit_is_told_why(name, sent):
     options, fingerprint, message = OTHERS[name]
     state = replica_rank.build(**options)
-    found = find_other(state, fingerprint, sent)
+    found = find_other(state, ROWS | {"data": fingerprint}, sent)
     assert found is not None
     assert re.search(message, found), found
 
 
-def test_another_seed_is_told(sent):
-    state = fk.donate(replica_rank.build(model=EVEN), seed=5)
-    assert find_other(state, "rows", sent) == (
-        "the groups have seed 0 and this one 5. Give it theirs"
+@pytest.mark.parametrize("here", [{"seed": "5"}, {"seed": "0", "lr": "0.1"}, {}], ids=str)
+def test_other_settings_are_told(sent, here):
+    state = replica_rank.build(model=EVEN)
+    name = "lr" if "lr" in here else "seed"
+    assert find_other(state, ROWS | {"settings": here}, sent) == (
+        f"the groups have {name} {ROWS['settings'].get(name)}, this one {here.get(name)}. "
+        "Give it theirs"
     )
 
 
 def _other_layout(rank, world):
-    there = parts_of(replica_rank.build({"dp_shard": 2}, model=EVEN))
+    there = parts_of(replica_rank.build({"dp_shard": 2}, model=EVEN), ROWS)
     here = replica_rank.build({"tp": 2}, model=EVEN)
-    found = find_other(here, None, there)
+    found = find_other(here, ROWS, there)
     assert found is not None
     assert "the groups hold other shards: " in found
     assert found.endswith("All groups have one layout")

@@ -26,6 +26,7 @@ class Share(list):
 
     first_number = 0
     samples = 0
+    whole = (3, 2)
 
 
 def shares(batches, groups, rows, multiple=1):
@@ -264,14 +265,110 @@ def test_a_newcomer_with_other_sums_is_refused_and_the_others_go_on(batches):
     first, second = Exchange(2)(states, totals)
     assert first is None
     assert isinstance(second, ValueError)
-    assert "adds up other numbers than the groups that it joined" in str(second)
+    assert "adds up something else than the others" in str(second)
     assert "('metrics', 'other', 'sum')" in str(second)
 
 
+@pytest.mark.parametrize("whole", [(6, 2), (3, 4)], ids=["global batch", "rows"])
+def test_a_newcomer_with_other_sizes_is_refused_and_the_others_go_on(batches, whole):
+    """Parts of steps of different sizes would leave rows out, or have them twice."""
+    states = [trained(1, batches)[0], build()]
+    states[1] = fk.donate(states[1], step=1, samples=6)
+    parts = shares(batches, 2, 2)
+    parts[1].whole = whole
+    totals = [fk.accumulate(s, p, logits_loss) for s, p in zip(states, parts, strict=True)]
+    first, second = Exchange(2)(states, totals)
+    assert first is None
+    assert isinstance(second, ValueError)
+    assert f"of steps of [{whole}] (micro-batches, rows in each)" in str(second)
+
+
 def test_groups_at_other_samples_do_not_add_up(batches):
+    """None of them has just joined, so nobody can tell who is wrong: all end."""
     states = trained(2, batches)
     states[1] = fk.donate(states[1], samples=99)
-    assert step_of(states, batches, Exchange(2)) == [None, None]
+    for said in step_of(states, batches, Exchange(2)):
+        assert "adds up something else than the others" in str(said)
+
+
+def test_names_of_sums_that_change_are_named(batches):
+    """A metric that the rows of one group have and those of another have not."""
+    states = trained(2, batches)
+
+    def sometimes(model, batch):
+        loss = logits_loss(model, batch)
+        is_first = torch.equal(batch["input_ids"], batches[0]["input_ids"])
+        return loss.with_metrics(other=(1.0, 1)) if is_first else loss
+
+    first, second = step_of(states, batches, Exchange(2), sometimes)
+    assert "new ['metrics.other.count', 'metrics.other.sum']" in str(first)
+    assert second is None
+
+
+def test_totals_are_summed_once(batches):
+    state = build()
+    totals = fk.accumulate(state, batches, logits_loss)
+    summed = fk.sum_replicas(totals, state, fk.OneGroup())
+    for again in (summed, fk.reduce_totals(totals, state)):
+        with pytest.raises(ValueError, match=r"have been summed before\. sum_replicas comes once"):
+            fk.sum_replicas(again, state, fk.OneGroup())
+    with pytest.raises(ValueError, match="onto: the gradients that belong to these totals are"):
+        fk.accumulate(state, batches, logits_loss, onto=summed)
+    held_back = fk.accumulate(state, batches, logits_loss, more=True)
+    with pytest.raises(ValueError, match="the last call of accumulate had more=True"):
+        fk.sum_replicas(held_back, state, fk.OneGroup())
+
+
+def added(state, *parts):
+    """What two calls of accumulate leave, the second going on from the first."""
+    first, second = parts
+    totals = fk.accumulate(state, first, logits_loss, more=True)
+    return fk.accumulate(state, second, logits_loss, onto=totals)
+
+
+def test_calls_that_go_on_from_each_other_add_up(batches):
+    alone, states = build(), [build() for _ in range(3)]
+    both = [shares(batches, 3, 2), shares(batches[::-1], 3, 2)]
+    totals = [added(*each) for each in zip(states, *both, strict=True)]
+    expected, _, _ = finish(alone, added(alone, batches, batches[::-1]))
+    for state, sums in zip(states, Exchange(3)(states, totals), strict=True):
+        new, _, _ = finish(state, sums)
+        assert new.samples == 12
+        for name, value in everything(new).items():
+            torch.testing.assert_close(value, everything(expected)[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_share_without_rows_beside_one_with_rows_is_refused(batches):
+    states = [build() for _ in range(2)]
+    both = [shares(batches, 2, 2), shares(batches[:1], 2, 2)]
+    totals = [added(*each) for each in zip(states, *both, strict=True)]
+    said = Exchange(2)(states, totals)
+    assert "this group has rows of one share of the step and none of another" in str(said[0])
+    assert said[1] is None
+
+
+def test_a_layer_that_one_group_skips_and_frozen_parameters(batches):
+    """What a group did not use is zero there; what no group trains has no gradient to add."""
+
+    def skips(model, batch):
+        is_first = torch.equal(batch["input_ids"], batches[0]["input_ids"])
+        kept = model.layers
+        model.layers = kept[:1] if is_first else kept
+        try:
+            return logits_loss(model, batch)
+        finally:
+            model.layers = kept
+
+    def made():
+        model = fk.add_lora(fk.Transformer(EVEN), rank=2).double()
+        return fk.TrainState.create(model, fk.adamw(model), average=fk.EMA(0.9))
+
+    alone, states = made(), [made() for _ in range(3)]
+    expected, _, _ = finish(alone, fk.accumulate(alone, batches, skips))
+    for state, totals in zip(states, step_of(states, batches, Exchange(3), skips), strict=True):
+        new, _, _ = finish(state, totals)
+        for name, value in everything(new).items():
+            torch.testing.assert_close(value, everything(expected)[name], rtol=1e-9, atol=1e-12)
 
 
 def test_a_loss_of_one_group_that_cannot_be_trained_on_is_trained_on_by_none(batches):
