@@ -155,9 +155,9 @@ UNEVEN = (
     "counted twice. Take all shares of a step from as many micro-batches."
 )
 OTHER_SUMS = (
-    "this group adds up something else than the others: {sums}, of steps of {sizes} (micro-batches, "
-    "rows in each). All groups run one program with one loss and the same batch sizes; start this "
-    "one as the others were."
+    "this group adds up something else than the others: {sums}, of steps of {sizes} "
+    "(micro-batches, rows in each). All groups run one program with one loss and the same batch "
+    "sizes; start this one as the others were."
 )
 
 
