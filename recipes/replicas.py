@@ -18,13 +18,14 @@ from forgekit.config import key, load_config, to_dict
 SMALL = fk.TransformerSpec(
     vocab_size=4096, dim=192, layers=4, heads=4, kv_heads=2, ffn_dim=512, max_seq_len=256, tied=True
 )
+OF_A_GROUP = ("group", "lighthouse", "out", "data", "device", "log_every", "save_every", "keep")
 
 
 @attrs.frozen(kw_only=True)
 class Data:
     """What to train on; the same in all groups."""
 
-    path: Path = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
+    path: fk.Location = key(Path("data/stdlib"), "A token file, as `forgekit prepare` makes.")
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
 
@@ -46,12 +47,13 @@ class Config:
     lighthouse: str | None = key(None, "Address of torchft's; none: TORCHFT_LIGHTHOUSE, or alone.")
     least: int = key(1, "Groups without which no step counts.", at_least=1)
     timeout_s: float = key(60.0, "How long a group waits for another in a step.", at_least=1)
-    out: Path = key(Path("runs/replicas/a"), "Run directory of this group; a run there goes on.")
+    out: fk.Location = key(Path("runs/replicas/a"), "This group's run directory, to go on from.")
     seed: int = key(0, "Seed of weights, data order and dropout.", at_least=0)
     steps: int = key(400, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(32, "Rows per optimizer step, over all groups.", at_least=1)
     batch_size: int = key(2, "Rows of a rank's micro-batch.", at_least=1)
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    eval_every: int = key(200, "Steps between evaluations; 0: only at the end.", at_least=0)
     save_every: int = key(100, "Steps between checkpoints; 0: only at the end.", at_least=0)
     keep: int = key(3, "Checkpoints to keep.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
@@ -86,29 +88,30 @@ def take_step(state, batches, *, replicas, schedule, max_norm, stop):
 
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
+    optim, stop, alone = config.optim, fk.StopSignal(), fk.OneGroup()
     mesh = fk.build_mesh(config.mesh, device=config.device)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len)
     fk.check_vocabulary(dataset, config.model.vocab_size)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(model, mesh, precision=config.precision, seed=config.seed)
-    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    optimizer = fk.adamw(model, weight_decay=optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-    lr, warmup = config.optim.lr, config.optim.warmup
-    rate = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
-    stop = fk.StopSignal()
-    alone = fk.OneGroup()
+    rate = fk.warmup_cosine(optim.lr, warmup=optim.warmup, total=config.steps, final=optim.lr / 10)
     step = partial(take_step, replicas=alone, schedule=rate, max_norm=config.max_norm, stop=stop)
     loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
-    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop)
+    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(
+        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
+    )
 
 
 def train(config, run):
-    """Step, log, save; stop cleanly, and all groups after the same step."""
+    """Step, log, evaluate, save; stop cleanly, and all groups after the same step."""
     built = setup(config)
-    state, loader, stop = built.state, built.loader, built.stop
-    micro_batches = loader.micro_batches(config.global_batch_size)
+    state, loader, stop, held_out = built.state, built.loader, built.stop, built.held_out
+    per_step, pp = loader.micro_batches(config.global_batch_size), config.mesh.pp
     log = run.start(built, every=config.log_every, total=config.steps, keep=config.keep)
     check = fk.bad_step_policy("raise")
     joined = fk.join_replicas(
@@ -116,6 +119,7 @@ def train(config, run):
         config.group,
         lighthouse=config.lighthouse,
         fingerprint=loader.dataset.fingerprint,
+        settings={k: v for k, v in to_dict(config).items() if k not in OF_A_GROUP},
         also={"stop": stop},
         least=config.least,
         timeout_s=config.timeout_s,
@@ -123,13 +127,13 @@ def train(config, run):
     with log, loader, stop, joined as replicas:
         while not run.is_over(state):
             state, part = replicas.begin(state)
-            batches = loader.share(
-                state.samples, micro_batches, *part, multiple=config.mesh.pp, skip=state.skips
-            )
+            batches = loader.share(state.samples, per_step, *part, multiple=pp, skip=state.skips)
             state, metrics = built.step(state, batches, replicas=replicas)
             if metrics is None:  # its rows come again
                 continue
             check(log(state, metrics))
+            if held_out and fk.every(config.eval_every, state, last=config.steps):
+                log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout"))
             if fk.every(config.save_every, state):
                 run.save(state)
         run.end(state)

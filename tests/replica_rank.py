@@ -156,6 +156,7 @@ def main(given):
         name,
         lighthouse=given["lighthouse"],
         fingerprint="other rows" if other == "data" else "rows",
+        settings={"lr": 2 * LR if other == "settings" else LR},
         also={"stop": stop},
         timeout_s=20,
         quorum_timeout_s=60,

@@ -30,7 +30,8 @@ class Setup:
 
     Attributes:
         state: The state to start from, a checkpoint's if there is one.
-        step: What ``make_step`` returned.
+        step: What ``make_step`` returned, or as it: a state and metrics, or None where it does not
+            count.
         loader: This rank's micro-batches, from ``state.samples`` on.
         loss_fn: ``loss_fn(model, batch) -> Loss``, the one that ``step`` has.
         stop: What ``make_step`` has as ``stop``; None if nothing can stop the run.
@@ -38,7 +39,7 @@ class Setup:
     """
 
     state: TrainState
-    step: Callable[..., tuple[Any, TensorDict]]
+    step: Callable[..., tuple[Any, TensorDict | None]]
     loader: Any
     loss_fn: Callable[..., Loss]
     stop: Any = None

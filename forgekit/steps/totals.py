@@ -189,7 +189,7 @@ class Held:
     noted: list[dict[str, dict[str, Tensor]]] = attrs.field(factory=list)
     samples: int = 0
     is_counted: bool = True
-    shares: tuple[tuple[int, Any], ...] = ()
+    shares: tuple[tuple[Any, Any], ...] = ()
     read: set[str] = attrs.field(factory=set)
     gradient: TensorWeakRef | None = None
     is_over: bool = False

@@ -35,28 +35,38 @@ def test_a_rank_is_killed_its_group_comes_back_and_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.chaos)])
-def test_all_start_again_from_checkpoints_stop_together_and_refuse_a_stranger(tmp_path, ranks):
+def test_all_start_again_from_checkpoints_stop_together_and_refuse_strangers(tmp_path, ranks):
     """The newest checkpoint wins; a group with other data is refused on all its ranks."""
-    saved = save_steps(tmp_path / "saved", (2, 5))
-    with groups(tmp_path, steps=40, seconds=0.2) as run:
+    saved, stop = save_steps(tmp_path / "saved", (2, 5)), tmp_path / "stop"
+    with groups(tmp_path, steps=400, seconds=0.2) as run:
         newer = run.prepare("newer", ranks, resume=str(saved[5]))
-        older = run.prepare("older", ranks, resume=str(saved[2]), stop_at=14)
-        stranger = run.prepare("stranger", ranks, other="data")
-        for go in (newer, older, stranger):
+        older = run.prepare("older", ranks, resume=str(saved[2]), stop_file=str(stop))
+        strangers = {kind: run.prepare(kind, ranks, other=kind) for kind in STRANGERS}
+        strangers["layout"] = run.prepare("layout", 3 - ranks)
+        for go in (newer, older, *strangers.values()):
             run.ready(go)
         newer.touch()
         older.touch()
         run.wait_until(lambda: run.last_step() >= 6, "step 6")
-        stranger.touch()
-        codes = [job.end() for _, job in run.started]
-        assert codes[:2] == [0, 0], run.output()
-        assert codes[2] != 0
-        output = run.started[2][1].output
-        assert output.count("ValueError: this group cannot join: the groups train on") == ranks
-        assert "'rows' there, 'other rows' here. Give this one their data." in output
+        for (kind, go), (_, job) in zip(strangers.items(), run.started[2:], strict=True):
+            go.touch()
+            assert job.end() != 0
+            assert job.output.count("ValueError: this group cannot join: the ") == len(job.ranks)
+            assert STRANGERS.get(kind, "the groups hold other shards: ") in job.output
+        step = run.last_step()
+        run.wait_until(lambda: run.last_step() > step, "step of the others")
+        stop.touch()
+        assert [job.end() for _, job in run.started[:2]] == [0, 0], run.output()
         assert min(e["step"] for e in run.events()) == 5
-        for name in ("newer", "older"):  # it votes in step 15, which is read after two more
-            assert_undisturbed(run.result(name), 18)
+        last = run.result("newer")["step"]
+        for name in ("newer", "older"):
+            assert_undisturbed(run.result(name), last)
+
+
+STRANGERS = {
+    "data": "'rows' there, 'other rows' here. Give this one their data.",
+    "settings": "the groups have lr 0.001, this one 0.002. Give it theirs.",
+}
 
 
 def save_steps(folder, steps):
