@@ -201,13 +201,20 @@ def content_of(file: Location) -> bytes | None:
         return None
 
 
-def retried(action: Callable[[], T], name: str, *, patience_s: float | None = None) -> T:
+def retried(
+    action: Callable[[], T],
+    name: str,
+    *,
+    patience_s: float | None = None,
+    before: Callable[[], None] | None = None,
+) -> T:
     """Do what needs a store, again after growing pauses while it does not answer.
 
     Args:
         action: What to do; it may be done several times, also after it was done unnoticed.
         name: What is read or written, for messages.
         patience_s: How long it may take; None is ``PATIENCE_S``.
+        before: What has to be so before each try; what it raises is raised.
 
     Raises:
         FileNotFoundError: If there is no such object, and other errors of ``action`` that say
@@ -217,6 +224,8 @@ def retried(action: Callable[[], T], name: str, *, patience_s: float | None = No
     patience_s = PATIENCE_S if patience_s is None else patience_s
     began = time.monotonic()
     for pause in (*_pauses(patience_s), None):
+        if before is not None:
+            before()
         try:
             return action()
         except Exception as error:  # stores have errors of their own

@@ -174,8 +174,15 @@ class LocalStorage:
         yield self.path(step) / name
 
     @contextmanager
-    def writing(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
+    def writing(
+        self, ranks: Ranks, step: int, before: Callable[[], None]
+    ) -> Iterator[tuple[Path, str]]:
         """Make a folder for the files of a save; once the body has ended they are a checkpoint.
+
+        Args:
+            ranks: Those that save.
+            step: Its step.
+            before: Called on the first rank just before they become one.
 
         Yields:
             The folder, which all ranks share, and its name inside the checkpoint: none.
@@ -188,11 +195,15 @@ class LocalStorage:
                 fresh = atomic_directory(self.path(step), is_replaceable=lambda _: True)
                 return stack.enter_context(fresh)
 
+            def commit() -> None:
+                before()
+                stack.close()
+
             yield ranks.first(begin), ""
             # Each of these is durable before the next one starts: contents (synced by the rank
             # that wrote them), manifest, the folder that lists them, the new name. A crash between
             # any two leaves either a folder without a name or a checkpoint that is whole.
-            ranks.first(stack.close)
+            ranks.first(commit)
 
     def deliver(self, folder: Path, _inside: str, _step: int, name: str) -> None:
         """Sync this rank's file, which is where it belongs."""
@@ -278,20 +289,31 @@ class RemoteStorage:
             yield Path(local.name)
 
     @contextmanager
-    def writing(self, ranks: Ranks, step: int) -> Iterator[tuple[Path, str]]:
+    def writing(
+        self, ranks: Ranks, step: int, before: Callable[[], None]
+    ) -> Iterator[tuple[Path, str]]:
         """Make a folder on each rank's own disk; once the body has ended the manifest is uploaded.
+
+        ``before`` is called before anything is deleted, too, and again before each try to upload
+        the manifest: a store that was out of reach for a while may have got another writer.
 
         Yields:
             The folder, and that of the checkpoint to which the files are uploaded.
         """
-        inside = ranks.first(lambda: self._remove_leftovers() or f"{_DATA}{uuid.uuid4().hex[:8]}")
+
+        def begin() -> str:
+            before()
+            self._remove_leftovers()
+            return f"{_DATA}{uuid.uuid4().hex[:8]}"
+
+        inside = ranks.first(begin)
         with ExitStack() as stack:
             fresh = tempfile.TemporaryDirectory(prefix=f"forgekit-{step_name(step)}-")
             folder = Path(ranks.together(lambda: stack.enter_context(fresh)))
             yield folder, inside
             # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
             manifest = self._inside(step, MANIFEST)
-            ranks.first(lambda: self._put(manifest, (folder / MANIFEST).read_bytes()))
+            ranks.first(lambda: self._put(manifest, (folder / MANIFEST).read_bytes(), before))
         if ranks.rank == 0:
             with only_warns(f"could not delete what no checkpoint of {self} needs"):
                 self._remove_leftovers([step])  # of an earlier save that was replaced
@@ -331,8 +353,9 @@ class RemoteStorage:
                 if name.startswith(_DATA) and name != named:
                     self._remove(self._inside(step, name))
 
-    def _put(self, target: str, content: bytes) -> None:
-        retried(lambda: self.fs.pipe_file(target, content), self.fs.unstrip_protocol(target))
+    def _put(self, target: str, content: bytes, before: Callable[[], None] | None = None) -> None:
+        name = self.fs.unstrip_protocol(target)
+        retried(lambda: self.fs.pipe_file(target, content), name, before=before)
 
     def _remove(self, target: str) -> None:
         with suppress(FileNotFoundError):  # by a try whose answer was lost

@@ -139,7 +139,8 @@ def checkpoint_save(
             compared: ``Mixture.fingerprint_at`` lets later phases change during a run.
         metric: A number by which ``Keep(best=...)`` compares checkpoints, the same on every rank.
         before_commit: Called on the first rank once all files are durable, just before they become
-            a checkpoint; if it raises, the save fails and they never do.
+            a checkpoint; if it raises, the save fails and they never do. For a URL it is called
+            before anything is changed there, too, and may be called several times.
 
     Returns:
         A handle whose ``wait()`` returns the committed directory.
@@ -296,7 +297,8 @@ def _write(
     """Write and commit on all ranks; what goes wrong after the commit is logged."""
     step = description["step"]
     try:
-        with storage.writing(ranks, step) as (folder, inside):
+        before = before_commit or (lambda: None)
+        with storage.writing(ranks, step, before) as (folder, inside):
             descriptions = ranks.gather(description)
             keys = ranks.first(lambda: share_out(descriptions))
 
@@ -325,8 +327,6 @@ def _write(
                     "folder": inside,
                 }
                 write_atomic(folder / MANIFEST, format_manifest(manifest))
-                if before_commit is not None:
-                    before_commit()
 
             ranks.first(list_files)
     except Exception as error:

@@ -2,9 +2,11 @@
 
 Whatever writes into a run directory goes on writing local files. A thread uploads what has changed;
 just before a checkpoint counts, and at the end, all of it is uploaded. Objects cannot be appended
-to, so ``metrics.jsonl`` is kept in parts of about a megabyte, named by the step of their first row:
-``metrics/000000000100.jsonl``. Only the last part is written anew. Where a part is full, the next
-begins with its last row, to which an evaluation may still add; a reader takes that row from there.
+to, so ``metrics.jsonl`` is kept in parts of about a megabyte, named by the step of their first row
+and by where in the file it begins: ``metrics/000000000100-52311.jsonl``. Only the last part is
+written anew. Where a part is full, the next begins with its last row, to which an evaluation may
+still add. A run that goes on fetches the part of its step, and at its end, for the report, the
+rest; until then the local file has a hole there.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from forgekit.checkpoints.directory import only_warns
 from forgekit.run.lease import Lease, held
@@ -41,9 +43,25 @@ PART_BYTES = 1 << 20
 LARGE_BYTES = 8 << 20
 """A file above this size is uploaded with checkpoints and at the end only."""
 METRICS = "metrics.jsonl"
-_PART = re.compile(r"(\d{12})\.jsonl")
+_PART = re.compile(r"(\d{12})-(\d+)\.jsonl")
 
 log = logging.getLogger("forgekit")
+
+
+class _Part(NamedTuple):
+    """Rows of metrics in one object.
+
+    Attributes:
+        first: The step of the first row.
+        begins: Where that row begins in ``metrics.jsonl``.
+    """
+
+    first: int
+    begins: int
+
+    @property
+    def name(self) -> str:
+        return f"metrics/{self.first:012d}-{self.begins}.jsonl"
 
 
 class Mirror:
@@ -63,7 +81,9 @@ class Mirror:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name not in (".lock", ".lease", ".wanted"):
                 path.unlink(missing_ok=True)
-        self._parts = fetch(url, folder)
+        _fetch_files(self._fs, self._root, folder)
+        self._parts = _parts_of(self._fs, self._root)
+        self._missing = [*self._parts]
         self._rows = b""  # of the last part, as it was uploaded
         self._sent = {name: _version(path) for name, path in self._files()}
 
@@ -78,7 +98,6 @@ class Mirror:
             UrlError: If the store refuses or does not answer.
         """
         with self._lock:
-            self.lease.check()
             self._flush_rows()
             for name, path in self._files():
                 with suppress(FileNotFoundError):  # it is gone again
@@ -86,7 +105,6 @@ class Mirror:
                     if self._sent.get(name) == version:
                         continue
                     if all_files or version[1] <= LARGE_BYTES:
-                        self.lease.check()
                         self._put(name, path.read_bytes())
                         self._sent[name] = version
 
@@ -95,35 +113,47 @@ class Mirror:
         self.flush()
         self.lease.check(now=True)
 
-    def cut(self) -> None:
-        """Follow the log, which has removed the rows after the step that the run goes on from."""
-        with self._lock:
-            path = self._folder / METRICS
-            size = path.stat().st_size if path.exists() else 0
-            self._rows = b""
-            while self._parts and self._parts[-1][1] >= size:  # from the end: the rest stays whole
-                self.lease.check()
-                target = f"{self._root}/metrics/{self._parts.pop()[0]:012d}.jsonl"
+    def go_to(self, step: int) -> None:
+        """Follow the run to a step: delete the parts after it, fetch the part that has its row.
+
+        The log, which removes the rows after the step from the file, is opened afterwards.
+        """
+        with self._lock, _opened(self._folder) as file:
+            while self._parts and self._parts[-1].first > step:  # from the end: the rest is whole
+                gone = self._parts.pop()
+                file.truncate(min(gone.begins, file.seek(0, os.SEEK_END)))
                 with suppress(FileNotFoundError):
-                    retried(lambda target=target: self._fs.rm_file(target), f"{self.url}/metrics")
+                    self._retried(self._fs.rm_file, gone.name)
+            self._missing = [part for part in self._missing if part in self._parts]
+            if self._missing and len(self._missing) == len(self._parts):
+                _fetch_rows(self._fs, self._root, [self._missing.pop()], file)
+            self._rows = b""
+
+    def complete(self) -> None:
+        """Fetch the rows that the local file lacks, as for a report."""
+        with self._lock, _opened(self._folder) as file:
+            here = self._parts[len(self._missing) :]
+            end = here[0].begins if here else None
+            _fetch_rows(self._fs, self._root, self._missing, file, end)
+            self._missing.clear()
 
     def _flush_rows(self) -> None:
         path = self._folder / METRICS
         if not path.exists():
             return
         with path.open("rb") as file:
-            file.seek(self._parts[-1][1] if self._parts else 0)
+            file.seek(self._parts[-1].begins if self._parts else 0)
             content = file.read()
         content = content[: content.rfind(b"\n") + 1]
         if not content or content == self._rows:
             return
         if not self._parts:
-            self._parts.append((_step(content.split(b"\n", 1)[0]), 0))
-        self._put(f"metrics/{self._parts[-1][0]:012d}.jsonl", content)
+            self._parts.append(_Part(_step(content.split(b"\n", 1)[0]), 0))
+        self._put(self._parts[-1].name, content)
         self._rows = content
         if len(content) >= PART_BYTES:
             last = content.rfind(b"\n", 0, -1) + 1
-            self._parts.append((_step(content[last:]), self._parts[-1][1] + last))
+            self._parts.append(_Part(_step(content[last:]), self._parts[-1].begins + last))
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for folder, _, names in os.walk(self._folder):
@@ -133,8 +163,12 @@ class Mirror:
                     yield inside, self._folder / inside
 
     def _put(self, name: str, content: bytes) -> None:
-        target = f"{self._root}/{name}"
-        retried(lambda: self._fs.pipe_file(target, content), f"{self.url}/{name}")
+        self._retried(lambda path: self._fs.pipe_file(path, content), name)
+
+    def _retried(self, action: Callable[[str], Any], name: str) -> None:
+        # A store that was out of reach for a while may have got another writer meanwhile.
+        path = f"{self._root}/{name}"
+        retried(lambda: action(path), f"{self.url}/{name}", before=self.lease.check)
 
 
 def working_folder(url: Url) -> Path:
@@ -195,32 +229,13 @@ def mirrored(url: Url, folder: Path, *, patience_s: float = 0.0) -> Iterator[Mir
         mirror.flush()
 
 
-def fetch(url: Url, folder: Path) -> list[tuple[int, int]]:
-    """Fetch the files of a run directory that are not in a folder of it, and the metrics.
-
-    Returns:
-        Of each part of ``metrics.jsonl`` the step of its first row, and where that row begins.
-    """
+def fetch(url: Url, folder: Path) -> None:
+    """Fetch the files of a run directory that are not in a folder of it, and the metrics."""
     fs, root = fs_of(url)
-    for entry in entries_below(fs, root):
-        name = entry["name"].rpartition("/")[2]
-        if entry["type"] == "file" and not name.startswith("."):
-            (folder / name).write_bytes(_read(fs, entry["name"]))
-    firsts = sorted(
-        int(match[1])
-        for name in names_below(fs, f"{root}/metrics")
-        if (match := _PART.fullmatch(name))
-    )
-    parts: list[tuple[int, int]] = []
-    if firsts:
-        with (folder / METRICS).open("wb") as file:
-            for first, following in zip(firsts, [*firsts[1:], None], strict=True):
-                parts.append((first, file.tell()))
-                lines = _read(fs, f"{root}/metrics/{first:012d}.jsonl").splitlines(keepends=True)
-                if following is not None and lines and _step(lines[-1]) >= following:
-                    lines.pop()
-                file.writelines(lines)
-    return parts
+    _fetch_files(fs, root, folder)
+    if parts := _parts_of(fs, root):
+        with _opened(folder) as file:
+            _fetch_rows(fs, root, parts, file)
 
 
 @contextmanager
@@ -234,6 +249,35 @@ def local_copy(run: Location) -> Iterator[Path]:
         copy.mkdir()
         fetch(run, copy)
         yield copy
+
+
+def _fetch_files(fs: Any, root: str, folder: Path) -> None:
+    for entry in entries_below(fs, root):
+        name = entry["name"].rpartition("/")[2]
+        if entry["type"] == "file" and not name.startswith("."):
+            (folder / name).write_bytes(_read(fs, entry["name"]))
+
+
+def _parts_of(fs: Any, root: str) -> list[_Part]:
+    matches = (_PART.fullmatch(name) for name in names_below(fs, f"{root}/metrics"))
+    return sorted(_Part(int(match[1]), int(match[2])) for match in matches if match)
+
+
+def _opened(folder: Path) -> BinaryIO:
+    (path := folder / METRICS).touch()
+    return path.open("r+b")
+
+
+def _fetch_rows(
+    fs: Any, root: str, parts: Sequence[_Part], file: BinaryIO, end: int | None = None
+) -> None:
+    """Write parts to where they begin, each up to where the next one does, the last to ``end``."""
+    for part in reversed(parts):
+        rows = _read(fs, f"{root}/{part.name}")
+        before = b"\n"[: part.begins]  # of the line before, for who reads backwards
+        file.seek(part.begins - len(before))
+        file.write(before + (rows if end is None else rows[: end - part.begins]))
+        end = part.begins
 
 
 def _read(fs: Any, path: str) -> bytes:

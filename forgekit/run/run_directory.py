@@ -156,6 +156,8 @@ class Run:
         check_connections()
         barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
         flops = Flops.of(state.model).over_stages(state)
+        if self._mirror is not None:
+            self._mirror.go_to(state.step)
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -168,8 +170,6 @@ class Run:
             trackers=self.trackers,
             config=self.config,
         )
-        if self._mirror is not None:
-            self._mirror.cut()
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._total = math.inf if total is None else total
         self._note(state, "running")
@@ -250,10 +250,10 @@ class Run:
         state = roll_back(state, self.checkpoints, times=times)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
+        if self._mirror is not None:
+            self._mirror.go_to(state.step)
         if self._log is not None:
             self._log.rewind(state)
-        if self._mirror is not None:
-            self._mirror.cut()
         self._say(f"rolled back to step {state.step}")
         self._remember("rolled_back", state, skips=state.skips)
         self._saved = None  # a checkpoint of this step does not know what is left out
@@ -289,6 +289,8 @@ class Run:
         self._note(state, ending, reason=stopped)
         self._remember(ending, state, reason=stopped)
         self._has_ended, self._is_stopped = True, bool(stopped)
+        if self._mirror is not None and not stopped:  # it is read as a whole now
+            self._mirror.complete()
         after = f"after step {state.step}"
         if self._log is not None:
             self._log.status(f"stopped {after} ({stopped})" if stopped else f"finished {after}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import Counter
 
 import pytest
@@ -21,7 +22,7 @@ STORE = {
 
 
 class Lives:
-    """Lives of one run behind a URL, each in a fresh folder, as on another machine."""
+    """Lives of one run from and to a bucket, each in a fresh folder, as on another machine."""
 
     def __init__(self, bucket, tokens, folder):
         self.bucket, self.tokens, self.folder, self.lives = bucket, tokens, folder, []
@@ -51,7 +52,7 @@ class Lives:
 @pytest.fixture
 def lives(tokens, tmp_path):
     with open_bucket() as bucket:
-        place = Lives(bucket, tokens, tmp_path)
+        place = Lives(bucket, bucket.upload(tokens, "tokens"), tmp_path)
         yield place
         for life in place.lives:
             life.kill()
@@ -78,16 +79,16 @@ def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived):
+def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived, capsys):
     numbers = random.Random(7)
     network = random.Random(8)
     settings = {"steps": 60, "save_every": 2}
     lives.bucket.fault = lambda method, path: (
         network.choice(FAULTS) if network.random() < 0.03 else None
     )
-    newest, ended = 0, Counter()
+    newest, ended, began = 0, Counter(), time.monotonic()
     for _ in range(30):
-        call = int(numbers.uniform(0, 400_000))
+        call = int(numbers.uniform(0, 3_000_000))
         life = lives.live(faults={0: {"die_at_call": call}}, **settings)
         codes = life.end()
         assert codes in ([-signal.SIGKILL], [0]), life.output
@@ -103,7 +104,11 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survive
     life = lives.live(**settings)
     assert life.end() == [0], life.output
     assert_same_run(lives.copy(), undisturbed(1, **settings))
-    print(ended, dict(lives.bucket.done))  # noqa: T201
+    with capsys.disabled():
+        print(  # noqa: T201
+            f"\n{dict(ended)}, {dict(lives.bucket.done)} of {lives.bucket.requests} requests, "
+            f"{time.monotonic() - began:.0f} s"
+        )
     assert ended["killed"] >= 25
     assert ended["set up"] >= 10
     assert set(lives.bucket.done) == set(FAULTS)

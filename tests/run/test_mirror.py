@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import contextmanager
+import threading
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
+import torch
 from buckets import FAULTS, open_bucket
 
 import forgekit as fk
 from forgekit import urls
 from forgekit.metrics.records import RowFile
+from forgekit.ranks import CheckpointError
 from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
 from forgekit.run.status import RunLockedError, lock_run
@@ -52,6 +56,11 @@ def rows(folder, start=0):
     file.close()
 
 
+def rows_from(mirror, folder, start):
+    mirror.go_to(start)
+    return rows(folder, start)
+
+
 def write(file, *steps):
     for step in steps:
         file.write({"step": step, "train/loss": step / 3, "text": "x" * 40})
@@ -67,12 +76,13 @@ def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
         with rows(tmp_path / "a") as file:
             write(file, 1, 2, 3)
         mirror.flush()
-        assert objects(bucket, url).keys() == {*files, ".lease", "metrics/000000000001.jsonl"}
+        assert objects(bucket, url).keys() == {*files, ".lease", "metrics/000000000001-0.jsonl"}
     content = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert objects(bucket, url) == {**files, "metrics/000000000001.jsonl": content}
+    assert objects(bucket, url) == {**files, "metrics/000000000001-0.jsonl": content}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bad_steps.jsonl").write_bytes(b"left by a run that died here")
-    with opened(url, tmp_path / "b"):
+    with opened(url, tmp_path / "b") as mirror:
+        mirror.go_to(3)
         assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == content
         assert (tmp_path / "b" / "config.json").read_bytes() == b"{}"
         assert not (tmp_path / "b" / "bad_steps.jsonl").exists()
@@ -86,8 +96,8 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_p
     monkeypatch.setattr(mirror_module, "PART_BYTES", 300)
     for life, (start, end) in enumerate([(0, 8), (8, 12), (6, 7), (7, 16)]):
         folder = tmp_path / f"life-{life}"
-        with opened(url, folder) as mirror, rows(folder, start) as file:
-            mirror.cut()
+        with opened(url, folder) as mirror, ExitStack() as stack:
+            file = stack.enter_context(rows_from(mirror, folder, start))
             for step in range(start + 1, end + 1):
                 write(file, step)
                 if step % 3 == 0:
@@ -95,9 +105,9 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_p
                 file.write({"step": step, "eval/loss": 1.5})
             if life == 1:  # rolled back while it runs
                 file.close()
-                with rows(folder, 5) as again:
-                    mirror.cut()
-                    write(again, *range(6, end + 1))
+                with rows_from(mirror, folder, 3) as again:
+                    write(again, *range(4, end + 1))
+            mirror.complete()
         (copied := tmp_path / f"copied-{life}").mkdir()
         fetch(url, copied)
         assert (copied / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
@@ -105,6 +115,36 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_p
         assert [row["step"] for row in logged] == [*range(1, end + 1)]
     parts = [name for name in objects(bucket, url) if name.startswith("metrics/")]
     assert len(parts) > 4
+
+
+def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(
+    url, bucket, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mirror_module, "PART_BYTES", 2000)
+    with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
+        for step in range(1, 201):
+            write(file, step)
+            if step % 10 == 0:
+                mirror.flush()
+    whole = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    with opened(url, tmp_path / "b") as mirror:
+        fetched = []
+        bucket.fault = lambda method, path: method == "GET" and fetched.append(path)
+        with rows_from(mirror, tmp_path / "b", 150) as file:
+            (part,) = {path.partition("?")[0] for path in fetched if "metrics/" in path}
+            write(file, 151)
+        local = (tmp_path / "b" / "metrics.jsonl").read_bytes()
+        first, begins = (int(n) for n in part.rpartition("/")[2].removesuffix(".jsonl").split("-"))
+        assert 100 < first <= 150
+        assert local[: begins - 1] == bytes(begins - 1)
+        assert whole.startswith(local[begins:], begins)
+        mirror.complete()
+        assert whole.startswith((tmp_path / "b" / "metrics.jsonl").read_bytes())
+    names = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    assert len(fetched) < 3 * len(names)
+    with local_copy(url) as copy:
+        logged = fk.run.read_metrics(copy / "metrics.jsonl")
+    assert [row["step"] for row in logged] == [*range(1, 152)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -177,6 +217,65 @@ def test_without_the_lease_nothing_is_written(url, bucket, tmp_path):
         run()
     assert objects(bucket, url).keys() == {".lease"}
     assert objects(bucket, url)[".lease"] == b'{"pid": 7, "host": "other"}'
+
+
+OTHER = b'{"pid": 7, "host": "other"}'
+
+
+def out_of_reach(bucket, url):
+    """Another machine takes the lease over while this one cannot upload an object, for a second."""
+
+    def heal():
+        bucket.fs.pipe_file(f"{url.removeprefix('s3://')}/.lease", OTHER)
+        bucket.heal()
+
+    bucket.fault = lambda method, path: "drop" if method == "PUT" else None
+    threading.Timer(1.0, heal).start()
+
+
+CUT_OFF = "was taken over by pid 7 on host other"
+
+
+def test_rows_of_a_writer_that_was_cut_off_replace_none(url, bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("forgekit.run.lease.PERIOD_S", 0.3)
+    with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
+        write(file, 1)
+        mirror.flush()
+        before = objects(bucket, url)
+        write(file, 2)
+        out_of_reach(bucket, url)
+        for _ in range(2):
+            with pytest.raises(RunLockedError, match=CUT_OFF):
+                mirror.flush()
+        assert objects(bucket, url) == before | {".lease": OTHER}
+        file.close()
+        (tmp_path / "a" / "metrics.jsonl").unlink()
+
+
+def test_a_checkpoint_of_a_writer_that_was_cut_off_counts_for_nothing(
+    url, bucket, tmp_path, monkeypatch
+):
+    """Nor does it delete what the other one is uploading."""
+    monkeypatch.setattr("forgekit.run.lease.PERIOD_S", 0.3)
+    model = torch.nn.Linear(2, 2)
+    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    checkpoints, uploaded = f"{url}/checkpoints", f"{url}/checkpoints/step_00000007/data-1/a"
+    with opened(url, tmp_path / "a") as mirror:
+
+        def cut_off(method, path):
+            if not path.endswith("manifest.json"):
+                return None
+            out_of_reach(bucket, url)
+            return "drop"
+
+        save = partial(fk.checkpoint_save, blocking=True, before_commit=mirror.settle)
+        for fault in (cut_off, lambda method, path: None):
+            bucket.fault = fault
+            with pytest.raises(CheckpointError, match=CUT_OFF):
+                save(state, checkpoints)
+            assert fk.latest_checkpoint(checkpoints) is None
+            bucket.fs.pipe_file(uploaded.removeprefix("s3://"), b"of the other")
+        assert bucket.fs.exists(uploaded.removeprefix("s3://"))
 
 
 # What a recipe says
