@@ -18,7 +18,7 @@ from runs import Job, arguments, last_step
 RANK = Path(__file__).parent / "chaos" / "rank.py"
 FORK = ("--run-path", "--start-method=fork")
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PATIENCE_S = 90
+PATIENCE_S = 150
 """With agents whose workers write nothing."""
 QUICK = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt="
 """Survivors wait one second for others."""

@@ -56,7 +56,7 @@ def run_ranks(
     world: int,
     *args: Any,
     group: bool = True,
-    timeout_s: float = 60,
+    timeout_s: float = 150,
     setup: str = "",
     keep: bool = False,
 ) -> list[Any]:

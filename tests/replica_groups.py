@@ -20,7 +20,7 @@ import forgekit as fk
 HEARTBEAT_S = 1.0
 """Without a sign of life for so long a group is lost to the lighthouse."""
 PROGRAM = Path(replica_rank.__file__)
-PATIENCE_S = 60
+PATIENCE_S = 150
 
 
 class Groups:

@@ -29,7 +29,7 @@ from shells import Forked
 import forgekit as fk
 from forgekit.cli import recipes_folder
 
-PATIENCE_S = 60
+PATIENCE_S = 150
 """With a job that writes nothing: on a busy machine it is slow, but it goes on."""
 POLL_S = 0.005
 TINY = {

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60
+PATIENCE_S = 150
 LINE = "FORGEKIT_TEST_SHELLS"
 """Variable with the name of its socket: workers of pytest-xdist share one."""
 _PR_SET_PDEATHSIG = 1
