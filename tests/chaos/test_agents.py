@@ -9,9 +9,13 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
+import socket
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +23,10 @@ from agents import VARIABLES, Agents, rows_by_step, stretches
 from chaos.scene import MOST_LOST, Life
 from chaos.survival import Outcome
 from ranks import run_again
-from runs import arguments, assert_same_run, last_step, saved_step, status_of
+from runs import Job, arguments, assert_same_run, last_step, saved_step, status_of
 
 import forgekit as fk
+from forgekit.cli import recipes_folder
 from forgekit.run import elastic
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,6 +82,7 @@ def check_run(agents, tmp_path):
 
 def test_the_others_go_on_without_a_lost_agent_and_with_a_new_one(agents, tmp_path, survived):
     run = agents(2)
+    run.patience_s = 8
     first, _ = run.start(), run.start()
     run.wait_for_steps(2)
     run.wait_for(lambda: saved_step(run.out), "a checkpoint")
@@ -132,7 +138,7 @@ def test_what_is_refused_is_not_started_again(agents, settings, variables, messa
 
 
 def test_a_run_that_another_process_holds_is_not_started_again(agents, tmp_path):
-    run = agents(1, {"hurry": 0.5})
+    run = agents(1, {"hurry": 0.1})
     with fk.run.lock_run(run.out):
         assert run.start().end() != 0
     assert run.jobs[0].output.count(f"error: {run.out} is in use by pid {os.getpid()} on host") == 1
@@ -140,6 +146,7 @@ def test_a_run_that_another_process_holds_is_not_started_again(agents, tmp_path)
 
 def test_ranks_that_cannot_share_the_batch_wait_for_others_to_come_or_go(agents):
     run = agents(2, {"hurry": 0.5}, global_batch_size=3)
+    run.patience_s = 8
     run.start()
     run.wait_for_steps(1)
     second = run.start()
@@ -229,6 +236,74 @@ def test_what_fails_alike_on_the_same_machines_is_not_started_again(tmp_path, ev
         elastic.check_progress(tmp_path, tmp_path, events, AGENTS)
     assert status_of(tmp_path)["status"] == "failed"
     assert status_of(tmp_path).get("step") == events[-1].get("step")
+    assert re.search(pattern_of_the_loop(), (tmp_path / "status.json").read_text())
+
+
+def page():
+    """The text on machines that come and go."""
+    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    return text.partition("## Machines that come and go")[2]
+
+
+def pattern_of_the_loop():
+    """What ends the loop in which the page starts an agent."""
+    found = re.search(r"grep -qE '(.*)'", page())
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_over"), [("running", False), ("stopped", False), ("finished", True)]
+)
+def test_the_loop_of_the_page_ends_with_the_run(tmp_path, status, is_over):
+    fk.run.write_status(tmp_path, status, reason="HangError: the ranks lost each other")
+    said = (tmp_path / "status.json").read_text()
+    assert bool(re.search(pattern_of_the_loop(), said)) == is_over
+
+
+@pytest.mark.chaos
+def test_the_commands_of_the_page_keep_a_run_going(tmp_path):
+    """As they are written there, but for names and sizes."""
+    tokens, out = tmp_path / "tokens", tmp_path / "run"
+    last = ROWS * SEQ_LEN
+    fk.write_tokens(tokens, [np.arange(last)], vocab_size=last + 1, eos_id=last)
+    store, agent = re.findall(r"```bash\n(.*?)```", page(), re.DOTALL)[:2]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    settings = shlex.join(arguments(data__path=tokens, **SETTINGS))
+    changes = {
+        "STORE:29400": f"localhost:{port}",
+        "29400": port,
+        "python ": f"{sys.executable} ",
+        "torchrun ": f"{sys.executable} -m torch.distributed.run ",
+        "--nproc-per-node=8": "--nproc-per-node=1",
+        "/shared/runs/a": str(out),
+        "--config pretrain_64_gpus.toml": settings,
+        "pretrain.py": str(recipes_folder() / "pretrain.py"),
+    }
+    for old, new in changes.items():
+        assert old in store + agent
+        store, agent = store.replace(old, new), agent.replace(old, new)
+    jobs, run = [], Agents(out, {}, 8)
+
+    def start(command):
+        log = tmp_path / f"log-{len(jobs)}"
+        jobs.append(Job(["bash", "-c", command], log=log, cwd=tmp_path))
+        run.jobs.append(jobs[-1])
+
+    try:
+        for command in (store, agent, agent):
+            start(command)
+        run.wait_for_steps(2)
+        run.wait_for(lambda: saved_step(out), "a checkpoint")
+        since = len(run.starts())
+        jobs[1].kill()
+        run.wait_for_steps(1, since=since)
+        assert run.starts()[since][1] > 0
+    finally:
+        for job in jobs:
+            job.kill()
 
 
 FAILING = {
@@ -319,14 +394,20 @@ KILLS = 30
 def test_agents_killed_at_30_random_moments_leave_the_run_of_the_same_sizes(
     agents, tmp_path, survived, capsys
 ):
-    """Some of them in set-up, some while the others restart, some with and some without ranks."""
+    """Some of them in set-up, some while the others restart, some with and some without ranks.
+
+    Every other one waits until those that are there have taken steps.
+    """
     chance = random.Random(0)
     run = agents(3)
     living = [run.start() for _ in range(3)]
     run.wait_for_steps(3)
-    kills = []
+    kills, started = [], 0
     while len(kills) < KILLS:
+        if len(kills) % 2:
+            run.wait_for_steps(len(living), since=started)
         time.sleep(chance.uniform(0, 12))
+        started = len(run.starts())
         victim = living.pop(chance.randrange(len(living)))
         kills.append(run.lose(victim, with_workers=chance.random() < 0.6))
         while len(living) < 3 and (len(living) == 1 or chance.random() < 0.7):
