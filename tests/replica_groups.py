@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import replica_rank
 import torch
 from runs import Job
@@ -103,7 +104,10 @@ class Groups:
 
     def result(self, name: str) -> dict[str, Any]:
         """What a group ended with."""
-        return torch.load(self.folder / f"{name}.pt")
+        result: dict[str, Any] = {}
+        for file in self.folder.glob(f"{name}.*.pt"):
+            result |= torch.load(file)
+        return result
 
     def output(self) -> str:
         """The end of what each group wrote, without torchft's notes."""
@@ -140,17 +144,17 @@ def groups(folder: Path, **common: Any) -> Iterator[Groups]:
 
 
 @cache
-def undisturbed(steps: int) -> Mapping[str, Tensor]:
+def undisturbed(steps: int, layers: int) -> Mapping[str, Tensor]:
     """Parameters and averages of one process that trained alone."""
-    state = replica_rank.build()
+    state = replica_rank.build(model=attrs.evolve(replica_rank.SPEC, layers=layers))
     loader = replica_rank.load(state, batch_size=replica_rank.GLOBAL_BATCH)
     return replica_rank.whole(replica_rank.train(state, loader, fk.OneGroup(), steps=steps))
 
 
-def assert_undisturbed(result: Mapping[str, Any], steps: int) -> None:
+def assert_undisturbed(result: Mapping[str, Any], steps: int, layers: int = 1) -> None:
     """A group's last state is that of one process, to rounding in float64."""
     assert (result["step"], result["samples"]) == (steps, steps * replica_rank.GLOBAL_BATCH)
-    for name, expected in undisturbed(steps).items():
+    for name, expected in undisturbed(steps, layers).items():
         torch.testing.assert_close(result[name], expected, rtol=1e-10, atol=1e-12, msg=name)
 
 

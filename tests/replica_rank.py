@@ -4,7 +4,7 @@
 for once everything is built; ``layout``; ``seconds`` that a step takes at least; ``other``, what
 this group has that the others do not; ``stop_at``, the step before which it asks to stop;
 ``die_at``, the step in which its last rank is killed; ``resume`` and ``save``, folders of
-checkpoints; ``stop_file``, on which it asks to stop.
+checkpoints; ``stop_file``, on which it asks to stop; ``layers`` of the model.
 """
 
 from __future__ import annotations
@@ -76,13 +76,17 @@ def whole(state):
     }
 
 
-def train(state, loader, replicas, *, steps, stop=None, watch=lambda **_: None, least_s=0.0):
+def train(
+    state, loader, replicas, *, steps, stop=None, watch=lambda **_: None, least_s=0.0, multiple=1
+):
     """The loop of the recipe, written out."""
     micro_batches = loader.micro_batches(GLOBAL_BATCH)
     while state.step < steps and not (stop and stop.requested):
         began = time.monotonic()
         state, part = replicas.begin(state)
-        batches = loader.share(state.samples, micro_batches, *part, skip=state.skips)
+        batches = loader.share(
+            state.samples, micro_batches, *part, multiple=multiple, skip=state.skips
+        )
         rows = []
 
         def seen(batches=batches, rows=rows):
@@ -130,9 +134,9 @@ def main(given):
     torch.set_num_threads(1)
     folder, name = Path(given["folder"]), given["name"]
     other = given.get("other", "")
-    spec = attrs.evolve(SPEC, ffn_dim=32) if other == "model" else SPEC
-    optimizer = fk.lion if other == "optimizer" else fk.adamw
-    state = build(given.get("layout"), model=spec, optimizer=optimizer)
+    spec = attrs.evolve(SPEC, layers=given.get("layers", SPEC.layers))
+    layout = given.get("layout") or {}
+    state = build(layout, model=spec)
     if given.get("resume"):
         state = fk.checkpoint_load(state, given["resume"])
     stop = fk.StopSignal(signals=(), file=given.get("stop_file"))
@@ -161,18 +165,17 @@ def main(given):
         timeout_s=20,
         quorum_timeout_s=60,
     )
-    least_s = given.get("seconds", 0.0)
+    options = {"least_s": given.get("seconds", 0.0), "multiple": layout.get("pp", 1)}
     with joined as replicas:
         state = train(
-            state, loader, replicas, steps=given["steps"], stop=stop, watch=watch, least_s=least_s
+            state, loader, replicas, steps=given["steps"], stop=stop, watch=watch, **options
         )
     if save := given.get("save"):
         fk.checkpoint_save(state, save, blocking=True)
     parameters = whole(state)
-    if rank == 0:
-        torch.save(
-            {"step": state.step, "samples": state.samples, **parameters}, folder / f"{name}.pt"
-        )
+    if rank == 0 or "pp" in layout:  # each stage has parameters of its own
+        numbers = {"step": state.step, "samples": state.samples}
+        torch.save(numbers | parameters, folder / f"{name}.{rank}.pt")
     fk.shutdown()
 
 

@@ -76,6 +76,7 @@ def join_replicas(
     lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
     if not lighthouse:
         return OneGroup()
+    os.environ.setdefault("RUST_LOG", "warn")  # or torchft writes some eight lines per step
     torchft = require("torchft", extra="ft")
     facts = {"seed": state.seed, **settings}
     facts = {"data": fingerprint, "settings": {name: repr(fact) for name, fact in facts.items()}}

@@ -14,9 +14,13 @@ import forgekit as fk
 STEPS = 12
 
 
+PIPELINE = {"layout": {"pp": 2}, "layers": 2}
+
+
 @pytest.mark.slow
-def test_a_rank_is_killed_its_group_comes_back_and_nothing_is_lost(tmp_path):
-    with groups(tmp_path, steps=STEPS, seconds=0.2) as run:
+@pytest.mark.parametrize("given", [{}, pytest.param(PIPELINE, marks=pytest.mark.chaos)], ids=str)
+def test_a_rank_is_killed_its_group_comes_back_and_nothing_is_lost(tmp_path, given):
+    with groups(tmp_path, steps=STEPS, seconds=0.2, **given) as run:
         first, second = run.prepare("first", 2), run.prepare("second", 2, die_at=3)
         again = run.prepare("second", 2)
         for go in (first, second, again):
@@ -31,7 +35,7 @@ def test_a_rank_is_killed_its_group_comes_back_and_nothing_is_lost(tmp_path):
         assert any(e["event"] == "breaks off" for e in events)
         assert_each_sample_once(events, STEPS)
         for name in ("first", "second"):
-            assert_undisturbed(run.result(name), STEPS)
+            assert_undisturbed(run.result(name), STEPS, given.get("layers", 1))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.chaos)])
