@@ -86,7 +86,8 @@ class Bucket:
             if parent.name.startswith("data-"):  # where a save without a rename keeps its files
                 target = parent.parent / target.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(fs.cat_file(name))
+            with suppress(FileNotFoundError):  # deleted meanwhile by a run that goes on
+                target.write_bytes(fs.cat_file(name))
         return folder
 
 

@@ -83,6 +83,9 @@ CASES = {
         "the newest checkpoint is of another model",
         "the newest checkpoint is from a newer version",
     ],
+    "In a bucket": [
+        "to and from a bucket that fails, at 30 random moments",
+    ],
     "Numbers": [
         "the gradient of one rank is NaN",
         "the loss of one micro-batch is infinite",

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from buckets import FAULTS, open_bucket
-from chaos.scene import SAVE_EVERY, STANDARD, Life, resumed_step
+from chaos.scene import STANDARD, Life, resumed_step
 from chaos.survival import Outcome
 from runs import arguments, assert_same_run, last_step, saved_step, status_of
 
@@ -82,13 +82,13 @@ def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
 def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived, capsys):
     numbers = random.Random(7)
     network = random.Random(8)
-    settings = {"steps": 60, "save_every": 2}
+    settings = {"steps": 64, "save_every": 4}
     lives.bucket.fault = lambda method, path: (
         network.choice(FAULTS) if network.random() < 0.03 else None
     )
     newest, ended, began = 0, Counter(), time.monotonic()
     for _ in range(30):
-        call = int(numbers.uniform(0, 3_000_000))
+        call = int(numbers.uniform(0, 1_000_000))
         life = lives.live(faults={0: {"die_at_call": call}}, **settings)
         codes = life.end()
         assert codes in ([-signal.SIGKILL], [0]), life.output
@@ -100,6 +100,7 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survive
         saved = saved_step(copy)
         assert saved >= newest, "what was committed is gone"
         assert last_step(copy) >= saved, "rows that a checkpoint counts are gone"
+        assert last_step(copy) - saved <= 2 * settings["save_every"]
         newest = saved
     life = lives.live(**settings)
     assert life.end() == [0], life.output
@@ -112,5 +113,5 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survive
     assert ended["killed"] >= 25
     assert ended["set up"] >= 10
     assert set(lives.bucket.done) == set(FAULTS)
-    outcome = Outcome(ended="killed", status="running", lost=2 * SAVE_EVERY)
+    outcome = Outcome(ended="killed", status="running", lost=2 * settings["save_every"])
     survived("to and from a bucket that fails, at 30 random moments", outcome)

@@ -128,3 +128,29 @@ def test_the_lease_is_renewed_while_it_is_held(url, tmp_path, monkeypatch):
         while content(url)["beat"] < first + 2:
             assert time.monotonic() - began < 30
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_start_with_patience_waits_for_a_writer_that_ends(url, tmp_path, ends):
+    over, held_s = threading.Event(), 1.0
+
+    def write():
+        with held(url, tmp_path, period_s=PERIOD_S):
+            over.wait(held_s if ends else 60.0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not (tmp_path / ".lease").exists():
+        time.sleep(0.01)
+    lease = Lease(url, PERIOD_S)
+    try:
+        if ends:
+            lease.take(patience_s=60.0)
+            assert content(url)["owner"] == lease.owner
+        else:
+            with pytest.raises(RunLockedError, match=f"{url} is in use by pid {os.getpid()} on"):
+                lease.take(patience_s=1.0)
+            assert content(url)["owner"] != lease.owner
+    finally:
+        over.set()
+        writer.join()
