@@ -394,20 +394,14 @@ KILLS = 30
 def test_agents_killed_at_30_random_moments_leave_the_run_of_the_same_sizes(
     agents, tmp_path, survived, capsys
 ):
-    """Some of them in set-up, some while the others restart, some with and some without ranks.
-
-    Every other one waits until those that are there have taken steps.
-    """
+    """Some of them in set-up, some while the others restart, some with and some without ranks."""
     chance = random.Random(0)
     run = agents(3)
     living = [run.start() for _ in range(3)]
     run.wait_for_steps(3)
-    kills, started = [], 0
+    kills = []
     while len(kills) < KILLS:
-        if len(kills) % 2:
-            run.wait_for_steps(len(living), since=started)
         time.sleep(chance.uniform(0, 12))
-        started = len(run.starts())
         victim = living.pop(chance.randrange(len(living)))
         kills.append(run.lose(victim, with_workers=chance.random() < 0.6))
         while len(living) < 3 and (len(living) == 1 or chance.random() < 0.7):
