@@ -124,7 +124,7 @@ def hold_run(
             (folder / ".wanted").unlink(missing_ok=True)
             events = _history(folder)
             check_progress(out, folder, events, agents)
-        except (RunLockedError, RepeatedFailureError) as error:
+        except (RunLockedError, RepeatedFailureError, OSError) as error:
             store.set("answer", json.dumps([str(error), [], False]))
             with suppress(HangError):  # the store ends with this process
                 for each in range(1, world):

@@ -58,7 +58,7 @@ from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_
 from forgekit.run.summary import start_summary
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
-from forgekit.urls import Location, Url, location_of
+from forgekit.urls import Location, Url, entries_below, fs_of, location_of
 
 STATUS_EVERY_S = 30.0
 """Between two updates of a running run's ``status.json``, by ``is_over``."""
@@ -402,6 +402,8 @@ def open_run(
             is_writer = process_rank() == 0
             where = location_of("out", out)
             url = None if isinstance(where, Path) else where
+            if url is not None:  # on all ranks: rank 0 alone writes there
+                entries_below(*fs_of(url))
             folder = where if isinstance(where, Path) else working_folder(where)
             check_directory(folder)
             made = make_trackers(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
 from buckets import FAULTS, open_bucket
+from ranks import run_ranks
 
 import forgekit as fk
 from forgekit import urls
@@ -308,6 +310,30 @@ def test_a_run_that_cannot_be_there_is_refused_in_one_sentence(
     assert said.startswith("error: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+def _refused(rank, world, out, variables, missing):
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        for name in missing:
+            patch.delenv(name)
+        patch.setattr("s3fs.S3FileSystem._cache", {})
+        with pytest.raises(SystemExit) as stop, fk.open_run(Url(out), {}):
+            raise AssertionError
+    return stop.value.code, said.getvalue()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_ranks_refuse_a_bucket_that_one_writes(bucket, name, tmp_path):
+    out, changes, message = REFUSED[name]
+    variables = {**bucket.variables, "FORGEKIT_CACHE": str(tmp_path)}
+    variables |= {key: value for key, value in changes.items() if value is not None}
+    missing = [key for key, value in changes.items() if value is None]
+    (first, said), (second, silent) = run_ranks(_refused, 2, out, variables, missing)
+    assert (first, second) == (2, 2)
+    assert message in said
+    assert silent == ""  # one sentence for all of them
 
 
 def test_two_runs_in_one_folder_of_a_bucket(bucket, url, monkeypatch, capsys, tmp_path):
