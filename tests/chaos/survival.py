@@ -83,9 +83,6 @@ CASES = {
         "the newest checkpoint is of another model",
         "the newest checkpoint is from a newer version",
     ],
-    "In a bucket": [
-        "to and from a bucket that fails, at 30 random moments",
-    ],
     "Numbers": [
         "the gradient of one rank is NaN",
         "the loss of one micro-batch is infinite",
@@ -96,7 +93,6 @@ CASES = {
         "30 agents of torchrun at random moments, alone or with their ranks",
         "SIGTERM to an agent of torchrun",
         "an agent of torchrun that stalls and is taken for dead",
-        "the same step fails twice",
     ],
     "Resumed elsewhere": [
         "on 4, 2, 3, 1, 4 ranks with 0, 2, 1 workers",
