@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import shlex
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -118,6 +119,9 @@ def test_options_in_the_text_exist(capsys):
     commands = re.search(r"^  COMMAND\n((?:    .*\n)+)", capsys.readouterr().out, re.M)[1]
     ours = {f for name in re.findall(r"^    (\w+)", commands, re.M) for f in help_of(name, capsys)}
     launcher = set(re.findall(r"--[a-z][\w-]*", get_args_parser().format_help()))
+    lighthouse = Path(sysconfig.get_path("scripts"), "torchft_lighthouse")
+    told = subprocess.run([lighthouse, "--help"], capture_output=True, text=True, check=True)
+    launcher |= set(re.findall(r"--[a-z]\w*", told.stdout))
     known = ours | launcher | BATCH | {"--config", "--help"}
     for page, path in PAGES.items():
         spans = re.findall(r"`(--[a-z][^`]*)`", path.read_text())
