@@ -186,8 +186,12 @@ def names_below(fs: Any, root: str) -> list[str]:
     return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries_below(fs, root)]
 
 
-def content_of(file: Location) -> bytes | None:
+def content_of(file: Location, *, patience_s: float | None = None) -> bytes | None:
     """Read a whole file or object into memory; None if there is none.
+
+    Args:
+        file: The file or object.
+        patience_s: How long a store may fail to answer; None is ``PATIENCE_S``.
 
     Raises:
         UrlError: If a store refuses, or has not answered in time.
@@ -196,7 +200,7 @@ def content_of(file: Location) -> bytes | None:
         return file.read_bytes() if file.is_file() else None
     fs, root = fs_of(file)
     try:
-        return retried(lambda: fs.cat_file(root), file)
+        return retried(lambda: fs.cat_file(root), file, patience_s=patience_s)
     except (FileNotFoundError, IsADirectoryError):
         return None
 

@@ -73,7 +73,7 @@ class Agents:
             ),
         ]
         python = [] if self.forked else [sys.executable]
-        command = [*python, *torchrun, *arguments(out=self.out, **self.settings)]
+        command = [*python, *torchrun, *arguments(**{"out": self.out, **self.settings})]
         faults = json.dumps(dict.fromkeys(range(self.most), self.faults))
         log = self.out.with_name(f"agent-{len(self.jobs)}.log")
         variables = {**self.variables, "FORGEKIT_TEST_FAULTS": faults}

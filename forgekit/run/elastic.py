@@ -30,7 +30,7 @@ from forgekit.files import read_regular
 from forgekit.run.mirror import Mirror, held_run
 from forgekit.run.rendezvous import HangError, RankStore
 from forgekit.run.status import RunLockedError, append_history, write_status
-from forgekit.urls import Location, Url
+from forgekit.urls import Location, Url, content_of, fs_of, retried
 
 LATE_S = 120.0
 """From the first rank of an attempt to the last; their agents have met just before."""
@@ -118,10 +118,10 @@ def hold_run(
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".wanted").write_text(os.environ["TORCHELASTIC_RUN_ID"])
+            _ask_for(out, os.environ["TORCHELASTIC_RUN_ID"])
             held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
             mirror = stack.enter_context(held)
-            (folder / ".wanted").unlink(missing_ok=True)
+            _ask_for(out, "")
             events = _history(folder)
             check_progress(out, folder, events, agents)
         except (RunLockedError, RepeatedFailureError, OSError) as error:
@@ -146,14 +146,24 @@ def check_connections() -> None:
         dist.all_reduce(torch.zeros(()))
 
 
-def is_wanted(out: Path) -> bool:
+def is_wanted(out: Location) -> bool:
     """Whether a later attempt of this job waits for the run directory.
 
     An agent that stalls is taken for dead. Nobody tells it, so that its workers would go on alone.
     """
     with suppress(OSError):
-        return (out / ".wanted").read_text() == os.environ.get("TORCHELASTIC_RUN_ID")
+        job = content_of(out / ".wanted", patience_s=0.0)
+        return job == os.environ["TORCHELASTIC_RUN_ID"].encode()
     return False
+
+
+def _ask_for(out: Location, job: str) -> None:
+    """Ask workers that hold the run directory to give way to a job; nobody, if it has no name."""
+    if isinstance(out, Path):
+        (out / ".wanted").write_text(job)
+    else:
+        fs, root = fs_of(out)
+        retried(lambda: fs.pipe_file(f"{root}/.wanted", job.encode()), out)
 
 
 def is_left(reason: str | None) -> bool:

@@ -79,7 +79,7 @@ class Mirror:
         for path in folder.iterdir():  # what a run that died here has left; the bucket is right
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name not in (".lock", ".lease", ".wanted"):
+            elif path.name not in (".lock", ".lease"):
                 path.unlink(missing_ok=True)
         _fetch_files(self._fs, self._root, folder)
         self._parts = _parts_of(self._fs, self._root)

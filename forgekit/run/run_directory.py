@@ -197,7 +197,7 @@ class Run:
         if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
             with suppress(OSError):  # a full disk: the next row of metrics says so
                 self._note(state, "running")
-            if self._stop is not None and self.attempt.agents and is_wanted(self.out):
+            if self._stop is not None and self.attempt.agents and is_wanted(self.url or self.out):
                 self._stop.request(WANTED)
         if self._mirror is not None:
             self._mirror.lease.check_known()

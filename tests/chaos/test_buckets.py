@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
 from collections import Counter
 
 import pytest
+from agents import VARIABLES, Agents
 from buckets import FAULTS, open_bucket
 from chaos.scene import STANDARD, Life, resumed_step
 from runs import arguments, assert_same_run, last_step, saved_step, status_of
@@ -74,6 +76,72 @@ def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
     assert not (copy / ".lease").exists()
     assert (copy / "report.html").exists()
     assert_same_run(copy, undisturbed(2, **settings))
+
+
+class AgentsOfBucket(Agents):
+    """Agents on machines that share nothing but a bucket; ``out`` is a copy of what is there."""
+
+    place: Lives
+
+    def start(self):
+        machine = {"FORGEKIT_CACHE": str(self.place.folder / f"machine-{len(self.jobs)}")}
+        self.variables = VARIABLES | self.place.bucket.variables | machine
+        return super().start()
+
+    def wait_for(self, condition, what):
+        def holds():
+            time.sleep(0.3)
+            self.place.copy()
+            return condition()
+
+        super().wait_for(holds, what)
+
+
+@pytest.fixture
+def agents(lives, tmp_path):
+    """Two agents whose run is in a bucket."""
+    settings = STANDARD | {"steps": 100_000, "data__path": lives.tokens, "out": URL}
+    faults = {"store": STORE, "hurry": 0.5, "note_attempts": (str(tmp_path / "notes"), 0.1)}
+    run = AgentsOfBucket(tmp_path / "copy", settings, 2, patience_s=8, faults=faults)
+    run.place = lives
+    yield run
+    run.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_the_machine_of_rank_0_is_lost_and_another_goes_on_from_the_bucket(agents, lives):
+    both = [agents.start(), agents.start()]
+    agents.wait_for_steps(2)
+    agents.wait_for(lambda: saved_step(agents.out), "a checkpoint")
+    lease = json.loads((agents.out / ".lease").read_text())
+    (first,) = (job for job in both if lease["pid"] in job.members())
+    since = len(agents.starts())
+    agents.lose(first, with_workers=True)
+    newest = saved_step(lives.copy())
+    agents.wait_for_steps(1, since=since)
+    assert agents.starts()[since] == (1, newest)
+    agents.stop()
+    assert status_of(lives.copy())["status"] == "stopped"
+    assert saved_step(agents.out) == last_step(agents.out)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_the_rank_of_a_stalled_agent_gives_way_in_the_bucket(agents, lives):
+    first = agents.start()
+    agents.wait_for_steps(1)
+    first.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * agents.patience_s)
+    agents.start()
+    agents.wait_for(lambda: len(agents.starts()) == 2, "second start")
+    assert agents.history()[-2]["reason"] == "another attempt"
+    newest = agents.starts()[-1][1]
+    first.process.send_signal(signal.SIGCONT)
+    agents.wait_for_steps(2, since=2)
+    agents.stop()
+    assert status_of(lives.copy())["status"] == "stopped"
+    assert saved_step(agents.out) == last_step(agents.out) > newest
 
 
 @pytest.mark.chaos
