@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgekit as fk
+from forgekit.data import packing
 from forgekit.data.packing import Bins, cached_bins, pack
 from forgekit.data.rows import packed_dataset
 from forgekit.data.token_files import write_tokens
@@ -190,6 +191,15 @@ def test_the_fingerprint_is_of_tokens_bins_and_transforms(tmp_path):
     ]
     assert len({dataset.fingerprint for dataset in [first, *others]}) == 9
     assert packed().fingerprint == packed([np.array(ids, int) for ids in DOCUMENTS]).fingerprint
+
+
+def test_the_arrays_of_the_bins_are_read_once_for_all_fingerprints(tmp_path, monkeypatch):
+    reads = []
+    digest = packing.digest
+    monkeypatch.setattr(packing, "digest", lambda *facts: reads.append(facts) or digest(*facts))
+    dataset = packed_dataset(file_of(tmp_path / "a"), pack([3, 1, 2], 4))
+    assert len({dataset.fingerprint for _ in range(3)}) == 1  # as for each checkpoint
+    assert len(reads) == 1
 
 
 def test_held_out_documents_are_packed_alike(tmp_path):
