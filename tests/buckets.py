@@ -171,6 +171,7 @@ def open_bucket() -> Iterator[Bucket]:
     handler = type("Handler", (_Proxy,), {"bucket": bucket})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     proxy.daemon_threads = True
+    proxy.handle_error = lambda *_: None  # clients are killed here
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     bucket.variables = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}",

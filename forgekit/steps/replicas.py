@@ -9,12 +9,13 @@ step that broke off changes nothing: its micro-batches come again, in other part
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
@@ -23,11 +24,8 @@ from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Held, Totals, find_problem
 from forgekit.tensors import local, wide
 
-LARGE = 2**18
-"""Elements from which on a gradient is summed where it is, and not copied beside others."""
-
-TOGETHER = 64
-"""Most gradients that are copied beside each other, for one collective."""
+BUCKET_BYTES = 2**24
+"""Gradients up to this size together are copied beside each other, for one collective."""
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -170,36 +168,14 @@ def _digest(sums: str, gradients: list[Tensor], state: TrainState, held: Held) -
 
 
 def _sum(replicas: Replicas, tensors: Sequence[Tensor], *, is_nothing: bool) -> bool:
-    """Add tensors over the groups in place, the small ones beside each other."""
-    if is_nothing:
-        for tensor in tensors:
-            tensor.zero_()
-    for bucket in _buckets(tensors):
-        if len(bucket) == 1 and bucket[0].is_contiguous() and _is_wide(bucket[0]):
-            good = replicas.sum(bucket)
-        else:
-            together = torch.cat([tensor.reshape(-1).to(wide(tensor.dtype)) for tensor in bucket])
-            good = replicas.sum([together])
-            parts = together.split([tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        if not good:
+    """Add tensors over the groups in place, small ones beside each other in one copy."""
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)  # of a single contiguous tensor not a copy
+        together = flat.to(wide(flat.dtype))
+        if is_nothing:
+            together.zero_()
+        if not replicas.sum([together]):
             return False
+        for tensor, total in zip(bucket, _unflatten_dense_tensors(together, bucket), strict=True):
+            tensor.copy_(total)
     return True
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype == wide(tensor.dtype)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Large tensors one by one, small ones together with others of their dtype."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() < LARGE:
-            small.setdefault(tensor.dtype, []).append(tensor)
-        else:
-            yield [tensor]
-    for alike in small.values():
-        for first in range(0, len(alike), TOGETHER):
-            yield alike[first : first + TOGETHER]

@@ -94,6 +94,7 @@ CASES = {
         "SIGTERM to an agent of torchrun",
         "an agent of torchrun that stalls and is taken for dead",
     ],
+    "In a bucket": ["to and from a bucket that fails, at 30 random moments"],
     "Resumed elsewhere": [
         "on 4, 2, 3, 1, 4 ranks with 0, 2, 1 workers",
         "as FSDP 2, TP 2, PP 2, CP 2",

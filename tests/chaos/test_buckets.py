@@ -12,6 +12,7 @@ import pytest
 from agents import VARIABLES, Agents
 from buckets import FAULTS, open_bucket
 from chaos.scene import STANDARD, Life, resumed_step
+from chaos.survival import Outcome
 from runs import arguments, assert_same_run, last_step, saved_step, status_of
 
 URL = "s3://bucket/run"
@@ -146,16 +147,17 @@ def test_the_rank_of_a_stalled_agent_gives_way_in_the_bucket(agents, lives):
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, capsys):
+def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived, capsys):
     numbers = random.Random(7)
     network = random.Random(8)
-    settings = {"steps": 64, "save_every": 4}
+    settings = {"steps": 160, "save_every": 4}
+    share = {"PUT": 0.1}
     lives.bucket.fault = lambda method, path: (
-        network.choice(FAULTS) if network.random() < 0.03 else None
+        network.choice(FAULTS) if network.random() < share.get(method, 0.03) else None
     )
     newest, ended, began = 0, Counter(), time.monotonic()
     for _ in range(30):
-        call = int(numbers.uniform(0, 1_000_000))
+        call = int(numbers.uniform(0, 2_000_000))
         life = lives.live(faults={0: {"die_at_call": call}}, **settings)
         codes = life.end()
         assert codes in ([-signal.SIGKILL], [0]), life.output
@@ -180,3 +182,5 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, capsys)
     assert ended["killed"] >= 25
     assert ended["set up"] >= 10
     assert set(lives.bucket.done) == set(FAULTS)
+    outcome = Outcome(ended="killed", status="running", lost=2 * settings["save_every"])
+    survived("to and from a bucket that fails, at 30 random moments", outcome)
