@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from forgekit.urls import Location as Location
+    from forgekit.remote.urls import Location as Location
     from forgekit.mesh import (
         MeshSpec as MeshSpec,
         build_mesh as build_mesh,
@@ -109,7 +109,7 @@ if _TYPE_CHECKING:
         held_out_loader as held_out_loader,
         train_loader as train_loader,
     )
-    from forgekit.run.replica_groups import join_replicas as join_replicas
+    from forgekit.replicas.groups import join_replicas as join_replicas
     from forgekit.run.run_directory import every as every, open_run as open_run
     from forgekit.checkpoints.save import (
         PendingSave as PendingSave,
@@ -167,7 +167,7 @@ if _TYPE_CHECKING:
 
 _NAMES = _MappingProxyType(
     {
-        "urls": "Location",
+        "remote.urls": "Location",
         "mesh": "MeshSpec build_mesh data_ranks process_rank shutdown",
         "data.token_files": "write_tokens",
         "data.packing": "pack",
@@ -207,7 +207,7 @@ _NAMES = _MappingProxyType(
         "steps.update": "update",
         "steps.make_step": "make_step step_metrics",
         "run.setup": "Setup fitting_batch_size held_out_loader train_loader",
-        "run.replica_groups": "join_replicas",
+        "replicas.groups": "join_replicas",
         "run.run_directory": "every open_run",
         "checkpoints.save": "PendingSave checkpoint_save",
         "checkpoints.load": "checkpoint_load",

@@ -30,8 +30,8 @@ from cattrs import Converter
 
 from forgekit.checks import path_problem
 from forgekit.environment import end_launcher
+from forgekit.remote.urls import Url, is_url
 from forgekit.terminal import printable, tell_once
-from forgekit.urls import Url, is_url
 
 __all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]
 

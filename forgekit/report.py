@@ -27,7 +27,7 @@ import numpy as np
 from forgekit.checks import parse_json
 from forgekit.environment import require
 from forgekit.files import is_locked, open_regular, read_regular, write_atomic
-from forgekit.urls import Location, is_url
+from forgekit.remote.urls import Location, is_url
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

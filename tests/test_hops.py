@@ -16,7 +16,8 @@ from forgekit.report import write_report
 
 PACKAGE = f"{Path(fk.__file__).parent}/"
 FLOOR_0 = {
-    *("checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors", "urls"),
+    *("checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors"),
+    "remote/urls",
 }
 """Files that call nothing above floor 0; they, the terminal's and the optimizers' do not count."""
 

@@ -11,10 +11,10 @@ from botocore.exceptions import ClientError, NoCredentialsError, ParamValidation
 from s3fs.errors import translate_boto_error
 
 import forgekit as fk
-from forgekit import urls
 from forgekit.config import ConfigError, key, load_config, structure, to_dict
 from forgekit.ranks import explain
-from forgekit.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
+from forgekit.remote import urls
+from forgekit.remote.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
 
 
 @attrs.frozen

@@ -52,7 +52,7 @@ from forgekit.files import (
     sync,
 )
 from forgekit.ranks import CheckpointError, Ranks
-from forgekit.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
+from forgekit.remote.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
 
 MANIFEST = "manifest.json"
 FORMAT = 3

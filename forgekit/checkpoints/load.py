@@ -47,7 +47,7 @@ from forgekit.checkpoints.state_dict import (
     restore,
 )
 from forgekit.checks import brief
-from forgekit.data.hashing import compare_facts, facts_of
+from forgekit.hashing import compare_facts, facts_of
 from forgekit.model.lora import adapter_names, check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain
 from forgekit.state import TrainState, donate

@@ -16,7 +16,7 @@ from forgekit.checks import parse_json
 from forgekit.cli.recipe_setup import build, micro_batches, opened
 from forgekit.cli.usage import UsageError, file_path, location, script_file
 from forgekit.files import read_regular, write_atomic
-from forgekit.urls import UrlError, is_url
+from forgekit.remote.urls import UrlError, is_url
 
 if TYPE_CHECKING:
     from forgekit.evaluation.replay import Replay

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from forgekit.checks import path_of
-from forgekit.urls import Location, is_url, path_or_url
+from forgekit.remote.urls import Location, is_url, path_or_url
 
 
 class UsageError(Exception):

@@ -7,7 +7,7 @@ from forgekit.data.token_files import open_tokens, token_documents
 from forgekit.data.prepare_corpus import prepare
 from forgekit.data.packing import Bins, LongDocuments, PackingMethod, cached_bins
 from forgekit.data.chat import chat_dataset, preference_dataset
-from forgekit.data.hashing import permute
+from forgekit.hashing import permute
 from forgekit.data.order import Order, sample_rows
 from forgekit.data.batch import collate, mask_batch, pad_positions
 from forgekit.data.stream import DocumentStream, stream_documents

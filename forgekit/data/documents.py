@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_choice, path_of, quoted
-from forgekit.data.hashing import digest, hash_integers
 from forgekit.environment import require
+from forgekit.hashing import digest, hash_integers
 
 Content: TypeAlias = "str | NDArray[np.int64]"
 Errors: TypeAlias = Literal["raise", "skip"]

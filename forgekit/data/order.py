@@ -29,7 +29,7 @@ from tensordict import TensorDict
 
 from forgekit.checks import check_integers, check_numbers, quoted
 from forgekit.data.batch import check_alike, read_rows
-from forgekit.data.hashing import (
+from forgekit.hashing import (
     SAMPLE_ORDER,
     U64,
     digest,

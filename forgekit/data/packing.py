@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_choice, check_integers, nearest_multiples, path_of
-from forgekit.data.hashing import digest, tokenizer_of
 from forgekit.data.token_files import TokenFile
 from forgekit.files import sync
+from forgekit.hashing import digest, tokenizer_of
 
 Ints = NDArray[np.int64]
 PackingMethod = Literal["best_fit", "sequential"]

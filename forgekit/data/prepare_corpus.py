@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from forgekit.checks import check_integers, path_of
 from forgekit.data.documents import BROKEN_NAMED, Documents, as_documents
-from forgekit.data.hashing import digest, hash_integers
 from forgekit.data.read_ahead import compute_ahead
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
 from forgekit.data.token_files import (
@@ -54,6 +53,7 @@ from forgekit.data.tokenizer import (
     vocabulary_size,
 )
 from forgekit.files import atomic_directory, sync, write_atomic
+from forgekit.hashing import digest, hash_integers
 from forgekit.terminal import printable
 
 Progress: TypeAlias = Callable[[str, int, int], None]

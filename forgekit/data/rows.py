@@ -17,9 +17,9 @@ from tensordict import TensorDict
 from forgekit.checks import check_integers
 from forgekit.data.batch import IGNORED, PADDING, apply_transforms, collate
 from forgekit.data.documents import check_ids
-from forgekit.data.hashing import digest, state_facts, tokenizer_of
 from forgekit.data.packing import Bins, pack
 from forgekit.data.token_files import TokenFile, open_tokens
+from forgekit.hashing import digest, state_facts, tokenizer_of
 
 Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]

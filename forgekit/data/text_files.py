@@ -35,7 +35,7 @@ from forgekit.data.documents import (
     read_texts,
 )
 from forgekit.environment import require
-from forgekit.urls import Url, fs_of, location_of, retried
+from forgekit.remote.urls import Url, fs_of, location_of, retried
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 

@@ -29,7 +29,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_integers
-from forgekit.data.block_cache import (
+from forgekit.data.documents import NumberedDocuments, check_ids
+from forgekit.files import atomic_directory, restore_replaced
+from forgekit.remote.block_cache import (
     BLOCK_BYTES,
     NPY_HEADER_BYTES,
     Block,
@@ -38,9 +40,7 @@ from forgekit.data.block_cache import (
     checksums_of,
     fetch_blocks,
 )
-from forgekit.data.documents import NumberedDocuments, check_ids
-from forgekit.files import atomic_directory, restore_replaced
-from forgekit.urls import Location, Url, content_of, fs_of, location_of, retried
+from forgekit.remote.urls import Location, Url, content_of, fs_of, location_of, retried
 
 INDEX = "index.json"
 OFFSETS = "offsets.npy"

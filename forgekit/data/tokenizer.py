@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from forgekit.checks import brief, check_integers, quoted
 from forgekit.environment import require
-from forgekit.urls import content_of, location_of
+from forgekit.remote.urls import content_of, location_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from forgekit.data.hashing import tokenizer_of
 from forgekit.data.token_files import HELD_OUT
+from forgekit.hashing import tokenizer_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.make_step import Vote

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from forgekit.checks import parse_json
 from forgekit.environment import identity, rendezvous, restarts
 from forgekit.files import read_regular
+from forgekit.remote.urls import Location, Url, content_of, fs_of, retried
 from forgekit.run.mirror import Mirror, held_run
 from forgekit.run.rendezvous import HangError, RankStore
 from forgekit.run.status import RunLockedError, append_history, write_status
-from forgekit.urls import Location, Url, content_of, fs_of, retried
 
 LATE_S = 120.0
 """From the first rank of an attempt to the last; their agents have met just before."""

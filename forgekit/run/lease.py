@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from forgekit.files import is_locked
+from forgekit.remote.urls import PRECONDITION, Url, UrlError, code_of, fs_of, retried
 from forgekit.run.status import RunLockedError
 from forgekit.terminal import tell
-from forgekit.urls import PRECONDITION, Url, UrlError, code_of, fs_of, retried
 
 PERIOD_S = 30.0
 """After so long without renewal a lease may be taken over; it is renewed three times as often."""

@@ -27,9 +27,9 @@ from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Router
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks
+from forgekit.remote.urls import Location, path_or_url
 from forgekit.run.mirror import local_copy
 from forgekit.state import TrainState
-from forgekit.urls import Location, path_or_url
 
 
 def load_run(

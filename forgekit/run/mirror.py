@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from forgekit.checkpoints.directory import only_warns
-from forgekit.run.lease import Lease, held
-from forgekit.run.status import RunLockedError, lock_run
-from forgekit.urls import (
+from forgekit.remote.urls import (
     Location,
     Url,
     entries_below,
@@ -36,6 +34,8 @@ from forgekit.urls import (
     names_below,
     retried,
 )
+from forgekit.run.lease import Lease, held
+from forgekit.run.status import RunLockedError, lock_run
 
 EVERY_S = 10.0
 """Between two uploads of what has changed."""

@@ -33,6 +33,7 @@ from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.ranks import CheckpointError
+from forgekit.remote.urls import Location, Url, entries_below, fs_of, location_of
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.elastic import (
     PAUSE_S,
@@ -58,7 +59,6 @@ from forgekit.run.stop_signal import STOP_SIGNALS, StoppedError, StopSignal, is_
 from forgekit.run.summary import start_summary
 from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
-from forgekit.urls import Location, Url, entries_below, fs_of, location_of
 
 STATUS_EVERY_S = 30.0
 """Between two updates of a running run's ``status.json``, by ``is_over``."""

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgekit as fk
-from forgekit.data.hashing import hash_integers, permute
 from forgekit.data.order import BLOCK, renumber, sample_rows
+from forgekit.hashing import hash_integers, permute
 
 FAR = 2**61
 RANGES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))

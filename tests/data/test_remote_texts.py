@@ -13,7 +13,7 @@ from buckets import open_bucket
 from pyarrow import parquet
 
 from forgekit.data import load_tokenizer, prepare, text_documents
-from forgekit.urls import UrlError
+from forgekit.remote.urls import UrlError
 
 TEXTS = [f"{'text ' * (number % 7)}{number} über\n" for number in range(200)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

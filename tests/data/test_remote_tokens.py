@@ -18,9 +18,10 @@ from ranks import run_ranks
 from runs import arguments, rows_of, run_here
 
 import forgekit as fk
-from forgekit.data import block_cache, cached_bins, open_tokens, prepare, token_documents
+from forgekit.data import cached_bins, open_tokens, prepare, token_documents
+from forgekit.remote import block_cache
+from forgekit.remote.urls import UrlError
 from forgekit.run.stop_signal import StoppedError
-from forgekit.urls import UrlError
 
 SEQ_LEN, SHARD_TOKENS = 32, 300
 

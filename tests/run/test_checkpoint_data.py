@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import forgekit as fk
-from forgekit.data.hashing import facts_of
+from forgekit.hashing import facts_of
 
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
 

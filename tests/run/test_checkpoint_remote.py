@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forgekit import urls
 from forgekit.checkpoints.directory import latest_checkpoint
 from forgekit.checkpoints.load import checkpoint_load
 from forgekit.checkpoints.save import checkpoint_save
 from forgekit.ranks import CheckpointError
+from forgekit.remote import urls
 from forgekit.state import TrainState
 
 

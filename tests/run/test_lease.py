@@ -12,10 +12,10 @@ import pytest
 from buckets import open_bucket
 from fsspec.implementations.memory import MemoryFileSystem
 
+from forgekit.remote.urls import Url, fs_of
 from forgekit.run import lease as lease_module
 from forgekit.run.lease import Lease, held
 from forgekit.run.status import RunLockedError, lock_run
-from forgekit.urls import Url, fs_of
 
 PERIOD_S, SHORT_S = 1.5, 0.6
 

@@ -15,13 +15,13 @@ from buckets import FAULTS, open_bucket
 from ranks import run_ranks
 
 import forgekit as fk
-from forgekit import urls
 from forgekit.metrics.records import RowFile
 from forgekit.ranks import CheckpointError
+from forgekit.remote import urls
+from forgekit.remote.urls import Url, UrlError
 from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
 from forgekit.run.status import RunLockedError, lock_run
-from forgekit.urls import Url, UrlError
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from lab import full
 from ranks import run_again
 
 import forgekit as fk
-from forgekit.checkpoints.transfer import find_other, parts_of, take_parts
+from forgekit.replicas.transfer import find_other, parts_of, take_parts
 
 STEPS = 3
 ROWS = {"data": "rows", "settings": {"seed": "0"}}

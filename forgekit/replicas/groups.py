@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.checkpoints.transfer import find_other, parts_of, take_parts
 from forgekit.environment import require
 from forgekit.mesh import process_rank
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
-from forgekit.run.lifeline import Lifeline
+from forgekit.replicas.lifeline import Lifeline
+from forgekit.replicas.transfer import find_other, parts_of, take_parts
 from forgekit.state import TrainState
 from forgekit.steps.replicas import OneGroup, Part
 

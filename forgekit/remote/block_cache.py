@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.checks import check_numbers
-from forgekit.urls import Url, local_folder, retried
+from forgekit.remote.urls import Url, local_folder, retried
 
 BLOCK_BYTES = 2**19
 
@@ -56,7 +56,7 @@ class BlockCache:
     to seven eighths at most: eight processes that write as fast as they can stay below the limit.
 
     Args:
-        folder: The folder; None is ``blocks`` in ``forgekit.urls.local_folder()``.
+        folder: The folder; None is ``blocks`` in ``forgekit.remote.urls.local_folder()``.
         limit: Most bytes; None is ``FORGEKIT_CACHE_GIB``. A single block may be larger.
     """
 

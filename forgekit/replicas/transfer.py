@@ -20,7 +20,7 @@ from forgekit.checkpoints.state_dict import (
     restore,
 )
 from forgekit.checks import brief
-from forgekit.data.hashing import compare_facts, facts_of
+from forgekit.hashing import compare_facts, facts_of
 from forgekit.state import TrainState, donate
 
 StateT = TypeVar("StateT", bound=TrainState)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forgekit.urls import Location, content_of
+from forgekit.remote.urls import Location, content_of
 
 U64 = NDArray[np.uint64]
 Integers = NDArray[np.int64]
