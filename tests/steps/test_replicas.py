@@ -112,6 +112,10 @@ def everything(state):
     return {**named, **entries, **averages, **counters, **numbers}
 
 
+def parameters_of(state):
+    return {n: full(p).detach().clone() for n, p in state.model.named_parameters()}
+
+
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -211,6 +215,42 @@ def test_what_is_not_finite_in_one_group_skips_the_step_in_all(batches):
         changed = {"step", "samples", "skipped"}
         now = {n: v for n, v in everything(new).items() if n not in changed}
         assert_same(now, {n: v for n, v in before[index].items() if n not in changed})
+
+
+def _half(rank, world, groups):
+    """Steps in float16 from a scale that is too large for some of the groups, then for none."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    batches = [row[rank] for row in global_batch(world)]
+    states = []
+    for _ in range(groups):
+        model = fk.parallelize(fk.Transformer(EVEN), mesh, precision="fp16")
+        states.append(fk.TrainState.create(model, fk.adamw(model), mesh=mesh, loss_scale=2.0**18))
+    scales, finite, exchange = [], False, Exchange(groups)
+    while not finite:
+        parts = shares(batches, groups, 2 * world)
+        totals = [fk.accumulate(s, p, logits_loss) for s, p in zip(states, parts, strict=True)]
+        scales.append(states[0].loss_scale.log2().item())
+        summed = [
+            fk.reduce_totals(t, s) for t, s in zip(exchange(states, totals), states, strict=True)
+        ]
+        found = [fk.gradients(s, t) for s, t in zip(states, summed, strict=True)]
+        found = [{name: full(g) for name, g in each.items()} for each in found]
+        corrections = [fk.clip(t, 1.0) for t in summed]
+        finite = bool(corrections[0].finite)
+        everyone = zip(states, corrections, summed, strict=True)
+        states = [fk.update(s, c, lr=0.01, totals=t) for s, c, t in everyone]
+        for state in states[1:]:
+            assert state.loss_scale == states[0].loss_scale
+            assert_same(parameters_of(state), parameters_of(states[0]))
+    expected, _ = reference_gradients(fk.Transformer(EVEN), global_batch(world))
+    assert all(relative_error(each, expected) < 3e-3 for each in found)
+    return scales
+
+
+def test_groups_in_float16_overflow_together_and_have_one_scale():
+    for scales in run_again(_half, 2, 3):
+        assert scales == [18.0 - step for step in range(len(scales))]
+        assert 3 < len(scales) < 20
 
 
 def trained(groups, batches, steps=1):
