@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ SAMPLE_ORDER = 2
 """Incremented when the same seed gives other rows at the same samples."""
 
 _VERSION = "sample order"
-_WORDS = {"seq_len": "sequence length"}
+_WORDS = MappingProxyType({"seq_len": "sequence length"})
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
