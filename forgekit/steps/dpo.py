@@ -157,6 +157,7 @@ def dpo_loss(
         return document_log_probs(forward(of, batch), batch["labels"], batch["doc_ids"])
 
     layout = _check_layout(model)
+    # First: the graph of the model that is trained need not be held meanwhile.
     with _frozen(model, reference, layout, batch["doc_ids"]) as frozen:
         base = log_probs(frozen)
     policy = log_probs(model)
@@ -174,8 +175,10 @@ def _loss(ratios: Tensor, counts: Tensor, kind: PreferenceLoss, beta: float) -> 
         losses = F.relu(1 - margins)
     else:
         gaps = chosen / n_chosen.clamp(min=1) - rejected / n_rejected.clamp(min=1)
+        # Means over tokens, or a gap would grow with the lengths of the answers.
         losses = (gaps - 1 / (2 * beta)).square()
     is_pair = (n_chosen > 0) & (n_rejected > 0)
+    # A selection, not a product: half a pair may be infinite, and its gradient has to be 0.
     losses, count = torch.where(is_pair, losses, 0.0), is_pair.sum()
     measured = {
         "margin": margins,
@@ -226,6 +229,7 @@ def _frozen(
     if reference is not None:
         trained, layout = layout, _check_layout(reference)
         if layout.documents is not None and trained.documents is not None:
+            # Where documents end is known on the host already; it does not wait a second time.
             layout.documents.note(doc_ids, trained.documents.host(doc_ids))
     frozen = model if reference is None else reference
     with torch.no_grad(), evaluating(frozen, layout), with_sockets(frozen, sockets):

@@ -111,14 +111,14 @@ class StepRouters:
     def _sum(self, layer: str, name: str, shape: tuple[int, ...]) -> Tensor:
         total = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for notes in self._noted:
-            if layer in notes:
+            if layer in notes:  # a stage notes its own layers only
                 total = total + (1.0 if name == "calls" else notes[layer][name])
         return total
 
     def _add_routing(
         self, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a reference or a generation: it counts nothing
             return None
         routing = Routing(scale=self._loss_scale)
         self._noted.append(routing.notes)

@@ -88,6 +88,7 @@ def make_step(
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
         totals = accumulate(state, batches, loss_fn, sync=sync, audit=audit)
+        # Votes travel among the sums: agreeing to stop needs no collective of its own.
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
         if state.step == 0:
@@ -102,6 +103,7 @@ def make_step(
         if spikes is None:
             state = update(state, correction, lr=lr, totals=totals, total=total)
             return state, step_metrics(totals, correction, lr=lr).update(looked)
+        # Without asking the host: a spike is a bad step that only the device knows of.
         kept, recent = limit_spikes(correction, totals, state.recent, spikes)
         state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
         metrics = step_metrics(totals, kept, lr=lr).update(looked)

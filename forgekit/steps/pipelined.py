@@ -244,9 +244,11 @@ class _Work:
                 "length, or pack them."
             )
         number = self._done + micro_batch
+        # Schedules mix stages and micro-batches; what is drawn must not depend on their order.
         seed_micro_batch(self._state, self._first_number + number, stage)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
+        # Before the last backward, which reduces what all of them have added up.
         if micro_batch + 1 == self._size and number and not self._more:
             widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
         is_last = stage == self.stages.count - 1
@@ -341,6 +343,7 @@ class _Work:
                 module.unshard()  # as the other pipelines do, in their forward
             raise
         finally:
+            # No backward comes that would do it; the step begins as if nothing had run.
             for root in self.stages.modules:
                 modules = fsdp_modules(root)
                 reset_iteration(modules)

@@ -214,6 +214,7 @@ class _Pass:
         if not ends or not starts:
             return
         outputs, slopes = zip(*ends, strict=True)
+        # `grad`, not `backward`: nothing is added to what parameters hold, and no hook runs.
         partials = torch.autograd.grad(outputs, [*starts.values()], slopes, materialize_grads=True)
         gradients = dict(zip(starts, map(full, partials), strict=True))
         largest = max(float(gradient.norm()) for gradient in gradients.values())
@@ -290,6 +291,7 @@ class _Pass:
         value = _widen(_gather(parameter.detach()).to(self.device))
         if value.is_floating_point():
             size = value.square().mean().sqrt()
+            # Initial values are neutral (zeros, ones, equal rows), which would hide an error.
             value = value + _draw(value.shape, value) * torch.where(size > 0, size, 1.0) * MOVED
         if not self.is_whole and (placement := _placement(parameter)) is not None:
             value = distribute_tensor(value, self.ranks, [placement], src_data_rank=None)
@@ -300,6 +302,7 @@ class _Pass:
         if self.is_whole:
             return x
         x = take_whole(x, self.ranks)
+        # The redistribution below adds the parts up.
         parts = DTensor.from_local(
             x / self.layout.tensor, self.ranks, (Partial(),), run_check=False
         )
@@ -454,6 +457,7 @@ def _widen(tensor: Tensor) -> Tensor:
 def _state(tensor: Tensor) -> _Statement:
     """Measure a tensor by its norm and by products with random vectors from both sides."""
     rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+    # A norm does not change when rows are in another order or have another sign; products do.
     left, right = _draw((PROBES, rows.shape[0]), rows), _draw((rows.shape[1], PROBES), rows)
     return _Statement(tensor.shape, float(rows.norm()), (left @ rows @ right).double().cpu())
 
