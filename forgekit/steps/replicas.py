@@ -97,7 +97,7 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
 
     Args:
         totals: What ``accumulate`` returned for this group's part. A group whose part has no
-            ``samples`` adds nothing.
+            ``samples`` adds nothing but votes.
         state: The state whose gradients were accumulated; not changed.
         replicas: What ``join_replicas`` returned.
 
@@ -119,7 +119,12 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     parameters = (p for group in state.optimizer.param_groups for p in group["params"])
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
-    vector = torch.cat([totals[key].reshape(-1) for key in keys])
+    flat = dict(totals.flat)
+    if totals.samples == 0:  # what it has computed is another group's; its votes are its own
+        for value in gradients:
+            value.zero_()
+        flat |= {key: torch.zeros_like(flat[key]) for key in keys if not _is_vote(key)}
+    vector = torch.cat([flat[key].reshape(-1) for key in keys])
     digest = _digest(repr((keys, len(vector))), gradients, state, held)
     # Integers: equal digests are told from others by sums alone, and exactly.
     is_new = state.agreed is None
@@ -133,15 +138,15 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
         problem = OTHER_SUMS.format(sums=", ".join(map(str, keys)), sizes=sizes)
     good = good and is_alike and not problems
     if good and groups > 1:
-        good = _sum(replicas, [vector, *gradients], is_nothing=totals.samples == 0)
+        good = _sum(replicas, [vector, *gradients])
     if not replicas.commit(good):
         told = exchange(problem and str(problem), world_of(state.mesh))
         if text := next(filter(None, told), None):
             raise ValueError(text)
         return None
-    parts = vector.split([totals[key].numel() for key in keys])
-    flat = {key: p.view(totals[key].shape) for key, p in zip(keys, parts, strict=True)}
-    return attrs.evolve(totals, flat={**totals.flat, **flat}, samples=samples, held=None)
+    parts = vector.split([flat[key].numel() for key in keys])
+    flat |= {key: p.view(flat[key].shape) for key, p in zip(keys, parts, strict=True)}
+    return attrs.evolve(totals, flat=flat, samples=samples, held=None)
 
 
 SUMMED = (
@@ -167,13 +172,15 @@ def _digest(sums: str, gradients: list[Tensor], state: TrainState, held: Held) -
     return zlib.crc32(repr(facts).encode()) >> 12
 
 
-def _sum(replicas: Replicas, tensors: Sequence[Tensor], *, is_nothing: bool) -> bool:
+def _is_vote(key: str | tuple[str, ...]) -> bool:
+    return isinstance(key, str) and key not in ("targets", "loss")
+
+
+def _sum(replicas: Replicas, tensors: Sequence[Tensor]) -> bool:
     """Add tensors over the groups in place, small ones beside each other in one copy."""
     for bucket in _take_tensors(tensors, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)  # of a single contiguous tensor not a copy
         together = flat.to(wide(flat.dtype))
-        if is_nothing:
-            together.zero_()
         if not replicas.sum([together]):
             return False
         for tensor, total in zip(bucket, _unflatten_dense_tensors(together, bucket), strict=True):

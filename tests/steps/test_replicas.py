@@ -161,6 +161,18 @@ def test_a_group_without_targets_adds_nothing():
     run_again(_gradients, 2, {"dp_shard": 2}, 3, "empty_micro_batches")
 
 
+def test_a_group_without_rows_has_a_vote(batches):
+    """Of five groups two have no micro-batch; one of them is asked to stop."""
+    states = [build() for _ in range(5)]
+    parts = shares(batches, 5, 2)
+    assert parts[0].samples == 0
+    totals = [fk.accumulate(s, part, logits_loss) for s, part in zip(states, parts, strict=True)]
+    votes = [torch.full_like(totals[0]["loss"], vote) for vote in (1.0, 0.0, 0.0, 0.0, 0.0)]
+    totals = [one.plus(stop=vote) for one, vote in zip(totals, votes, strict=True)]
+    for sums in Exchange(5)(states, totals):
+        assert float(sums["stop"]) == 1.0
+
+
 @pytest.fixture
 def batches():
     return [row[0] for row in global_batch(1)]
