@@ -30,7 +30,7 @@ from cattrs import Converter
 
 from forgekit.checks import path_problem
 from forgekit.environment import end_launcher
-from forgekit.remote.urls import Url, is_url
+from forgekit.remote.urls import Url, is_url, path_or_url
 from forgekit.terminal import printable, tell_once
 
 __all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]
@@ -434,6 +434,7 @@ def _read_scalar(value: Any, kind: Any) -> Any:
             )
         if wrong := path_problem(str(value)):
             raise _refusal(f"the path {wrong}")
+        _refusing(path_or_url, value)
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)

@@ -53,6 +53,21 @@ def test_a_url_that_became_a_path_is_named():
         path_or_url(Path("s3://b/r"))
 
 
+@pytest.mark.parametrize("typed", ["s3:/bucket/run", "s3://", "s3:///"])
+def test_what_is_almost_a_url_names_no_folder_of_this_machine(typed):
+    message = f"{typed} looks like a URL .* such as s3://bucket/folder"
+    with pytest.raises(ConfigError, match=f"out: {message}"):
+        structure(Config, {"out": typed})
+    for read in (fk.token_dataset, fk.latest_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            read(typed, *(8,) * (read is fk.token_dataset))
+
+
+def test_capital_letters_in_a_scheme_are_small_ones():
+    fs, root = fs_of("Memory://Capital/Run")
+    assert (fs.protocol, root) == ("memory", "/Capital/Run")
+
+
 def test_a_scheme_that_nothing_knows_is_named():
     with pytest.raises(ValueError, match="nowhere://a has the scheme 'nowhere', which is not know"):
         fs_of("nowhere://a")
@@ -93,6 +108,7 @@ def pauses(monkeypatch):
     """The pauses that would have been made."""
     made = []
     monkeypatch.setattr(urls.time, "sleep", made.append)
+    monkeypatch.setattr(urls.time, "monotonic", lambda: sum(made))
     return made
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
 from types import MappingProxyType
@@ -26,8 +26,8 @@ PATIENCE_S = 300.0
 """How long a store may fail to answer before a run gives up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(::[^/]*)?://")
-_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(::[^/]*)?:///*[^/]")
+_ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 _ANSWERS = (
     *(FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError),
     *(ValueError, TypeError, ImportError, AssertionError),
@@ -115,7 +115,7 @@ def path_or_url(value: str | os.PathLike[str]) -> Location:
     """Read what may be a path or a URL.
 
     Raises:
-        ValueError: If it is a URL that became a path.
+        ValueError: If it is a URL that became a path, or has one slash or nothing after them.
 
     Examples:
         >>> path_or_url("s3://bucket/run/"), path_or_url("runs/a").name
@@ -124,17 +124,18 @@ def path_or_url(value: str | os.PathLike[str]) -> Location:
     text = os.fspath(value)
     if is_url(text):
         return Url(text.rstrip("/"))
-    if isinstance(value, Path) and _URL_AS_PATH.match(text):
+    if _ALMOST_URL.match(text):
         raise ValueError(
-            f"{text} looks like a URL that became a Path, which merges its slashes. "
-            "Pass the URL as a string."
+            f"{text} looks like a URL that became a Path, which merges its slashes, or that lacks "
+            "a part. Pass the URL as a string, such as s3://bucket/folder."
         )
     return Path(text)
 
 
 def location_of(name: str, value: str | os.PathLike[str]) -> Location:
     """Read a path or a URL that may be one; ``name`` is the argument's, for messages."""
-    is_either = isinstance(value, Path) or is_url(value)
+    is_text = isinstance(value, str)
+    is_either = isinstance(value, Path) or is_url(value) or (is_text and _ALMOST_URL.match(value))
     return path_or_url(value) if is_either else path_of(name, value)
 
 
@@ -164,6 +165,7 @@ def fs_of(url: str) -> tuple[Any, str]:
         options = {"config_kwargs": {"retries": {"max_attempts": 0}}}
     elif scheme in ("file", "local"):
         options = {"auto_mkdir": True}
+    url = scheme + url[len(scheme) :]
     fs, root = url_to_fs(url, use_listings_cache=False, **options)
     return fs, root.rstrip("/")
 
@@ -226,8 +228,8 @@ def retried(
         UrlError: If the store refuses, or has not answered in time.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    began = time.monotonic()
-    for pause in (*_pauses(patience_s), None):
+    until, middle = time.monotonic() + patience_s, FIRST_PAUSE_S
+    while True:
         if before is not None:
             before()
         try:
@@ -237,14 +239,14 @@ def retried(
                 raise UrlError(f"{name}: {refusal}.") from error
             if _is_answer(error):
                 raise
-            waited = time.monotonic() - began
-            if pause is None or waited + pause > patience_s:
+            pause = middle * SystemRandom().uniform(0.7, 1.3)  # no two ranks pause alike
+            if time.monotonic() + pause > until:
                 raise UrlError(
                     f"{name}: the store has failed for {patience_s:.0f} s: {_brief(error)}."
                 ) from error
             log.warning("%s: %s; next try in %.1f s", name, _brief(error), pause)
             time.sleep(pause)
-    raise AssertionError
+            middle = min(2 * middle, LONGEST_PAUSE_S)
 
 
 def local_folder() -> Path:
@@ -256,15 +258,6 @@ def local_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forgekit"
-
-
-def _pauses(patience_s: float) -> Iterator[float]:
-    """Growing pauses, together no longer than the patience; no two ranks pause alike."""
-    pause, total = FIRST_PAUSE_S, 0.0
-    while total + pause <= patience_s:
-        yield min(pause * SystemRandom().uniform(0.7, 1.3), patience_s - total)
-        total += pause
-        pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def _refusal(error: BaseException) -> str | None:
