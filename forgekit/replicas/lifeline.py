@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from contextlib import suppress
 
 from forgekit.parallel.agreement import exchange
 from forgekit.terminal import tell
@@ -32,7 +32,6 @@ class Lifeline:
     """
 
     def __init__(self, rank: int, world: int, lost: Callable[[], None]) -> None:
-        self._lost = lost
         self._peers: list[socket.socket] = []
         if world == 1:
             return
@@ -44,29 +43,21 @@ class Lifeline:
         else:
             self._peers = [listener.accept()[0] for _ in range(world - 1)]
             listener.close()
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        for peer in self._peers:
+            threading.Thread(target=_watch, args=(peer, lost), daemon=True).start()
 
     def close(self) -> None:
         """Let this rank end without ending the others."""
         for peer in self._peers:
-            try:
+            with suppress(OSError):  # it has ended before
                 peer.sendall(b".")
-            except OSError:  # it has ended before
-                continue
-
-    def _watch(self) -> None:
-        waiting = {peer.fileno(): peer for peer in self._peers}
-        while waiting:
-            for number in wait([*waiting]):
-                if not _has_closed(waiting.pop(number)):  # pyright: ignore[reportArgumentType]
-                    self._lost()
-                    time.sleep(GRACE_S)
-                    tell("another rank of this group is gone, and this one still waited for it")
-                    os._exit(1)
 
 
-def _has_closed(peer: socket.socket) -> bool:
-    try:
-        return peer.recv(1) == b"."
-    except OSError:
-        return False
+def _watch(peer: socket.socket, lost: Callable[[], None]) -> None:
+    with suppress(OSError):
+        if peer.recv(1) == b".":
+            return
+    lost()
+    time.sleep(GRACE_S)
+    tell("another rank of this group is gone, and this one still waited for it")
+    os._exit(1)

@@ -12,22 +12,21 @@ knowing. So it renews it just before each write that counts, and stops if it can
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from forgekit.files import is_locked
-from forgekit.remote.urls import PRECONDITION, Url, UrlError, code_of, fs_of, retried
-from forgekit.run.status import RunLockedError
+from forgekit.remote.urls import PRECONDITION, Url, code_of, fs_of, retried
+from forgekit.run.status import RunLockedError, in_use
 from forgekit.terminal import tell
 
 PERIOD_S = 30.0
@@ -44,14 +43,10 @@ class Lease:
         self._fs, root = fs_of(url)
         self._path = f"{root}/.lease"
         self.owner = uuid.uuid4().hex
-        self._writer = {
-            "owner": self.owner,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._name = f"pid {os.getpid()} on host {socket.gethostname()} since {now}"
         self._beat, self._renewed = 0, 0.0
-        self._current: tuple[bytes, str | None] | None = None
+        self._there, self._version = b"", None  # as it was read last, empty if there is none
         self._lost: str | None = None
         self._lock = threading.Lock()  # the threads of a save and of the mirror renew it, too
 
@@ -66,19 +61,19 @@ class Lease:
             RunLockedError: If its writer lives, or another start was faster.
             UrlError: If the bucket is not there, or cannot be reached.
         """
-        self._current = there = self._read()
-        if there is not None and _facts(there[0]).get("owner") != previous:
-            tell(f"{self.url}: waiting up to {self._period:.0f} s for {_named(there[0])} to end")
+        self._read()
+        if self._there and (previous is None or previous.encode() not in self._there):
+            tell(f"{self.url}: waiting up to {self._period:.0f} s for {self._holder} to end")
             began = changed = time.monotonic()
-            while self._current is not None and time.monotonic() - changed < self._period:
+            while (there := self._there) and time.monotonic() - changed < self._period:
                 time.sleep(self._period / 30)
-                self._current = self._read()
-                if self._current is not None and self._current[0] != there[0]:
-                    there, changed = self._current, time.monotonic()
+                self._read()
+                if self._there not in (b"", there):
+                    changed = time.monotonic()
                     if changed - began > patience_s:
-                        raise self._refusal(there[0])
+                        raise in_use(self.url, self._holder)
         if not self._swap():
-            raise self._refusal(b"" if self._current is None else self._current[0])
+            raise in_use(self.url, self._holder)
 
     def check(self, *, now: bool = False) -> None:
         """Renew the lease if that is due, or now, just before what only its holder may do.
@@ -88,16 +83,15 @@ class Lease:
             UrlError: If the store cannot be asked.
         """
         with self._lock:
-            if not now and time.monotonic() - self._renewed < self._period / 3:
-                return self.check_known()
-            if self._lost is None and not self._swap():
-                by = "nobody" if self._current is None else _named(self._current[0])
+            silent_s = time.monotonic() - self._renewed
+            is_due = self._lost is None and (now or silent_s >= self._period / 3)
+            if is_due and not self._swap():
                 self._lost = (
-                    f"{self.url} was taken over by {by}: this process has not renewed its lease "
-                    f"for {time.monotonic() - self._renewed:.0f} s, as one that is paused or cut "
+                    f"{self.url} was taken over by {self._holder or 'nobody'}: this process has "
+                    f"not renewed its lease for {silent_s:.0f} s, as one that is paused or cut "
                     "off. It stops; what it has saved before is there."
                 )
-            return self.check_known()
+            self.check_known()
 
     def check_known(self) -> None:
         """Raise ``RunLockedError`` if the lease is known to be lost; asks nobody."""
@@ -110,25 +104,24 @@ class Lease:
             if self._lost is None and self._swap(patience_s=0.0):
                 self._fs.rm_file(self._path)
 
-    def _refusal(self, content: bytes) -> RunLockedError:
-        return RunLockedError(
-            f"{self.url} is in use by {_named(content)}. Wait until that run has ended, stop it, "
-            "or choose another run directory."
-        )
+    @property
+    def _holder(self) -> str:
+        return self._there.decode(errors="replace").partition("\n")[0]
 
     def _swap(self, patience_s: float | None = None) -> bool:
         """Replace the lease that was read last by one's own; False if it is another one now."""
         self._beat += 1
-        content = json.dumps(self._writer | {"beat": self._beat}).encode()
-        before = self._current
+        content = f"{self._name}\n{self.owner} {self._beat}\n".encode()
+        before, version = self._there, self._version
 
         def put() -> None:
             if not hasattr(self._fs, "call_s3"):
-                if self._read() == before:
+                self._read()
+                if self._there == before:
                     self._fs.pipe_file(self._path, content)
                 return
             bucket, key, _ = self._fs.split_path(self._path)
-            condition = {"IfNoneMatch": "*"} if before is None else {"IfMatch": before[1]}
+            condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
             self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
 
         try:
@@ -136,24 +129,21 @@ class Lease:
         except OSError as error:
             if code_of(error) not in PRECONDITION:
                 raise
-        # Read in any case: of a write that succeeded the answer may have been lost.
-        self._current = self._read()
-        if is_done := self._current is not None and self._current[0] == content:
+        self._read()  # in any case: of a write that succeeded the answer may have been lost
+        if is_done := self._there == content:
             self._renewed = time.monotonic()
         return is_done
 
-    def _read(self) -> tuple[bytes, str | None] | None:
-        """Read the lease and its version; None if there is none."""
-
-        def read() -> tuple[bytes, str | None]:
+    def _read(self) -> None:
+        def read() -> tuple[bytes, Any]:
             # The version first: one that is older than the content fails the next condition.
             version = self._fs.info(self._path).get("ETag")
             return self._fs.cat_file(self._path), version
 
         try:
-            return retried(read, f"{self.url}/.lease")
+            self._there, self._version = retried(read, f"{self.url}/.lease")
         except FileNotFoundError:
-            return None
+            self._there, self._version = b"", None
 
 
 @contextmanager
@@ -172,41 +162,42 @@ def held(
         patience_s: Seconds to wait for a writer that lives to end.
     """
     period_s = PERIOD_S if period_s is None else period_s
-    lease, note, over = Lease(url, period_s), folder / ".lease", threading.Event()
+    lease, note = Lease(url, period_s), folder / ".lease"
     has_died = note.exists() and is_locked(folder / ".lock")
     lease.take(note.read_text() if has_died else None, patience_s=patience_s)
     note.write_text(lease.owner)
-
-    def renew() -> None:
-        while not over.wait(period_s / 3):
-            try:
-                lease.check()
-            except RunLockedError as error:
-                log.error("%s", error)
-                return
-            except UrlError as error:
-                log.warning("%s", error)
-
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
     try:
-        yield lease
+        with repeated(lease.check, period_s / 3, f"{url}/.lease"):
+            yield lease
     finally:
-        over.set()
-        thread.join()
         lease.release()
 
 
-def _facts(content: bytes) -> dict[str, Any]:
+@contextmanager
+def repeated(action: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
+    """Do something now and then in a thread, until the block ends or the lease is lost.
+
+    Args:
+        action: What to do; what it raises is logged.
+        every_s: Seconds between two times.
+        name: What it is about.
+    """
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(every_s):
+            try:
+                action()
+            except RunLockedError as error:  # the run stops at its next step
+                log.error("%s", error)
+                return
+            except Exception as error:
+                log.warning("%s is behind: %s", name, error)
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
     try:
-        facts = json.loads(content)
-    except ValueError:
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def _named(content: bytes) -> str:
-    facts = _facts(content)
-    if not facts:
-        return "another process"
-    return f"pid {facts.get('pid')} on host {facts.get('host')} since {facts.get('since')}"
+        yield
+    finally:
+        over.set()
+        thread.join()

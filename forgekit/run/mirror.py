@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,8 +34,8 @@ from forgekit.remote.urls import (
     names_below,
     retried,
 )
-from forgekit.run.lease import Lease, held
-from forgekit.run.status import RunLockedError, lock_run
+from forgekit.run.lease import Lease, held, repeated
+from forgekit.run.status import lock_run
 
 EVERY_S = 10.0
 """Between two uploads of what has changed."""
@@ -44,8 +44,6 @@ LARGE_BYTES = 8 << 20
 """A file above this size is uploaded with checkpoints and at the end only."""
 METRICS = "metrics.jsonl"
 _PART = re.compile(r"(\d{12})-(\d+)\.jsonl")
-
-log = logging.getLogger("forgekit")
 
 
 class _Part(NamedTuple):
@@ -203,29 +201,14 @@ def mirrored(url: Url, folder: Path, *, patience_s: float = 0.0) -> Iterator[Mir
         UrlError: If the bucket is not there, permits nothing, or does not answer; at the end, too.
     """
     with held(url, folder, patience_s=patience_s) as lease:
-        mirror, over = Mirror(url, folder, lease), threading.Event()
-
-        def upload() -> None:
-            while not over.wait(EVERY_S):
-                try:
-                    mirror.flush(all_files=False)
-                except RunLockedError:
-                    return  # the run says so
-                except Exception as error:
-                    log.warning("%s is behind: %s", url, error)
-
-        thread = threading.Thread(target=upload, name="mirror", daemon=True)
-        thread.start()
+        mirror = Mirror(url, folder, lease)
         try:
-            yield mirror
+            with repeated(partial(mirror.flush, all_files=False), EVERY_S, url):
+                yield mirror
         except BaseException:
-            over.set()
             with only_warns(f"{folder} has what is not in {url}"):
                 mirror.flush()
             raise
-        finally:
-            over.set()
-            thread.join()
         mirror.flush()
 
 

@@ -48,6 +48,14 @@ class RunLockedError(RuntimeError):
     """Another process writes into this run directory."""
 
 
+def in_use(out: object, holder: str) -> RunLockedError:
+    """Make the error that names who writes into a run directory."""
+    return RunLockedError(
+        f"{out} is in use by {holder or 'another process'}. Wait until that run has ended, stop "
+        "it, or choose another run directory."
+    )
+
+
 def check_directory(out: str | Path) -> None:
     """Refuse a run directory in which set-up would fail later, or hang.
 
@@ -114,11 +122,7 @@ def lock_run(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read() or "another process"
-            raise RunLockedError(
-                f"{name or out} is in use by {holder}. Wait until that run has ended, stop it, or "
-                "choose another run directory."
-            ) from None
+            raise in_use(name or out, file.read()) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise

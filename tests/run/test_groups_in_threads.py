@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
+from threading import Barrier, Event
 
 import attrs
 import pytest
@@ -59,6 +59,7 @@ class VotesNo:
 def _two_histories(_rank, _world):
     """The first commits step 1 and is slow; the others do it again, without the first."""
     states, is_over = [replica_rank.build() for _ in range(3)], Event()
+    all_joined = Barrier(3)  # or a group that is first takes steps alone
 
     def train(number, address):
         state = states[number]
@@ -71,12 +72,13 @@ def _two_histories(_rank, _world):
                 is_over.set() if number else is_over.wait(PATIENCE_S)
 
         with fk.join_replicas(state, f"group {number}", lighthouse=address) as replicas:
+            all_joined.wait(PATIENCE_S)
             member = VotesNo(replicas, step=1) if number else replicas
             state = replica_rank.train(state, loader, member, steps=4, watch=wait)
         return replica_rank.whole(state), parts
 
     # Of groups that are alive the lighthouse waits for more than half, and then so long for all.
-    with lighthouse(join_timeout_ms=500) as address, ThreadPoolExecutor(3) as pool:
+    with lighthouse(join_timeout_ms=2000) as address, ThreadPoolExecutor(3) as pool:
         (first, its_parts), *others = pool.map(train, range(3), [address] * 3)
     assert {part.participants for part in its_parts[3:]} == {3}
     for other, parts in others:

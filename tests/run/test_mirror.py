@@ -205,23 +205,23 @@ def test_what_has_not_changed_is_not_sent_again_and_large_files_wait(url, bucket
         assert {path.rpartition("/")[2] for _, path in seen} == {"trace.json"}
 
 
+OTHER = b"pid 7 on host other since today\nanother 3\n"
+CUT_OFF = "was taken over by pid 7 on host other since today: this process has not renewed its"
+
+
 def test_without_the_lease_nothing_is_written(url, bucket, tmp_path):
     def run():
         with opened(url, tmp_path / "a") as mirror:
-            other = b'{"pid": 7, "host": "other"}'
-            bucket.fs.pipe_file(f"{url.removeprefix('s3://')}/.lease", other)
+            bucket.fs.pipe_file(f"{url.removeprefix('s3://')}/.lease", OTHER)
             (tmp_path / "a" / "status.json").write_text("{}")
-            with pytest.raises(RunLockedError, match="was taken over by pid 7 on host other since"):
+            with pytest.raises(RunLockedError, match=CUT_OFF):
                 mirror.lease.check(now=True)
             mirror.settle()
 
     with pytest.raises(RunLockedError, match="was taken over by"):
         run()
     assert objects(bucket, url).keys() == {".lease"}
-    assert objects(bucket, url)[".lease"] == b'{"pid": 7, "host": "other"}'
-
-
-OTHER = b'{"pid": 7, "host": "other"}'
+    assert objects(bucket, url)[".lease"] == OTHER
 
 
 def out_of_reach(bucket, url):
@@ -233,9 +233,6 @@ def out_of_reach(bucket, url):
 
     bucket.fault = lambda method, path: "drop" if method == "PUT" else None
     threading.Timer(1.0, heal).start()
-
-
-CUT_OFF = "was taken over by pid 7 on host other"
 
 
 def test_rows_of_a_writer_that_was_cut_off_replace_none(url, bucket, tmp_path, monkeypatch):
