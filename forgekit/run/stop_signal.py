@@ -204,12 +204,10 @@ class StopSignal:
         while self._reason is None and not self._closed.is_set():
             self._asked = time.monotonic()
             try:
-                answer = also()
+                if answer := also():  # an array, for one, is neither true nor false
+                    self.request(answer if isinstance(answer, str) else name)
             except BaseException as error:  # a SystemExit would end the thread in silence
                 self._warn(f"raised {type(error).__name__}: {error}")
-            else:
-                if answer:
-                    self.request(answer if isinstance(answer, str) else name)
             self._asked = math.inf
             self._closed.wait(ASK_S)
 
