@@ -13,13 +13,14 @@ import pytest
 import torch
 from buckets import FAULTS, open_bucket
 from covering import some_of
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 
 import forgekit as fk
 from forgekit.metrics.records import RowFile
 from forgekit.ranks import CheckpointError
 from forgekit.remote import urls
-from forgekit.remote.urls import Url, UrlError
+from forgekit.remote.urls import Url, UrlError, fs_of
 from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
 from forgekit.run.status import RunLockedError, lock_run
@@ -44,11 +45,17 @@ def opened(url, folder):
         yield mirror
 
 
-def objects(bucket, url):
-    root = url.removeprefix("s3://")
-    return {
-        name.removeprefix(f"{root}/"): bucket.fs.cat_file(name) for name in bucket.fs.find(root)
-    }
+@pytest.fixture
+def memory(tmp_path):
+    """A URL of a store that answers at once, for what does not depend on the store."""
+    yield Url("memory://bucket") / tmp_path.name
+    MemoryFileSystem.store.clear()
+
+
+def objects(url, fs=None):
+    fs = fs or fs_of(url)[0]
+    root = fs._strip_protocol(url)
+    return {name.removeprefix(f"{root}/"): fs.cat_file(name) for name in fs.find(root)}
 
 
 @contextmanager
@@ -69,7 +76,8 @@ def write(file, *steps):
         file.write({"step": step, "train/loss": step / 3, "text": "x" * 40})
 
 
-def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
+def test_a_fresh_folder_gets_what_the_run_had(memory, tmp_path):
+    url = memory
     with opened(url, tmp_path / "a") as mirror:
         (tmp_path / "a" / "samples").mkdir()
         files = {"config.json": b"{}", "history.jsonl": b'{"event": 1}\n', "samples/a.txt": b"def"}
@@ -79,9 +87,9 @@ def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
         with rows(tmp_path / "a") as file:
             write(file, 1, 2, 3)
         mirror.flush()
-        assert objects(bucket, url).keys() == {*files, ".lease", "metrics/000000000001-0.jsonl"}
+        assert objects(url).keys() == {*files, ".lease", "metrics/000000000001-0.jsonl"}
     content = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert objects(bucket, url) == {**files, "metrics/000000000001-0.jsonl": content}
+    assert objects(url) == {**files, "metrics/000000000001-0.jsonl": content}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bad_steps.jsonl").write_bytes(b"left by a run that died here")
     with opened(url, tmp_path / "b") as mirror:
@@ -94,8 +102,9 @@ def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
         assert [row["step"] for row in fk.run.read_metrics(copy / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_path, monkeypatch):
+def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(memory, tmp_path, monkeypatch):
     """Also a row that grows after the part before it was full, and after going back."""
+    url = memory
     monkeypatch.setattr(mirror_module, "PART_BYTES", 300)
     for life, (start, end) in enumerate([(0, 8), (8, 12), (6, 7), (7, 16)]):
         folder = tmp_path / f"life-{life}"
@@ -116,16 +125,16 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_p
         assert (copied / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
         logged = fk.run.read_metrics(copied / "metrics.jsonl")
         assert [row["step"] for row in logged] == [*range(1, end + 1)]
-    parts = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    parts = [name for name in objects(url) if name.startswith("metrics/")]
     assert len(parts) > 4
 
 
 def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(
     url, bucket, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mirror_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(mirror_module, "PART_BYTES", 800)
     with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
-        for step in range(1, 201):
+        for step in range(1, 81):
             write(file, step)
             if step % 10 == 0:
                 mirror.flush()
@@ -133,21 +142,21 @@ def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(
     with opened(url, tmp_path / "b") as mirror:
         fetched = []
         bucket.fault = lambda method, path: method == "GET" and fetched.append(path)
-        with rows_from(mirror, tmp_path / "b", 150) as file:
+        with rows_from(mirror, tmp_path / "b", 60) as file:
             (part,) = {path.partition("?")[0] for path in fetched if "metrics/" in path}
-            write(file, 151)
+            write(file, 61)
         local = (tmp_path / "b" / "metrics.jsonl").read_bytes()
         first, begins = (int(n) for n in part.rpartition("/")[2].removesuffix(".jsonl").split("-"))
-        assert 100 < first <= 150
+        assert 40 < first <= 60
         assert local[: begins - 1] == bytes(begins - 1)
         assert whole.startswith(local[begins:], begins)
         mirror.complete()
         assert whole.startswith((tmp_path / "b" / "metrics.jsonl").read_bytes())
-    names = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    names = [name for name in objects(url, bucket.fs) if name.startswith("metrics/")]
     assert len(fetched) < 3 * len(names)
     with local_copy(url) as copy:
         logged = fk.run.read_metrics(copy / "metrics.jsonl")
-    assert [row["step"] for row in logged] == [*range(1, 152)]
+    assert [row["step"] for row in logged] == [*range(1, 62)]
 
 
 @pytest.mark.parametrize("fault", some_of(FAULTS, *{*FAULTS} - {"unheard", "503", "torn"}))
@@ -197,7 +206,7 @@ def test_what_has_not_changed_is_not_sent_again_and_large_files_wait(url, bucket
         with rows(tmp_path / "a") as file:
             write(file, 1)
         mirror.flush(all_files=False)
-        assert "trace.json" not in objects(bucket, url)
+        assert "trace.json" not in objects(url, bucket.fs)
         seen = []
         bucket.fault = lambda method, path: seen.append((method, path))
         mirror.flush(all_files=False)
@@ -228,13 +237,13 @@ def test_rows_of_a_writer_that_was_cut_off_replace_none(url, bucket, tmp_path, m
     with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
         write(file, 1)
         mirror.flush()
-        before = objects(bucket, url)
+        before = objects(url, bucket.fs)
         write(file, 2)
         out_of_reach(bucket, url)
         for _ in range(2):
             with pytest.raises(RunLockedError, match=CUT_OFF):
                 mirror.flush()
-        assert objects(bucket, url) == before | {".lease": OTHER}
+        assert objects(url, bucket.fs) == before | {".lease": OTHER}
         file.close()
         (tmp_path / "a" / "metrics.jsonl").unlink()
 
