@@ -20,7 +20,6 @@ SMALL = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it
 LAYOUTS = {
     "one process": (1, 1, {}),
     "fsdp 2": (2, 2, {}),
-    "hsdp 2x2": (4, 4, {"dp_replicate": 2, "dp_shard": 2}),
     "pp 2": (2, 1, {"pp": 2}),
     "tp 2": (2, 1, {"tp": 2}),
 }

@@ -164,26 +164,6 @@ def test_what_is_no_training_is_outside_the_window(tmp_path, state, monkeypatch)
     assert sum(seconds) <= took - 0.6
 
 
-def test_a_resumed_run_repeats_no_step_and_drops_a_torn_line(tmp_path, state):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(tmp_path, every=2) as log:
-        state, _ = train(log, state, range(1, 9))
-    before = read_metrics(path)
-    with path.open("a") as file:
-        file.write('{"step": 9, "train/lo')
-    with MetricsLog(tmp_path, start_step=5, every=2) as log:
-        assert read_metrics(path) == before[:2], "what comes again is gone, should it not come"
-        state, _ = train(log, at(state, 5), range(6, 9), loss=1.0)
-    rows = read_metrics(path)
-    assert [row["step"] for row in rows] == [2, 4, 6, 8]
-    assert rows[:2] == before[:2]
-    assert rows[2]["train/loss"] == 1.0
-    with MetricsLog(tmp_path, start_step=8, every=2) as log:
-        log.event(state, {"eval/held_out/loss": 1.0})  # joins the row of the run before
-    assert read_metrics(path) == [*rows[:3], rows[3] | {"eval/held_out/loss": 1.0}]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
 @given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\xc3", b"{}"])), st.integers(1, 5))
 def test_lines_from_the_end_are_those_from_the_start(pieces, block):
     content, end = b"".join(pieces), 0

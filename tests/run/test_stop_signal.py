@@ -333,19 +333,17 @@ def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_pa
 
 
 def test_who_takes_over_what_was_heard_stops_after_the_same_step():
-    first, second = StopSignal(signals=()), StopSignal(signals=())
+    first = StopSignal(signals=())
     first.request("enough")
-    votes = torch.tensor(first.vote())
-    first.hear(votes)
-    second.load_state_dict(first.state_dict())
-    for stop in (first, second):
-        stop.hear(votes)
-        assert not stop.requested
-    second.load_state_dict(first.state_dict())
-    for stop in (first, second):
-        stop.hear(torch.tensor(0.0))
-        assert stop.requested
+    votes, requested = [first.vote(), first.vote(), 0.0], []
+    for number, vote in enumerate(votes):
+        first.hear(torch.tensor(vote))
+        second = StopSignal(signals=())
+        second.load_state_dict(first.state_dict())
+        for later in votes[number + 1 :]:
+            second.hear(torch.tensor(later))
+        requested += [first.requested, second.requested]
+    assert requested == [False, True, False, True, True, True]
     third = StopSignal(signals=())
     third.load_state_dict(first.state_dict())
-    assert third.requested
-    assert third.reason == "another rank"
+    assert (third.requested, third.reason) == (True, "another rank")

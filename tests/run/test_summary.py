@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import attrs
-import pytest
 import torch
 from ranks import run_ranks
 
@@ -73,22 +72,21 @@ def test_parameters_that_nobody_steps_are_named():
     )
 
 
-def _in_layout(rank, world, sizes):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
-    state = create(model, mesh=mesh)
-    return table(state)
+LAYOUTS = {"dp_shard 2": {}, "tp 2": {"tp": 2}, "pp 2": {"pp": 2}}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout"),
-    [({}, "dp_shard 2"), ({"tp": 2}, "tp 2"), ({"pp": 2}, "pp 2")],
-)
-def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held(sizes, layout):
-    for found in run_ranks(_in_layout, 2, sizes):
+def _in_layouts(rank, world):
+    for layout, sizes in LAYOUTS.items():
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
+        found = table(create(model, mesh=mesh))
         assert found["layout"] == f"{layout} = 2 ranks, products in bfloat16 on cpu"
         assert found["parameters"].startswith(f"{SIZE:,}, of which a token meets {SIZE:,}")
         assert found["attention"].startswith("rows sdpa")
+
+
+def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held():
+    run_ranks(_in_layouts, 2)
 
 
 def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
